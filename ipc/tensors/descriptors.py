@@ -60,24 +60,20 @@ class Memory:
     copied: bool = False
     pinned: bool = False
     cuda: CudaHandle | None = None
-    _packed: bytes = field(init=False, default=b"", compare=False, repr=False)
+    packed: bytes = field(init=False, compare=False, repr=False)  # as messages carry it
 
     @classmethod
     def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle, pid: int = 0) -> Memory:
         """Device memory: the first `byte_size` bytes of what `handle` opens."""
         return cls(memory_id, pid, -1, 0, byte_size, sealed=True, cuda=handle)
 
-    @property
-    def packed(self) -> bytes:
-        """The memory as messages carry it, packed once."""
-        if not self._packed:
-            if self.cuda is not None:
-                on_device = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
-                self._packed = msgpack.packb((self.id, self.pid, self.byte_size, *on_device))
-            else:
-                rest = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
-                self._packed = msgpack.packb((self.id, self.pid, self.byte_size, *rest))
-        return self._packed
+    def __post_init__(self) -> None:
+        if self.cuda is not None:
+            rest: tuple[Any, ...] = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
+        else:
+            rest = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
+        packed = msgpack.packb((self.id, self.pid, self.byte_size, *rest))
+        object.__setattr__(self, "packed", packed)
 
     @property
     def object(self) -> int | bytes:

@@ -11,7 +11,7 @@ A place travels as `descriptors.pack_place` packs it. What differs between reque
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple
 
@@ -208,30 +208,54 @@ def _place(raw: Any) -> Place:
 
 
 def pack_request_schema(
-    inputs: Iterable[TensorRef], outputs: Iterable[RequestedOutput], parameters: dict[str, Any]
+    inputs: Iterable[TensorRef],
+    outputs: Iterable[str],
+    placed: Container[str],
+    or_input: Container[str],
+    parameters: dict[str, Any],
 ) -> bytes:
-    """Return the schema of a request of this kind: the data of its tensors do not matter."""
+    """Return the schema of requests of one kind.
+
+    Args:
+        inputs: Their inputs, whose data do not matter.
+        outputs: The names of the outputs that they want; none: all.
+        placed: The names of those that have places in the data.
+        or_input: The names of those among them that may stay where an input lies.
+        parameters: Their parameters.
+    """
     packed: bytes = _PACKER.pack(
         (
             [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs],
-            [(output.name, _kind(output)) for output in outputs],
+            [
+                (
+                    name,
+                    _ANYWHERE
+                    if name not in placed
+                    else _PLACED_OR_INPUT
+                    if name in or_input
+                    else _PLACED,
+                )
+                for name in outputs
+            ],
             parameters,
         )
     )
     return packed
 
 
-def _kind(output: RequestedOutput) -> int:
-    if output.place is None:
-        return _ANYWHERE
-    return _PLACED_OR_INPUT if output.or_input else _PLACED
-
-
 def pack_inference(request: Inference) -> Packed:
     """Return the schema and data of a request, for `Submit`."""
     data = pack_data(tensor.data for tensor in request.inputs)
     data += [pack_place(o.place) for o in request.outputs if o.place is not None]
-    return pack_request_schema(request.inputs, request.outputs, request.parameters), data
+    placed = [output for output in request.outputs if output.place is not None]
+    schema = pack_request_schema(
+        request.inputs,
+        [output.name for output in request.outputs],
+        {output.name for output in placed},
+        {output.name for output in placed if output.or_input},
+        request.parameters,
+    )
+    return schema, data
 
 
 def unpack_inference(schema: bytes, data: Sequence[Any]) -> Inference:

@@ -75,13 +75,15 @@ class Signature:
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(request_id) + error.message) from None
 
-    def fit(self, schema: RequestSchema) -> BatchFit:
-        """Return how requests of a schema batch; the sizes of their data are not checked.
+    def fit(self, schema: bytes) -> BatchFit:
+        """Return how requests of a packed schema batch; the sizes of their data are not checked.
 
         Raises:
             InvalidArgument: Requests of this schema do not fit the model.
+            MalformedMessage: The bytes are no schema of a request.
         """
-        return self._check(schema.inputs, schema.outputs, sized=False)
+        known = RequestSchema(schema)
+        return self._check(known.inputs, known.outputs, sized=False)
 
     def output_size(self, name: str, batch_size: int) -> int | None:
         """The bytes of an output for a request of `batch_size`; None: only the model knows."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any, assert_never
 
-from shmserve.errors import QueueFull, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
 from shmserve.ipc.messages.inference import Release, Submit
@@ -25,6 +25,9 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
     TicketGranted,
 )
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.signature import BatchFit, id_prefix
+from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
@@ -52,12 +55,15 @@ logger = logging.getLogger(__name__)
 
 
 class BatchingCore(Core[ScheduledRequest]):
-    """One model version's requests, queued, batched and sent to its instances; `executions` take
-    what workers say of them."""
+    """One model version's requests, queued, batched and sent to its instances.
+
+    Workers' messages about them go to `executions`. `fits` has how requests of a schema batch.
+    """
 
     def __init__(
         self,
         settings: Settings,
+        fits: Schemas[BatchFit],
         workers: Peers,
         control: ControlLink,
         cache: ResponseCache | None = None,
@@ -65,6 +71,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self._to_workers = workers
         self._to_control = control
         self._name = settings.name
+        self._fits = fits
         self._ordered = settings.preserve_ordering
         self.statistics = Statistics(settings)
         self._responses = Responses(workers, self.statistics, self._ordered, cache)
@@ -114,22 +121,34 @@ class BatchingCore(Core[ScheduledRequest]):
         if crowded and self._pool.free and queue.full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
-        sequence_key = dispatch.identify(client, submit) if dispatch.follows else None
-        request = queue.enqueue(client, submit, now_ns)
+        fit = self._fits.find(submit.schema) or self._learn(submit)
+        sequence_key = dispatch.identify(client, submit, fit) if dispatch.follows else None
+        request = queue.enqueue(client, submit, fit, now_ns)
         request.lookup = lookup
         self._responses.enqueued(request)
         if dispatch.follows:
             dispatch.enqueued(request, sequence_key)
 
+    def _learn(self, message: Submit) -> BatchFit:
+        """Return how requests of a new schema batch. Raises InvalidArgument or Internal."""
+        try:
+            return self._fits.learn(message.schema)
+        except InvalidArgument as error:
+            raise InvalidArgument(id_prefix(message.request_id) + error.message) from None
+        except MalformedMessage as error:
+            logger.error("a request cannot be read: %s", error)
+            raise Internal("internal error") from None
+
     def hit(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         # Only its turn may still have to come.
-        request = self._queue.enqueue(client, submit, now_ns, cached=True)
+        fit = self._fits.find(submit.schema) or self._learn(submit)
+        request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.enqueued(request)
         timing = Timing(now_ns, 0, 0, 0, closed=CACHED)
-        self._responses.finish(request, "", "", lookup.body, timing, now_ns)
+        self._responses.finish(request, "", "", lookup.response, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:
         if not isinstance(error, QueueFull):

@@ -305,7 +305,7 @@ class Front(Generic[R]):
             if self._cache is not None:
                 core.check(submit, now_ns)
                 lookup = self._cache.look_up(submit)
-                if lookup is not None and lookup.body:
+                if lookup is not None and lookup.hit:
                     core.hit(client, submit, lookup, now_ns)
                     return
             core.admit(client, submit, lookup, now_ns)

@@ -2,7 +2,7 @@
 
 ResponseCache   requests in, responses out, and the memory that large ones are read from
 LruCache        entries within a bound of bytes, the least recently used evicted
-cache_key       what makes two requests the same: a digest over all that the model sees
+cache_head      what makes two requests the same: a digest over all that the model sees
 
 Only bytes that no client can change meanwhile are hashed and kept: those in the message, and those
 in memory that a process of the server made (a gateway's for the body of a request, a worker's for
@@ -21,7 +21,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack
@@ -31,17 +30,11 @@ from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.start import CacheStart
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import (
-    INLINE_LIMIT,
-    Inference,
-    Inferred,
-    pack_inferred,
-    unpack_inference,
-    unpack_inferred,
-)
+from shmserve.ipc.tensors.descriptors import Place, pack_place, unpack_place
+from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, RequestSchema
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.requests.request import Lookup
+from shmserve.scheduler.requests.request import NOTHING, Lookup
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +42,28 @@ _DIGEST_SIZE = 32
 # What an entry takes besides the bytes of its tensors, about.
 _ENTRY = 512
 _TENSOR = 256
-_IN_BODY = Inferred(())
 
 T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
-    """A response: small, as it travels, in `body`, or else with each tensor's bytes."""
+    """A cached response: its schema, and the bytes of each tensor. `small`: all go in a message."""
 
-    body: bytes
-    response: Inferred
+    schema: bytes
+    data: list[bytes]
+    small: bool
+
+
+class _Head(NamedTuple):
+    """The part of a cache key that follows from a request's schema.
+
+    Attributes:
+        prefix: The packed names, datatypes, shapes, parameters and requested outputs.
+        order: The indices of the inputs, by name.
+    """
+
+    prefix: bytes
+    order: list[int]
 
 
 @dataclass(eq=False)
@@ -77,6 +82,7 @@ class ResponseCache:
 
     def __post_init__(self) -> None:
         self._entries: LruCache[_Entry] = LruCache(self._start.byte_size)
+        self._heads: Schemas[_Head] = Schemas(self._head)
 
     def look_up(self, submit: Submit) -> Lookup | None:
         """The cached response to a request, which whoever asks is to settle; None: the request
@@ -84,35 +90,45 @@ class ResponseCache:
         began_ns = self._clock()
         copies: list[Block] = []
         try:
-            inference = unpack_inference(submit.work)
-            if any(output.place is not None for output in inference.outputs):
+            schema = submit.schema
+            head = self._heads.find(schema) or self._heads.learn(schema)
+            if not head.prefix:
                 return None
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)
-            key = cache_key(self._model, self._version, inference, sequence, self._read)
+            datas = [self._bytes(submit.data[index]) for index in head.order]
+            key = _digest(head.prefix, sequence, datas)
             entry = self._entries.find(key)
-            body = b"" if entry is None else entry.body or self._copied(entry.response, copies)
-        except (MalformedMessage, ShmserveError):
+            if entry is None:
+                return Lookup(key, NOTHING, self._clock() - began_ns, copies)
+            data = entry.data if entry.small else self._copied(entry.data, copies)
+        except (MalformedMessage, ShmserveError, LookupError):
             return None
-        return Lookup(b"" if body else key, body, self._clock() - began_ns, copies)
+        return Lookup(b"", (entry.schema, data), self._clock() - began_ns, copies)
 
-    def insert(self, key: bytes, body: bytes) -> int:
-        """Keep the response to a request that missed, as its worker has packed it; returns the ns
-        that this took."""
+    def _head(self, schema: bytes) -> _Head:
+        """Return the head of requests of a schema; an empty one where they pass the cache by."""
+        request = RequestSchema(schema)
+        if request.count > len(request.inputs):
+            return _Head(b"", [])
+        return cache_head(self._model, self._version, request)
+
+    def _bytes(self, data: Any) -> Any:
+        """Return the bytes of a tensor. Raises MalformedMessage, or Unavailable as `_read`."""
+        return data if type(data) is bytes else self._read(unpack_place(data))
+
+    def insert(self, key: bytes, response: Packed) -> int:
+        """Store the response to a request that missed; return the ns that this took."""
         began_ns = self._clock()
+        schema, data = response
         try:
-            response = unpack_inferred(body)
-            tensors = tuple(
-                TensorRef(each.name, each.datatype, each.shape, self._kept(each.data))
-                for each in response.outputs
-            )
-        except (MalformedMessage, ShmserveError):
+            kept = [bytes(self._bytes(each)) for each in data]
+        except (MalformedMessage, ShmserveError, ValueError, TypeError):
             return self._clock() - began_ns  # it lies where we do not read
-        if tensors == response.outputs:
-            entry, byte_size = _Entry(body, _IN_BODY), _ENTRY + len(body)
-        else:
-            entry = _Entry(b"", Inferred(tensors, response.parameters))
-            datas = [each.data for each in tensors if isinstance(each.data, bytes)]
-            byte_size = _ENTRY + sum([_TENSOR + len(data) for data in datas])
+        small = all(type(each) is bytes for each in data)
+        entry = _Entry(schema, kept, small)
+        byte_size = _ENTRY + len(schema) + sum([len(each) for each in kept])
+        if not small:
+            byte_size += _TENSOR * len(kept)
         if not self._entries.insert(key, entry, byte_size):
             self._refused(key, byte_size)
         return self._clock() - began_ns
@@ -137,30 +153,28 @@ class ResponseCache:
         view: memoryview = self._mappings.view(place)
         return view
 
-    def _kept(self, data: bytes | Place) -> bytes:
-        return data if isinstance(data, bytes) else bytes(self._read(data))
+    def _copied(self, datas: list[bytes], copies: list[Block]) -> list[Any]:
+        """Return the data of a large response, in memory that is lent.
 
-    def _copied(self, response: Inferred, copies: list[Block]) -> bytes:
-        """A large response in memory that is lent; raises ShmserveError where it does not fit."""
-        placed: list[TensorRef] = []
+        Raises ShmserveError where they do not fit.
+        """
+        placed: list[Any] = []
         inline = INLINE_LIMIT
         try:
-            for tensor in response.outputs:
-                data = tensor.data
-                assert isinstance(data, bytes)
+            for data in datas:
                 if len(data) <= inline:
                     inline -= len(data)
-                    placed.append(tensor)
+                    placed.append(data)
                     continue
                 copy = self.lent.write(data, self.free)
                 copies.append(copy)
                 self._lent_bytes += len(data)
-                placed.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, copy.place))
+                placed.append(pack_place(copy.place))
         except ShmserveError:
             for copy in copies:
                 copy.release()
             raise
-        return pack_inferred(Inferred(tuple(placed), response.parameters))
+        return placed
 
     def lend(self, reader: int, lookup: Lookup) -> None:
         """`reader` is told of a response: what is copied for it is its own until it releases it."""
@@ -248,39 +262,38 @@ class LruCache(Generic[T]):
             self.evicted += 1
 
 
-def cache_key(
-    model: str,
-    version: str,
-    inference: Inference,
-    sequence: tuple[int, str, int],
-    read: Callable[[Place], Any],
-) -> bytes:
-    """The digest of a request over everything that a response can depend on.
+def cache_head(model: str, version: str, request: RequestSchema) -> _Head:
+    """Return the part of the cache key that requests of one schema have in common.
 
-    Triton's is 64 bits of names and bytes alone, so that other shapes with the same bytes, or other
-    outputs, meet in one entry. This one covers the model and its version; of each input, whatever
-    the order they come in, name, datatype, shape and bytes; the request's parameters and its
-    correlation id; and the outputs in the order they are asked for. It does not cover the request's
-    id, priority, timeout and deadline, which are about this request and not about what it asks.
-    BLAKE2b (RFC 7693) with 256 bits: nobody can make two requests that meet.
-
-    `sequence` is its correlation id, as a number and as a text, and its
-    flags; `read` gives the bytes at a place, or raises what it likes.
+    Triton's key is 64 bits of names and bytes alone, so that other shapes with the same bytes, or
+    other outputs, meet in one entry. This one covers the model and its version; of each input,
+    whatever the order they come in, name, datatype, shape and bytes; the request's parameters and
+    its correlation id; and the outputs in the order they are asked for. It does not cover the
+    request's id, priority, timeout and deadline, which are about this request and not about what it
+    asks.
     """
-    inputs = sorted(inference.inputs, key=attrgetter("name"))
-    datas = [
-        read(tensor.data) if isinstance(tensor.data, Place) else tensor.data for tensor in inputs
-    ]
+    order = sorted(range(len(request.inputs)), key=lambda index: request.inputs[index].name)
     head = (
         model,
         version,
-        # With the sizes the bytes that follow can be cut in one way only.
-        [(t.name, t.datatype, t.shape, len(d)) for t, d in zip(inputs, datas, strict=True)],
-        sorted(inference.parameters.items()),
-        sequence,
-        [output.name for output in inference.outputs],
+        [request.inputs[index][:3] for index in order],
+        sorted(request.parameters.items()),
+        [output.name for output in request.outputs],
     )
-    digest = hashlib.blake2b(msgpack.packb(head), digest_size=_DIGEST_SIZE)
+    return _Head(msgpack.packb(head), order)
+
+
+def _digest(prefix: bytes, sequence: tuple[int, str, int], datas: list[Any]) -> bytes:
+    """Return the cache key of a request: BLAKE2b (RFC 7693) with 256 bits.
+
+    Args:
+        prefix: What follows from its schema, see `cache_head`.
+        sequence: Its correlation id, as a number and as a text, and its flags.
+        datas: The bytes of its inputs, by name. With their sizes they can be cut in one way only.
+    """
+    sizes = msgpack.packb((sequence, [len(data) for data in datas]))
+    digest = hashlib.blake2b(prefix, digest_size=_DIGEST_SIZE)
+    digest.update(sizes)
     for data in datas:
         digest.update(data)
     return digest.digest()

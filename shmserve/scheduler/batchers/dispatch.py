@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, PendingRequests, WaitUntil
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
@@ -52,7 +53,9 @@ class Dispatcher(ABC):
     def flush(self) -> None:
         """Nothing more comes that would be worth waiting for."""
 
-    def identify(self, client: Client[ScheduledRequest], message: Submit) -> SequenceKey | None:
+    def identify(
+        self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
+    ) -> SequenceKey | None:
         """The sequence that a request belongs to, before it is admitted to the queue.
 
         Raises InvalidArgument or QueueFull for one that may not be.

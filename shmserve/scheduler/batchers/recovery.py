@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
 from shmserve.scheduler.outboxes import ControlLink
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import AT_WORK, ScheduledRequest, State
+from shmserve.scheduler.requests.request import AT_WORK, NOTHING, ScheduledRequest, State
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
@@ -67,7 +67,7 @@ class Recovery:
             self._lost(request, lost + why, now_ns)
             return
         request.deaths += 1
-        once = runs_once(request.submit.work)
+        once = runs_once(request.submit.schema, request.submit.data)
         if request.deaths == 1 and not once:
             self._statistics.retried += 1
             self._queue.retry(request)
@@ -80,7 +80,7 @@ class Recovery:
     def _lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         """Fail a request lost with its worker, or close it if its fate was decided before."""
         if request.state in AT_WORK:
-            self._responses.finish(request, "INTERNAL", text, b"", None, now_ns)
+            self._responses.finish(request, "INTERNAL", text, NOTHING, None, now_ns)
         elif request.state is not State.DONE:
             self._responses.close(request, now_ns)
 

@@ -9,7 +9,7 @@ tick                      now: run steps, respond, expire
 from __future__ import annotations
 
 import logging
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported
 from shmserve.ipc.inflight import stopping
@@ -17,9 +17,9 @@ from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import unpack_inference
+from shmserve.ipc.tensors.inference import RequestSchema
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
-from shmserve.ipc.tensors.template_cache import UnpackCache
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Plan
 from shmserve.scheduler.ensemble.graph import Graph
@@ -50,6 +50,14 @@ _DEADLOCK = (
 _MANY = "a step gives any number of responses by now, and the ensemble gives one: load it again"
 
 
+class _Known(NamedTuple):
+    """What follows from a request's schema: the outputs that it wants, and its size in a batch."""
+
+    schema: RequestSchema
+    outputs: tuple[str, ...]
+    units: int
+
+
 class EnsembleCore(Core[EnsembleRequest]):
     """One ensemble's requests, each a flow of tensors through its steps."""
 
@@ -77,7 +85,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._decoupled = settings.decoupled
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are wanted
         self._plans_of = 0
-        self._unpacked = UnpackCache(unpack_inference)
+        self._schemas: Schemas[_Known] = Schemas(self._derive)
+        self._signature = signature
         self._batch_size = signature.max_batch_size
         self._planned_bytes = 0  # of memory between steps, for a request
         self._control = control
@@ -120,10 +129,10 @@ class EnsembleCore(Core[EnsembleRequest]):
     ) -> EnsembleRequest:
         """The request that a message submits, its flow begun. Raises MalformedMessage, Unavailable
         when a step has no model, InvalidArgument when a tensor lies where it cannot."""
-        inference = self._unpacked.unpack(message.work)
-        graph = self._graph
-        outputs = tuple(output.name for output in inference.outputs) or graph.outputs
-        request = EnsembleRequest(client, message, inference, self._plan(outputs), now_ns)
+        known = self._schemas.find(message.schema) or self._schemas.learn(message.schema)
+        inference = known.schema.inference(message.data)
+        graph, plan = self._graph, self._plan(known.outputs)
+        request = EnsembleRequest(client, message, inference, plan, known.units, now_ns)
         check_places(request, graph)
         inputs = dict.fromkeys(graph.inputs, ABSENT)
         for tensor in inference.inputs:
@@ -131,6 +140,11 @@ class EnsembleCore(Core[EnsembleRequest]):
             inputs[tensor.name] = Value(tensor, holds=holds, batched=self._batch_size > 0)
         request.flow.begin(inputs)
         return request
+
+    def _derive(self, packed: bytes) -> _Known:
+        schema = RequestSchema(packed)
+        outputs = tuple(output.name for output in schema.outputs) or self._graph.outputs
+        return _Known(schema, outputs, self._signature.fit(packed).batch_size or 1)
 
     def _plan(self, outputs: tuple[str, ...]) -> Plan:
         """Shared by requests that want the same outputs, while the models of the steps stay."""

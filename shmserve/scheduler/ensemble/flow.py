@@ -59,9 +59,9 @@ class Plan:
         self.responses_follow = max(origins[output] for output in self.outputs)
         self.uses = {tensor: self._uses(tensor) for tensor in origins}
         self.devices = self._devices(needed, graph.conditions, models)
-        # Kept by steps/submission.py: the forms of the steps' requests, which hold as long as the
-        # plan, because the models of the steps are the same.
-        self.forms: dict[Any, Any] = {}
+        # Stored by steps/submission.py: the kinds of the steps' requests. They are valid as long as
+        # the plan, because the models of the steps are the same.
+        self.kinds: dict[Any, Any] = {}
 
     def _devices(
         self, needed: Iterable[Step], conditions: frozenset[str], models: StepModels

@@ -37,6 +37,7 @@ class EnsembleRequest:
         submit: Submit,
         inference: Inference,
         plan: Plan,
+        units: int,
         now_ns: int,
     ) -> None:
         self.client = client
@@ -49,7 +50,7 @@ class EnsembleRequest:
         self.arrived_ns = believable(submit.arrived_ns, now_ns)
         self.enqueued_ns = self.started_ns = now_ns
         self.deadline_ns = max(submit.deadline_ns, 0)
-        self.units = submit.batch_size or 1
+        self.units = units
         self.times_ns = [0, 0, 0]
         self.spans = b""
         self.running: dict[int, StepRequest] = {}

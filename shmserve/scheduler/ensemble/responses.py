@@ -15,7 +15,13 @@ from shmserve.ipc.messages.inference import (
     Submit,
 )
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inferred, pack_inferred
+from shmserve.ipc.tensors.inference import (
+    SEQUENCE_END,
+    SEQUENCE_START,
+    Inferred,
+    Packed,
+    pack_inferred,
+)
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.ensemble.graph import Graph
@@ -25,7 +31,7 @@ from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value, overrides
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
-from shmserve.scheduler.requests.request import Lookup
+from shmserve.scheduler.requests.request import NOTHING, Lookup
 from shmserve.scheduler.requests.spans import spans_of
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Statistics
@@ -50,12 +56,12 @@ class EnsembleResponses:
         responses = request.flow.responses
         while responses and request.window.is_open:
             response = responses.pop(0)
-            body = self._body(request, response)
+            schema, data = self._packed(request, response)
             request.unread.append(list(response.values()))
-            request.window.sent(len(body))
-            self._count(request, body, final=False, now_ns=now_ns)
+            request.window.sent(len(schema) + sum([len(d) for d in data if type(d) is bytes]))
+            self._count(request, schema, final=False, now_ns=now_ns)
             request.responses += 1
-            request.client.post(Responded(request.id, "", "", body, final=False))
+            request.client.post(Responded(request.id, "", "", schema, data, final=False))
 
     def credit(self, request: EnsembleRequest, responses: int) -> None:
         """The client has read so many responses."""
@@ -90,25 +96,25 @@ class EnsembleResponses:
         input_ns, infer_ns, output_ns = request.times_ns
         timing = Timing(request.started_ns, input_ns, infer_ns, output_ns)
         self._statistics.executed(Closed.IDLE, request.units, timing, now_ns)
-        body = b""
+        packed = NOTHING
         if self._decoupled:
             self._count(request, b"", final=True, now_ns=now_ns)
         else:
             (response,) = request.flow.responses
             request.flow.responses.clear()
-            body = self._body(request, response)
+            packed = self._packed(request, response)
             _release(list(response.values()))
-            self._keep(request, body, now_ns)
+            self._keep(request, packed, now_ns)
         self._statistics.succeeded(request, timing, now_ns)
         steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
         times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
         spans = spans_of(self._statistics, request.submit, *times)
         times_ns = (input_ns, infer_ns, output_ns)
         if self._decoupled:
-            last = Responded(request.id, "", "", b"", True, *times_ns, spans)
+            last = Responded(request.id, "", "", b"", [], True, *times_ns, spans)
             request.client.post(last)
         else:
-            request.client.post(Finished(request.id, body, *times_ns, spans))
+            request.client.post(Finished(request.id, *packed, *times_ns, spans))
 
     def hit(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
@@ -120,20 +126,20 @@ class EnsembleResponses:
         self._statistics.hit(arrived_ns, 0, lookup.ns, now_ns)
         times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
         spans = spans_of(self._statistics, message, *times)
-        client.post(Finished(message.id, lookup.body, spans=spans))
+        client.post(Finished(message.id, *lookup.response, spans=spans))
 
-    def _keep(self, request: EnsembleRequest, body: bytes, now_ns: int) -> None:
+    def _keep(self, request: EnsembleRequest, response: Packed, now_ns: int) -> None:
         lookup = request.lookup
         if lookup is not None and self._cache is not None:
-            insert_ns = self._cache.insert(lookup.key, body)
+            insert_ns = self._cache.insert(lookup.key, response)
             self._statistics.missed(lookup.ns, insert_ns, now_ns)
 
-    def _count(self, request: EnsembleRequest, body: bytes, final: bool, now_ns: int) -> None:
-        response = ExecutionResponded(0, "", "", body, final, now_ns, now_ns)
+    def _count(self, request: EnsembleRequest, schema: bytes, final: bool, now_ns: int) -> None:
+        response = ExecutionResponded(0, "", "", schema, [], final, now_ns, now_ns)
         self._statistics.responded(request, response, now_ns)
 
-    def _body(self, request: EnsembleRequest, response: dict[str, Value]) -> bytes:
-        """A response as it travels; the client gives back what lies in our memory."""
+    def _packed(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
+        """Return a response's schema and data. The client releases what lies in our memory."""
         tensors: list[TensorRef] = []
         given = {o.name for o in request.inference.outputs if o.place is not None}
         batches = self._signature.max_batch_size > 0

@@ -31,7 +31,7 @@ from shmserve.ipc.messages.generation import (
     Told,
 )
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.engine import Engine
@@ -96,7 +96,9 @@ class GenerativeDispatch(Dispatcher):
 
     # --- admission
 
-    def identify(self, client: Client[ScheduledRequest], message: Submit) -> SequenceKey | None:
+    def identify(
+        self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
+    ) -> SequenceKey | None:
         """As `Dispatcher` says: it belongs to nothing, but there may be too many."""
         if self._waiting >= self._engine_settings.max_waiting_requests:
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")

@@ -35,6 +35,8 @@ from shmserve.ipc.messages.inference import MetricsReported, Submit
 from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart
 from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady, SetTracing
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.batching import BatchingCore
@@ -91,7 +93,8 @@ class HostedScheduler(ABC):
         self._settings = Settings.read(start.config, start.version, start.limits)
         self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
         self._routed = PeerCredRouter(self.endpoint, first_number)
-        self._local_clients = LocalClientListener.open(start)
+        self._signature = Signature(start.config, start.version)
+        self._local_clients = LocalClientListener.open(start, self._signature)
         self._traces = LocalTraces(self._settings.name, start.version, self._control)
         self._lent = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent)
@@ -232,7 +235,8 @@ class BatchingScheduler(HostedScheduler):
     def _parts(self) -> Parts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, last_number)
-        core = BatchingCore(self._settings, workers, self._control, self._cache)
+        fits = Schemas(self._signature.fit)
+        core = BatchingCore(self._settings, fits, workers, self._control, self._cache)
 
         def from_workers() -> None:
             self._touched[self] = None

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.common.access.peer_credentials import admit_group
 from shmserve.common.access.shm_access import NO_GROUP
@@ -28,14 +28,10 @@ from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.start import SchedulerStart
 from shmserve.ipc.messages.supervision import RequestTraced, SetTracing
-from shmserve.ipc.tensors.descriptors import Memory, Place
-from shmserve.ipc.tensors.inference import (
-    LONGEST_CORRELATION_ID,
-    Inference,
-    unpack_inference,
-)
-from shmserve.ipc.tensors.signature import BatchFit, Signature
-from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
+from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
+from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_trace
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, first_number
@@ -43,8 +39,6 @@ from shmserve.scheduler.outboxes import ControlLink
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
-_MOST_KNOWN = 1024
-_LONGEST_KNOWN = 1024  # bytes of a request that is remembered whole
 # Between a local client and us; what says that it took longer would be seen in everybody's
 # statistics.
 _LONGEST_WAY_NS = 1_000_000_000
@@ -64,13 +58,13 @@ class LocalClientListener:
         self._rules = LocalClientRules(capabilities, signature, limit_us)
 
     @classmethod
-    def open(cls, start: SchedulerStart) -> LocalClientListener:
-        """That of the scheduler that is started; the programs of the server's group reach it."""
+    def open(cls, start: SchedulerStart, signature: Signature) -> LocalClientListener:
+        """Return the listener of a scheduler, which the programs of the server's group reach."""
         endpoint = endpoints.local_clients(start.run_dir, start.number)
         listener = cls(
             endpoint,
             Capabilities(start.capability_key),
-            Signature(start.config, start.version),
+            signature,
             start.limits.request_timeout_us,
         )
         if start.group != NO_GROUP:
@@ -105,6 +99,13 @@ class LocalClientListener:
         self._rules.forget(number)
 
 
+class _LocalSchema(NamedTuple):
+    """A request's schema, and whether it fits the model."""
+
+    schema: RequestSchema
+    fits: bool
+
+
 class LocalClientRules:
     """The checks of a local client's request, and what is true of it (pure)."""
 
@@ -113,21 +114,19 @@ class LocalClientRules:
         self._signature = signature
         self._limit_us = limit_us
         self._memories: set[tuple[int, Memory]] = set()
-        self._templates: TemplateCache[BatchFit] = TemplateCache()  # of small tensors
-        # By a local client and its request, whose tensors are in memory.
-        self._known: BoundedCache[tuple[int, bytes], BatchFit] = BoundedCache(_MOST_KNOWN)
+        self._schemas: Schemas[_LocalSchema] = Schemas(self._local_schema)
 
     def forget(self, number: int) -> None:
         """A local client is gone."""
         self._memories = {item for item in self._memories if item[0] != number}
-        self._known.clear()
 
     def checked(self, number: int, submit: Submit, now_ns: int) -> Submit:
         """The request of local client `number`, which is here at `now_ns`, as what it is.
 
         Raises InvalidArgument when it cannot be, MalformedMessage when it is no request at all.
         """
-        size = len(submit.work) + len(submit.request_id)
+        inline = sum([len(data) for data in submit.data if type(data) is bytes])
+        size = len(submit.schema) + inline + len(submit.request_id)
         if size > LARGEST_WORK:
             raise InvalidArgument(
                 f"a request of {size} bytes is larger than {LARGEST_WORK}: large "
@@ -140,30 +139,15 @@ class LocalClientRules:
             )
         if submit.trace and not is_trace(submit.trace):
             raise InvalidArgument("a request's trace must be as the protocol's description has it")
-        fit = self._fit(number, submit)
+        self._check_data(number, submit)
         arrived_ns = submit.arrived_ns
         if arrived_ns < now_ns - _LONGEST_WAY_NS:
             arrived_ns = now_ns
         deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
-        given = (submit.arrived_ns, submit.deadline_ns, submit.batch_size, submit.shape_key)
-        believed = (arrived_ns, deadline_ns, fit.batch_size, fit.shape_key)
-        if given == believed and not submit.source:
+        given = (submit.arrived_ns, submit.deadline_ns, submit.source)
+        if given == (arrived_ns, deadline_ns, 0):
             return submit
-        return Submit(
-            submit.id,
-            fit.batch_size,
-            fit.shape_key,
-            arrived_ns,
-            deadline_ns,
-            submit.timeout_us,
-            submit.priority,
-            submit.work,
-            submit.request_id,
-            submit.flags,
-            submit.correlation_id,
-            submit.correlation_text,
-            trace=submit.trace,
-        )
+        return replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns, source=0)
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """When it is to have ended, 0: at any time. The shortest of the limits holds: its own, in
@@ -176,28 +160,45 @@ class LocalClientRules:
             ends.append(submit.deadline_ns)
         return min(ends, default=0)
 
-    def _fit(self, number: int, submit: Submit) -> BatchFit:
-        """The batch that a request fits in; most requests are like one before."""
-        work = submit.work
-        key = (number, work)
-        known = self._known.find(key) if len(work) <= _LONGEST_KNOWN else None
-        if known is not None:
-            return known
-        found = self._templates.find(work)
-        if found is not None:
-            return found[0]
-        inference = unpack_inference(work)
-        _check_types(inference)
-        places = [tensor.data for tensor in inference.inputs if isinstance(tensor.data, Place)]
-        places += [output.place for output in inference.outputs if output.place is not None]
-        for place in places:
-            self._check_owner(number, place)
-        fit = self._signature.check(submit.request_id, inference.inputs, inference.outputs)
-        if not places:
-            self._templates.learn(work, inference, fit)
-        elif len(places) >= len(inference.inputs) and len(work) <= _LONGEST_KNOWN:
-            self._known.remember(key, fit)
-        return fit
+    def _check_data(self, number: int, submit: Submit) -> None:
+        """Check a request's data against its schema, and the schema against the model."""
+        data = submit.data
+        known = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
+        schema, fits = known
+        if len(data) != schema.count:
+            raise MalformedMessage("a request's data do not match its schema")
+        for tensor, given in zip(schema.inputs, data, strict=False):
+            if type(given) is bytes:
+                size = len(given)
+            else:
+                size = self._checked_place(number, given).byte_size
+            if size != tensor.byte_size >= 0:
+                fits = False
+        for given in data[len(schema.inputs) :]:
+            self._checked_place(number, given)
+        if not fits:
+            inference = schema.inference(data)
+            self._signature.check(submit.request_id, inference.inputs, inference.outputs)
+
+    def _local_schema(self, packed: bytes) -> _LocalSchema:
+        schema = RequestSchema(packed)
+        for value in schema.parameters.values():
+            if type(value) not in (str, int, bool, float):
+                raise MalformedMessage("a parameter has the wrong type")
+        try:
+            self._signature.fit(packed)
+        except InvalidArgument:
+            return _LocalSchema(schema, fits=False)
+        return _LocalSchema(schema, fits=True)
+
+    def _checked_place(self, number: int, given: Any) -> Place:
+        """Return a place in memory that the client has shared."""
+        try:
+            place = unpack_place(given)
+        except (TypeError, ValueError) as error:
+            raise MalformedMessage(f"not a place: {error}") from error
+        self._check_owner(number, place)
+        return place
 
     def _check_owner(self, number: int, place: Place) -> None:
         key = (number, place.memory)
@@ -213,18 +214,6 @@ class LocalClientRules:
 def _number(peer: bytes) -> int:
     """The number of whose link this is; who has no local client's identity has no link."""
     return int(peer.partition(b".")[0])
-
-
-def _check_types(inference: Inference) -> None:
-    """Check what `unpack_inference` leaves to its caller. Raises MalformedMessage."""
-    if type(inference.parameters) is not dict or any(
-        type(output.name) is not str or type(output.or_input) is not bool
-        for output in inference.outputs
-    ):
-        raise MalformedMessage("a field of an inference has the wrong type")
-    for key, value in inference.parameters.items():
-        if type(key) is not str or type(value) not in (str, int, bool, float):
-            raise MalformedMessage("a parameter has the wrong type")
 
 
 class LocalTraces:

@@ -290,17 +290,18 @@ class Executions:
         if replies is None:
             self.misplaced += 1
             logger.error("an instance returned a batch with replies that do not fit it")
-            replies = [Reply(0, "INTERNAL", "internal error", b"")] * len(requests)
+            replies = [Reply(0, "INTERNAL", "internal error")] * len(requests)
         for request, reply in zip(requests, replies, strict=True):
-            code, body = reply.code, reply.body
+            code = reply.code
             del slot.requests[request.key]
             if code == RESCHEDULED and request.state in AT_WORK and self.dispatcher.again(request):
                 continue
             if request.state is State.EXECUTING:
-                self._responses.finish(request, code, reply.message, body, timing, now_ns)
+                response = (reply.schema, reply.data)
+                self._responses.finish(request, code, reply.message, response, timing, now_ns)
             else:
                 if not code:
-                    self._responses.drop_outputs(request, body)
+                    self._responses.drop_outputs(request, reply.data)
                 self._responses.close(request, now_ns)
 
     def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
@@ -367,8 +368,8 @@ class Executions:
         elif request.state in AT_WORK:
             self._statistics.responded(request, message, now_ns)
             self._responses.relay(request, message)
-        elif message.body:
-            self._responses.drop_outputs(request, message.body)
+        elif message.data:
+            self._responses.drop_outputs(request, message.data)
 
     def _ended(
         self, slot: Slot, request: ScheduledRequest, last: ExecutionResponded | Reply, now_ns: int
@@ -382,8 +383,8 @@ class Executions:
             self._responses.end(request, last, _so_far(slot.execution, now_ns), now_ns)
         else:
             self._statistics.cancelled(request, now_ns)
-            if last.body:
-                self._responses.drop_outputs(request, last.body)
+            if last.data:
+                self._responses.drop_outputs(request, last.data)
             self._responses.close(request, now_ns)
 
 
@@ -407,7 +408,8 @@ def work_of(request: ScheduledRequest) -> Work:
     return Work(
         request.key,
         request.client.pid,
-        submit.work,
+        submit.schema,
+        submit.data,
         submit.request_id,
         submit.flags,
         submit.correlation_id,

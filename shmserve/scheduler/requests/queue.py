@@ -24,10 +24,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
-from shmserve.errors import InvalidArgument, QueueFull, Unavailable
+from shmserve.errors import QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import LevelPolicy
-from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
 from shmserve.scheduler.requests.timers import Timers
@@ -181,13 +181,14 @@ class RequestQueue:
         self,
         client: Client[ScheduledRequest],
         message: Submit,
+        fit: BatchFit,
         now_ns: int,
         *,
         cached: bool = False,
     ) -> ScheduledRequest:
         """Enqueue a request; one whose response is `cached` only to have its deadline kept.
 
-        Raises InvalidArgument (its batch size), Unavailable (its deadline has passed) or QueueFull.
+        Raises Unavailable (its deadline has passed) or QueueFull.
         """
         level, policy, arrived, deadline, own = self._limits(message, now_ns)
         crowded = not cached and self.in_order.count >= self.least_bound
@@ -198,8 +199,8 @@ class RequestQueue:
             self._next_key(),
             client,
             message.id,
-            message.batch_size or 1,
-            message.shape_key,
+            fit.batch_size or 1,
+            fit.shape_key,
             arrived,
             now_ns,
             deadline,
@@ -231,18 +232,13 @@ class RequestQueue:
         return 0 < policy.max_queue_size <= self.in_order.size(level)
 
     def check(self, message: Submit, now_ns: int) -> None:
-        """Raise what `enqueue` does of a request that would be cached."""
+        """Raise what `enqueue` raises for a request that would be cached."""
         self._limits(message, now_ns)
 
     def _limits(self, message: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
         """The level and the policy of a request, its arrival and its deadline in ns, and its own
         timeout in the queue in us (0: none)."""
         settings = self._settings
-        if not 0 <= message.batch_size <= settings.max_batch_size:
-            raise InvalidArgument(
-                f"{id_prefix(message.request_id)}inference request batch-size must be <= "
-                f"{settings.max_batch_size} for '{settings.name}'"
-            )
         level, policy = self._only_level or self._level(message.priority)
         arrived, deadline = message.arrived_ns, message.deadline_ns
         if not 0 < arrived < now_ns:

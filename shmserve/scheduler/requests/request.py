@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.tensors.inference import Packed
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.statistics.timing import Timing
 
 NEVER = 1 << 63  # later than any time
-OVER = Submit(0, 0, b"", 0, 0, 0, 0, b"")  # of a request that is done: nothing is kept
+NOTHING: Packed = (b"", [])  # no response
+DONE = Submit(0, b"", [], 0, 0, 0, 0)  # of a request that is done: nothing is kept
 
 
 class State(StrEnum):
@@ -95,14 +97,24 @@ class Worker(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """The result of a look into the response cache: the request's `key` where it missed, or else
-    its response, with the `copies` that it is read from, to be lent or cancelled; and the ns that
-    it took."""
+    """The result of a lookup in the response cache.
+
+    Attributes:
+        key: The request's key, where it missed; else empty.
+        response: The cached response; `NOTHING` where it missed.
+        ns: How long the lookup took.
+        copies: The blocks that the response is read from, to be lent or cancelled.
+    """
 
     key: bytes
-    body: bytes
+    response: Packed
     ns: int
     copies: Sequence[Block]
+
+    @property
+    def hit(self) -> bool:
+        """Whether there is a cached response."""
+        return bool(self.response[0])
 
     def cancel(self) -> None:
         """Release the copies of a response that nobody will read."""
@@ -116,7 +128,7 @@ class Outcome(NamedTuple):
 
     code: str
     message: str
-    body: bytes
+    response: Packed
     timing: Timing | None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from shmserve.ipc.memory.lent import unread
 from shmserve.ipc.messages.inference import (
@@ -23,10 +24,11 @@ from shmserve.ipc.messages.inference import (
     Responded,
     Settled,
 )
+from shmserve.ipc.tensors.inference import Packed
 from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.request import (
     AT_WORK,
-    OVER,
+    DONE,
     Event,
     Outcome,
     ScheduledRequest,
@@ -68,7 +70,9 @@ class Responses:
             request.meet(Event.RESPOND)
         request.responses += 1
         request.client.post(
-            Responded(request.id, message.code, message.message, message.body, False)
+            Responded(
+                request.id, message.code, message.message, message.schema, message.data, False
+            )
         )
 
     def end(
@@ -89,7 +93,7 @@ class Responses:
         request.meet(Event.FINISH)
         timing = request.timing or so_far
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
-        told = (last.code, last.message, last.body, True, *timing[1:4])
+        told = (last.code, last.message, last.schema, last.data, True, *timing[1:4])
         request.client.post(Responded(request.id, *told, spans=spans))
         self._forget(request)
 
@@ -98,7 +102,7 @@ class Responses:
         request: ScheduledRequest,
         code: str,
         text: str,
-        body: bytes,
+        response: Packed,
         timing: Timing | None,
         now_ns: int,
     ) -> None:
@@ -106,13 +110,13 @@ class Responses:
         success, no `timing` a death."""
         lookup = request.lookup
         if lookup is not None and lookup.key and self.cache is not None and not code:
-            insert_ns = self.cache.insert(lookup.key, body)
+            insert_ns = self.cache.insert(lookup.key, response)
             self._statistics.missed(lookup.ns, insert_ns, now_ns)
         if self._ordered:
             request.meet(Event.HOLD)
-            request.outcome = Outcome(code, text, body, timing)
+            request.outcome = Outcome(code, text, response, timing)
         else:
-            self._deliver(request, code, text, body, timing, now_ns)
+            self._deliver(request, code, text, response, timing, now_ns)
 
     def release(self, now_ns: int) -> None:
         """Deliver what is held and whose turn has come."""
@@ -135,7 +139,7 @@ class Responses:
         request: ScheduledRequest,
         code: str,
         text: str,
-        body: bytes,
+        response: Packed,
         timing: Timing | None,
         now_ns: int,
     ) -> None:
@@ -144,7 +148,7 @@ class Responses:
             self.fail(request, code, text, reason, now_ns)
             return
         lookup = request.lookup
-        if lookup is not None and lookup.body and self.cache is not None:
+        if lookup is not None and lookup.hit and self.cache is not None:
             self.cache.lend(request.client.pid, lookup)
             queued = timing[0] - request.enqueued_ns
             self._statistics.hit(request.arrived_ns, queued, lookup.ns, now_ns)
@@ -153,7 +157,7 @@ class Responses:
         request.meet(Event.FINISH)
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
         _, input_ns, infer_ns, output_ns, *_ = timing
-        request.client.post(Finished(request.id, body, input_ns, infer_ns, output_ns, spans))
+        request.client.post(Finished(request.id, *response, input_ns, infer_ns, output_ns, spans))
         self._forget(request)
 
     def _spans(self, request: ScheduledRequest, timing: Timing | None, now_ns: int) -> bytes:
@@ -199,10 +203,10 @@ class Responses:
             self._drop_held(request)
             self._forget(request)
 
-    def drop_outputs(self, request: ScheduledRequest, body: bytes) -> None:
+    def drop_outputs(self, request: ScheduledRequest, data: list[Any]) -> None:
         """Tell the worker that had this request that nobody will read what it made."""
         worker = request.worker
-        for release in unread(body):
+        for release in unread(data):
             if worker is not None and release.pid == worker.pid:
                 outputs = ReleaseOutputs(request.client.pid, release.offsets, release.memory)
                 self._workers.post(worker.peer, outputs)
@@ -213,9 +217,9 @@ class Responses:
             return
         if request.lookup is not None:
             request.lookup.cancel()
-        self.drop_outputs(request, outcome.body)
+        self.drop_outputs(request, outcome.response[1])
 
     def _forget(self, request: ScheduledRequest) -> None:
         self.live -= 1
-        request.submit = OVER
+        request.submit = DONE
         del request.client.requests[request.id]

@@ -91,14 +91,14 @@ class ResponseStats(Table):
                 written_ns = min(max(written_ns, began_ns), now_ns)
                 given_ns = min(max(given_ns, began_ns), written_ns)
         request.responded_ns = written_ns
-        if response.body:
+        if response.schema:
             row[_OUTPUT] += 1
             row[_OUTPUT + 1] += written_ns - given_ns
         else:
             given_ns = written_ns
         row[_INFER] += 1
         row[_INFER + 1] += given_ns - began_ns
-        kind = _FAIL if response.code else _SUCCESS if response.body else _EMPTY
+        kind = _FAIL if response.code else _SUCCESS if response.schema else _EMPTY
         row[kind] += 1
         row[kind + 1] += written_ns - began_ns
 
@@ -346,7 +346,7 @@ class Statistics(Table):
         self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
         """A decoupled model has given a response, or the end of them."""
-        if not request.responses and (response.body or response.code):
+        if not request.responses and (response.schema or response.code):
             whole_ms = (now_ns - request.arrived_ns) // _NS_PER_MS  # as Triton observes them
             self._first_responses.observe(whole_ms * _NS_PER_MS)
         self._responses.responded(request, response, now_ns)

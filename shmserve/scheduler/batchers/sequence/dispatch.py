@@ -11,7 +11,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import correlation_fields
 from shmserve.ipc.messages.inference import SequenceRow, Submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START
-from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.base import WaitUntil
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
@@ -49,7 +49,9 @@ class SequenceDispatch(Dispatcher):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def identify(self, client: Client[ScheduledRequest], message: Submit) -> SequenceKey:
+    def identify(
+        self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
+    ) -> SequenceKey:
         """The sequence and the flags that a request counts as.
 
         Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
@@ -63,7 +65,7 @@ class SequenceDispatch(Dispatcher):
             flags |= SEQUENCE_START
         if not correlation_id:
             raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
-        if message.batch_size != self._rows:
+        if fit.batch_size != self._rows:
             raise InvalidArgument(
                 f"{model} must specify batch-size 1 due to requirements of sequence batcher"
             )

@@ -14,6 +14,7 @@ from typing import Any
 from shmserve.errors import Unavailable
 from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
+from shmserve.ipc.tensors.inference import byte_size_of
 from shmserve.scheduler.hosting.in_process import InProcessLinks
 from shmserve.scheduler.hosting.waiting import Waiter
 
@@ -49,7 +50,7 @@ class StepSchedulers:
     def submit(self, endpoint: str, message: Submit) -> None:
         """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
         if not self._neighbours.post(endpoint, self._identity, message):
-            self._links.queue(self._links.open(endpoint), message, len(message.work))
+            self._links.queue(self._links.open(endpoint), message, byte_size_of(message.data))
 
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""

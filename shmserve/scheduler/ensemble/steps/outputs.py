@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.inflight import InflightTable
 from shmserve.ipc.memory.lent import Block, Holding, Token, releases, unread
 from shmserve.ipc.messages.inference import Cancel, Credit, Finished, Release, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.tensors.template_cache import UnpackCache
+from shmserve.ipc.tensors.inference import Inferred, ResponseSchema
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -51,13 +51,14 @@ class StepOutputs:
     _table: InflightTable[StepRequest]
 
     def __post_init__(self) -> None:
-        self._unpacked = UnpackCache(unpack_inferred)
+        self._schemas: Schemas[ResponseSchema] = Schemas(ResponseSchema)
 
     def made(self, step: StepRequest, message: Finished | Responded) -> None:
         """A step has given outputs. Raises MalformedMessage; Unavailable when their memory is gone,
         InvalidArgument when a condition lies where it cannot be read: then nothing is kept."""
         request = step.request
-        inferred = self._unpacked.unpack(message.body)
+        schema = self._schemas.find(message.schema) or self._schemas.learn(message.schema)
+        inferred = schema.inferred(message.data)
         if request.over or (step.answered and step.firing.step.index not in request.plan.decoupled):
             self.credit_discarded(step, message)
             self._release(step, inferred.outputs)
@@ -141,15 +142,16 @@ class StepOutputs:
         release = Release(place.memory.pid, [place.offset], place.memory.id)
         self._links.tell(endpoint, release)
 
-    def discard(self, endpoint: str, body: bytes) -> None:
+    def discard(self, endpoint: str, data: list[Any]) -> None:
         """Release the outputs of a scheduler's response that nobody reads."""
-        for release in unread(body):
+        for release in unread(data):
             self._links.tell(endpoint, release)
 
     def _release(self, step: StepRequest, outputs: tuple[TensorRef, ...]) -> None:
         """Tell a step's workers that nobody reads these outputs."""
         ours = step.given | step.placed.keys()
-        for release in releases(tensor for tensor in outputs if tensor.name not in ours):
+        datas = [tensor.data for tensor in outputs if tensor.name not in ours]
+        for release in releases([data for data in datas if isinstance(data, Place)]):
             self._links.tell(step.endpoint, release)
 
 

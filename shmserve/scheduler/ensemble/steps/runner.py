@@ -31,7 +31,7 @@ from shmserve.scheduler.ensemble.steps.outputs import StepLinks, StepOutputs
 from shmserve.scheduler.ensemble.steps.submission import prepare
 from shmserve.scheduler.ensemble.steps.targets import Target, Targets
 from shmserve.scheduler.ensemble.values import overrides
-from shmserve.scheduler.requests.request import OVER
+from shmserve.scheduler.requests.request import DONE
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class StepRunner(Steps):
         step = table.pending.get(message.id) or table.settling.get(message.id)
         taken = step is not None and step.endpoint == endpoint and table.take(message)
         if not taken and isinstance(message, Finished | Responded):
-            self._outputs.discard(endpoint, message.body)
+            self._outputs.discard(endpoint, message.data)
 
     def responded(self, step: StepRequest, message: Response) -> None:
         request = step.request
@@ -79,7 +79,7 @@ class StepRunner(Steps):
         if isinstance(message, Responded) and message.code:
             self._live.fail(request, message.code, message.message)
             self._outputs.credit_discarded(step, message)
-        elif message.body:
+        elif message.schema:
             try:
                 self._outputs.made(step, message)
             except (MalformedMessage, ShmserveError) as error:
@@ -174,7 +174,7 @@ class StepRunner(Steps):
         try:
             target = self._targets.find(firing.step)
             override = overrides(firing.inputs.values())
-            step = StepRequest(OVER, target.endpoint, self, request, firing, target, override)
+            step = StepRequest(DONE, target.endpoint, self, request, firing, target, override)
             prepare(step, number, self._graph, self._memory, self._live.now_ns)
         except ShmserveError as error:
             let_go(firing)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shmserve.errors import Unsupported
 from shmserve.ipc.inflight import make_submit
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.tensors.descriptors import Place, TensorRef, described
+from shmserve.ipc.tensors.descriptors import TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     SEQUENCE_END,
     SEQUENCE_START,
-    Inference,
-    PackedTemplate,
     RequestedOutput,
-    pack_inference,
+    pack_request_schema,
 )
-from shmserve.ipc.tensors.signature import BatchFit, agree
+from shmserve.ipc.tensors.signature import agree
 from shmserve.ipc.trace import TraceContext
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step
@@ -27,36 +25,57 @@ from shmserve.scheduler.ensemble.requests import EnsembleRequest, StepRequest
 from shmserve.scheduler.ensemble.steps.targets import Target
 from shmserve.scheduler.ensemble.values import Value
 
-_MOST_FORMS = 256
+_MOST_KINDS = 256
 
 
 def prepare(
     step: StepRequest, number: int, graph: Graph, memory: EnsembleMemory, now_ns: int
 ) -> None:
-    """Make the message that submits a step to its scheduler, with this number, and find its outputs
-    their places. Raises InvalidArgument when the inputs do not fit its model, Unavailable when the
-    arena is full."""
-    form = _form(step, graph, memory)
+    """Make the message that submits a step to its scheduler, and allocate its outputs.
+
+    Raises:
+        InvalidArgument: The inputs do not fit the step's model.
+        Unavailable: The arena is full.
+    """
+    kind = _kind(step, graph)
     devices, outputs = step.request.plan.devices, step.firing.step.outputs
     try:
-        for name, byte_size in form.known.items():
+        for name, byte_size in kind.sizes.items():
             step.placed[name] = memory.allocate(byte_size, devices.get(outputs[name]))
-        step.submit = _submit(number, step, form, _work(step, form, memory), now_ns)
+        step.submit = _submit(number, step, kind, memory, now_ns)
     except BaseException:
         for block in step.placed.values():
             block.release()
         raise
-    step.given = form.given
+    step.given = kind.given
 
 
-def _submit(number: int, step: StepRequest, form: _Form, work: bytes, now_ns: int) -> Submit:
+def _submit(
+    number: int, step: StepRequest, kind: _StepKind, memory: EnsembleMemory, now_ns: int
+) -> Submit:
     request, origin = step.request, step.request.submit
+    schema = kind.schema
+    values = step.firing.inputs.values()
+    data: list[Any] = []
+    for value in values:
+        given = value.tensor.data  # type: ignore[union-attr]
+        data.append(given if type(given) is bytes else pack_place(memory.passed_on(given)))  # type: ignore[arg-type]
+    if kind.placed:
+        # A client's own memory is no place for what others read.
+        if kind.sizes and all(value.in_block for value in values):
+            schema = kind.schema_or_input
+        places = {output.name: output.place for output in request.inference.outputs}
+        for name, tensor in kind.placed:
+            block = step.placed.get(name)
+            place = places[tensor] if block is None else block.place
+            assert place is not None
+            data.append(pack_place(place))
     correlation_id, flags = sequence_of(origin, step.override)
     return make_submit(
         number,
-        form.fit,
+        schema,
+        data,
         now_ns,
-        work,
         request_id=origin.request_id,
         priority=origin.priority,
         timeout_us=origin.timeout_us,
@@ -68,71 +87,61 @@ def _submit(number: int, step: StepRequest, form: _Form, work: bytes, now_ns: in
     )
 
 
-def _work(step: StepRequest, form: _Form, memory: EnsembleMemory) -> bytes:
-    """The packed `Inference`, whose outputs go to where they are `placed`: from the template where
-    all that is new are the bytes of inputs."""
-    values = step.firing.inputs.values()
-    parameters, placed = step.request.inference.parameters, step.placed
-    if form.template is not None and not parameters:
-        return form.template.fill([value.tensor.data for value in values])  # type: ignore[misc, union-attr]
-    inputs = _inputs(step, form.shapes, memory)
-    outputs = form.wanted
-    if placed:
-        # A client's own memory is no place for what others read.
-        ours = all(value.in_block for value in values)
-        outputs = tuple(
-            RequestedOutput(output.name, placed[output.name].place, ours)
-            if output.name in placed
-            else output
-            for output in outputs
-        )
-    return pack_inference(Inference(tuple(inputs), outputs, parameters))
+class _StepKind(NamedTuple):
+    """The common part of a step's requests whose inputs have the same datatypes and shapes.
 
+    Attributes:
+        schema: The schema of the requests.
+        schema_or_input: The same, where outputs may stay where an input lies.
+        placed: The outputs that have places: the model's name, and the ensemble's.
+        sizes: The byte sizes of those that the ensemble allocates.
+        given: Those that go to places of the client's.
+    """
 
-class _Form(NamedTuple):
-    """The common part of a step's requests whose inputs are described alike: the shapes that these
-    have for its model, what is asked for, the sizes of what is to be placed, and, where all is
-    `inline`, the template of what is packed."""
-
-    fit: BatchFit
-    shapes: tuple[tuple[int, ...], ...]
-    wanted: tuple[RequestedOutput, ...]
-    known: dict[str, int]
+    schema: bytes
+    schema_or_input: bytes
+    placed: tuple[tuple[str, str], ...]
+    sizes: dict[str, int]
     given: frozenset[str]
-    inline: bool
-    template: PackedTemplate | None = None
 
 
-def _form(step: StepRequest, graph: Graph, memory: EnsembleMemory) -> _Form:
-    """Raises InvalidArgument when the inputs do not fit the step's model."""
-    # What a client places, it places anew each time.
-    if step.request.placed:
-        return _new_form(step, graph, memory)
-    key: list[Any] = [step.firing.step.index, step.target.signature]
+def _kind(step: StepRequest, graph: Graph) -> _StepKind:
+    """Return the kind of a step's request. Raises InvalidArgument where the inputs do not fit."""
+    request = step.request
+    own = request.placed or request.inference.parameters
+    key: list[Any] = [step.firing.step.index, step.target.signature, own and request.submit.schema]
     for name, value in step.firing.inputs.items():
-        key += (name, value.batched, *described(value.given))
-    forms: dict[Any, _Form] = step.request.plan.forms
-    form = forms.get(at := tuple(key))
-    if form is None:
-        form = _new_form(step, graph, memory)
-        if len(forms) >= _MOST_FORMS:
-            forms.clear()
-        forms[at] = form
-    elif form.inline and form.template is None:  # not for one that never comes again
-        inputs = tuple(_inputs(step, form.shapes, memory))
-        form = forms[at] = form._replace(template=PackedTemplate(Inference(inputs, form.wanted)))
-    return form
+        tensor = value.given
+        key += (name, value.batched, tensor.datatype, tensor.shape)
+    kinds: dict[Any, _StepKind] = request.plan.kinds
+    kind = kinds.get(at := tuple(key))
+    if kind is None:
+        if len(kinds) >= _MOST_KINDS:
+            kinds.clear()
+        kind = kinds[at] = _new_kind(step, graph)
+    return kind
 
 
-def _new_form(step: StepRequest, graph: Graph, memory: EnsembleMemory) -> _Form:
-    wanted, target = _wanted(step.request, step.firing), step.target
-    shapes = tuple(_shape(name, value, target) for name, value in step.firing.inputs.items())
-    inputs = _inputs(step, shapes, memory)
-    fit = target.signature.check(step.request.submit.request_id, inputs, wanted)
+def _new_kind(step: StepRequest, graph: Graph) -> _StepKind:
+    request, target = step.request, step.target
+    wanted = _wanted(request, step.firing)
+    inputs = [
+        TensorRef(name, value.given.datatype, _shape(name, value, target), value.given.data)
+        for name, value in step.firing.inputs.items()
+    ]
+    fit = target.signature.check(request.submit.request_id, inputs, wanted)
     sizes = placed_sizes(step.firing.step, target, graph, fit.batch_size, wanted)
     given = frozenset(output.name for output in wanted if output.place is not None)
-    inline = all(isinstance(tensor.data, bytes) for tensor in inputs) and not sizes and not given
-    return _Form(fit, shapes, wanted, sizes, given, inline)
+    names = [output.name for output in wanted]
+    placed = [name for name in names if name in sizes or name in given]
+    parameters = request.inference.parameters
+    return _StepKind(
+        pack_request_schema(inputs, names, placed, (), parameters),
+        pack_request_schema(inputs, names, placed, sizes, parameters),
+        tuple((name, step.firing.step.outputs[name]) for name in placed),
+        sizes,
+        given,
+    )
 
 
 def _shape(name: str, value: Value, target: Target) -> tuple[int, ...]:
@@ -141,19 +150,6 @@ def _shape(name: str, value: Value, target: Target) -> tuple[int, ...]:
     if spec is None:
         return shape
     return fitted(shape, spec.dims, target.signature.max_batch_size > 0, value.batched)
-
-
-def _inputs(
-    step: StepRequest, shapes: Iterable[tuple[int, ...]], memory: EnsembleMemory
-) -> list[TensorRef]:
-    inputs: list[TensorRef] = []
-    for (name, value), shape in zip(step.firing.inputs.items(), shapes, strict=True):
-        tensor = value.given
-        data = tensor.data
-        if isinstance(data, Place):
-            data = memory.passed_on(data)
-        inputs.append(TensorRef(name, tensor.datatype, shape, data))
-    return inputs
 
 
 def fitted(
