@@ -120,8 +120,11 @@ def unpack_place(raw: Any) -> Place:
     Raises:
         MalformedMessage: `raw` is no place, or lies outside its memory.
     """
-    packed, offset, byte_size = raw
-    memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
+    try:
+        packed, offset, byte_size = raw
+        memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
+    except (TypeError, ValueError) as error:
+        raise MalformedMessage(f"not a place: {error}") from error
     if type(offset) is not int or type(byte_size) is not int:
         raise MalformedMessage("a place holds something that is not an integer")
     if not fits(offset, byte_size, memory.byte_size):
@@ -129,7 +132,8 @@ def unpack_place(raw: Any) -> Place:
     return Place(memory, offset, byte_size)
 
 
-def _unpack_memory(packed: bytes) -> Memory:
+def unpack_memory(packed: bytes) -> Memory:
+    """Return the memory that was packed so (`Memory.packed`). Raises MalformedMessage."""
     try:
         ident, pid, byte_size, *rest = msgpack.unpackb(packed)
         if len(rest) == 3:
@@ -154,4 +158,4 @@ def _unpack_memory(packed: bytes) -> Memory:
 
 
 # Few memories are in use at a time, each by many messages.
-_MEMORIES: Schemas[Memory] = Schemas(_unpack_memory, 4096)
+_MEMORIES: Schemas[Memory] = Schemas(unpack_memory, 4096)

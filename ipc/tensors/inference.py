@@ -297,6 +297,11 @@ def byte_size_of(data: Iterable[Any]) -> int:
     return sum([len(each) if type(each) is bytes else each[2] for each in data])
 
 
+def inline_size_of(data: Iterable[Any]) -> int:
+    """Return the number of tensor bytes that travel inside a message."""
+    return sum([len(each) for each in data if type(each) is bytes])
+
+
 def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
     """Return whether this request writes an output over an input, see `overlap`.
 

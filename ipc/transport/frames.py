@@ -26,6 +26,16 @@ _PACKER = msgpack.Packer()  # to make one takes as long as to pack a message
 
 T = TypeVar("T")
 
+
+class OtherVersion(MalformedMessage):
+    """A frame, or a `Hello`, of another version of the protocol."""
+
+    def __init__(self, version: object) -> None:
+        super().__init__(
+            f"the peer has protocol version {version!r:.20}, this process has version {VERSION}"
+        )
+
+
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
 # the types of a class's fields, how many of them must be there, closer checks, records in fields
 _Within = tuple[tuple[int, "_Records | _Document"], ...]
@@ -180,8 +190,10 @@ def unpack(frame: bytes, most: int = -1) -> list[Any]:
     finally:
         if collects:
             gc.enable()
-    if type(raw) is not list or not raw or raw[0] != VERSION:
-        raise MalformedMessage("not a frame of this protocol version")
+    if type(raw) is not list or not raw:
+        raise MalformedMessage("not a frame of messages")
+    if raw[0] != VERSION:
+        raise OtherVersion(raw[0])
     del raw[0]
     return list(map(_typed, raw))
 
