@@ -74,9 +74,9 @@ def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Itera
     # Controls of sequences, which no client sends, are as the sample has them.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
     signature.check("", sent, ())
-    packed = pack_inference(Inference(tuple(sent)))
+    schema, data = pack_inference(Inference(tuple(sent)))
     for key in range(1, sample.batch_size + 1):
-        request = unpacker.request(Work(key, 0, packed))
+        request = unpacker.request(Work(key, 0, schema, data))
         for tensor in controls:
             assert isinstance(tensor.data, bytes)
             raw = memoryview(bytearray(tensor.data))

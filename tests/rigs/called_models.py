@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Answered, FindModel, LoadModel
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
+from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
 from tests.rigs.arrivals import arrived
 from tests.rigs.worker_rig import model_config, tensor_config
+from tests.support.messages import inference_of
 
 T = TypeVar("T", bound=m.Submit | m.Cancel | m.Release | FindModel | LoadModel)
 
@@ -105,9 +106,9 @@ class Others:
 
 def work(submit: m.Submit) -> Inference:
     """What a submission carries."""
-    return unpack_inference(submit.work)
+    return inference_of(submit)
 
 
 def finished(submit: m.Submit, *outputs: TensorRef, **parameters: Any) -> m.Finished:
     """A successful answer."""
-    return m.Finished(submit.id, pack_inferred(Inferred(outputs, parameters)))
+    return m.Finished(submit.id, *pack_inferred(Inferred(outputs, parameters)))

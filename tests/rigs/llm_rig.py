@@ -19,14 +19,10 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CreditExecution, ExecutionResponded, Work
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import (
-    Inference,
-    RequestedOutput,
-    pack_inference,
-    unpack_inferred,
-)
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.workers.backends.llm import LlmBackend
 from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
+from tests.support.messages import inferred_of
 
 ALL = ("text_output", "index", "token_ids", "finish_reason", "logprobs", "usage")
 
@@ -44,13 +40,13 @@ def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
         text = json.dumps({"exclude_input_in_output": True, **given})
         inputs.append(tensor("sampling_parameters", np.array([text.encode()], object)))
     wanted = tuple(RequestedOutput(name) for name in outputs)
-    return Work(key, CLIENT_PID, pack_inference(Inference(tuple(inputs), wanted)))
+    return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), wanted)))
 
 
-def opened(body: bytes) -> dict[str, list[Any]]:
+def opened(message: ExecutionResponded) -> dict[str, list[Any]]:
     """The outputs of a response: texts, JSON as values, numbers."""
     found: dict[str, list[Any]] = {}
-    for output in unpack_inferred(body).outputs:
+    for output in inferred_of(message).outputs:
         assert isinstance(output.data, bytes)
         if output.datatype == "INT32":
             found[output.name] = np.frombuffer(output.data, np.int32).tolist()
@@ -134,8 +130,8 @@ class Scheduler:
     def _respond(self, message: ExecutionResponded) -> None:
         if message.code:
             self.errors[message.key] = (message.code, message.message)
-        elif message.body:
-            self.responses.setdefault(message.key, []).append(opened(message.body))
+        elif message.schema:
+            self.responses.setdefault(message.key, []).append(opened(message))
             if self.reads and not message.final:
                 self.made.instance.link._take(CreditExecution(message.key, 1))
         if message.final:

@@ -40,8 +40,8 @@ class Streams:
         for key, value in enumerate(values, 1):
             array = np.atleast_1d(np.asarray(value, np.float32))
             given = tensor(self._x, array.reshape(1, -1) if self._rows else array, place)
-            work = pack_inference(Inference((given,), outputs))
-            works.append(m.Work(key, CLIENT_PID, work, f"id-{key}"))
+            packed = pack_inference(Inference((given,), outputs))
+            works.append(m.Work(key, CLIENT_PID, *packed, f"id-{key}"))
         self.rig.execute(works)
 
     def responses(self, key: int, count: int = 0) -> list[Any]:
@@ -62,8 +62,8 @@ class Streams:
         assert message.given_ns <= message.written_ns
         if message.code:
             yield message.message
-        elif message.body:
-            (output,) = unpack_inferred(message.body).outputs
+        elif message.schema:
+            (output,) = unpack_inferred(message.schema, message.data).outputs
             arena, data = self.rig.context.arena, output.data
             if isinstance(data, Place) and data.memory.id != arena.memory.id:
                 yield "in its place"

@@ -28,9 +28,9 @@ from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
+    Packed,
     RequestedOutput,
     pack_inference,
-    unpack_inferred,
 )
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -41,6 +41,7 @@ from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.arrivals import arrived
+from tests.support.messages import inferred_of
 
 MIB = 1024 * 1024
 CLIENT_PID = 4242
@@ -194,16 +195,16 @@ class Rig:
         return self.raw_batch([pack_inference(request) for request in requests], pid, **said)
 
     def raw_batch(
-        self, works: Sequence[bytes], pid: int = CLIENT_PID, request_id: str = "id-1", **said: Any
+        self, works: Sequence[Packed], pid: int = CLIENT_PID, request_id: str = "id-1", **said: Any
     ) -> list[Reply]:
         """Run a batch of packed requests, whose keys are 1, 2, ..."""
         keyed = enumerate(works, 1)
-        self.execute([Work(key, pid, work, request_id, **said) for key, work in keyed])
-        replies = {each.key: (each.code, each.message, each.body) for each in self.finished.replies}
+        self.execute([Work(key, pid, *work, request_id, **said) for key, work in keyed])
+        replies = {each.key: each for each in self.finished.replies}
         assert sorted(replies) == list(range(1, len(works) + 1))
         return [
-            Reply(code, message, unpack_inferred(body) if code == "" else None)
-            for _, (code, message, body) in sorted(replies.items())
+            Reply(each.code, each.message, inferred_of(each) if each.code == "" else None)
+            for _, each in sorted(replies.items())
         ]
 
     def execute(self, works: Sequence[Work]) -> None:

@@ -146,7 +146,7 @@ class Executor:
 
     def _failed(self, opened: WorkerRequest, error: ShmserveError) -> Reply:
         self._link.close(opened)
-        return Reply(opened.key, error.code, error.message, b"")
+        return Reply(opened.key, error.code, error.message)
 
     def _call(self, execute: Callable[[list[T]], R], asked: list[T]) -> R:
         """Have the backend execute, and take the times that it does not take."""
@@ -172,7 +172,7 @@ class Executor:
             replies = [stream.refuse(explained) for stream in streams]
             return [reply for reply in replies if reply is not None]
         again = [stream.request.work.key for stream in streams if stream.rescheduled]
-        return [Reply(key, RESCHEDULED, "", b"") for key in again]
+        return [Reply(key, RESCHEDULED, "") for key in again]
 
     # --- one response for each request
 
@@ -266,7 +266,7 @@ class Executor:
                 return None
             return self._failed(opened, response.error)
         try:
-            body = self._writer.scatterer.write(request, response)
+            packed = self._writer.scatterer.write(request, response)
         except BaseException as error:
             return self._failed(opened, self._explain(error, request))
-        return Reply(opened.key, "", "", body)
+        return Reply(opened.key, "", "", *packed)

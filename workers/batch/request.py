@@ -1,6 +1,6 @@
 """Requests and responses as backends have them: inputs are views, outputs arrays.
 
-Request   work (as the scheduler sent it), inference, batch_size
+Request   work (as the scheduler sent it), schema, batch_size
   └─ inputs: {name: Input}     name, datatype, shape and bytes; an array when asked for
 Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 """
@@ -18,7 +18,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput
+from shmserve.ipc.tensors.inference import RequestedOutput, RequestSchema
 
 if TYPE_CHECKING:
     import torch
@@ -149,20 +149,28 @@ def never_cancelled() -> bool:
 @final
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request of a batch. `batch_size`: rows in each input; 0 when the model does not batch.
+    """One request of a batch.
 
-    `requested` maps the name of each output that is wanted to where it goes; every output of the
-    model when the client named none. `is_cancelled`, from any thread: whether nobody waits for it
-    any more (looks at what has arrived until now). `known` has what follows from the types
-    and shapes of a response's outputs: requests that are packed alike share it, and those with as
-    many rows that want every output.
-    `aliased`: an output goes where an input is. `byte_size`: of all inputs together. `placed`: an
-    output has a place. `shared`: an input may lie in shared memory. `states` are the names of the
-    outputs that the model keeps for the next request of its sequence.
+    Attributes:
+        work: The request as the scheduler sent it.
+        schema: Its constant part, unpacked.
+        batch_size: Rows in each input; 0 when the model does not batch.
+        inputs: Its inputs by name.
+        requested: The requested outputs by name, with their places; all of the model's when the
+            client named none. Requests without places share it.
+        is_cancelled: Returns, in any thread, whether nobody waits for the response any more; takes
+            the messages that have arrived until now.
+        known: What follows from the types and shapes of a response's outputs; requests with equal
+            schemas share it.
+        aliased: An output is written over an input.
+        byte_size: Bytes of all inputs together.
+        placed: An output has a place.
+        shared: An input may lie in shared memory.
+        states: The names of the outputs that the model keeps for the next request of its sequence.
     """
 
     work: Work
-    inference: Inference
+    schema: RequestSchema
     batch_size: int
     inputs: dict[str, Input]
     requested: dict[str, RequestedOutput]
@@ -175,8 +183,8 @@ class Request:
     states: tuple[str, ...] = ()
 
     def returned(self, array: Array) -> Place | None:
-        """Where the input lies whose own array this is, if there is one, and nothing is written
-        over inputs."""
+        """Return the place of the input whose own array this is; None if there is no such input,
+        or an output is written over an input."""
         if self.aliased:
             return None
         return next((item.place for item in self.inputs.values() if item.array is array), None)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
+from shmserve.ipc.tensors.inference import Packed, byte_size_of
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import Scatterer
@@ -53,8 +54,19 @@ class ResponseWriter:
         with self.link.lock:
             if self.link.is_open(opened):
                 self.link.close(opened)
-                failed = (error.code, error.message, b"", True, now_ns, now_ns, 0, True)
-                self.link.send(ExecutionResponded(opened.key, *failed))
+                self.link.send(
+                    ExecutionResponded(
+                        opened.key,
+                        error.code,
+                        error.message,
+                        b"",
+                        [],
+                        final=True,
+                        given_ns=now_ns,
+                        written_ns=now_ns,
+                        failed=True,
+                    )
+                )
 
     def end_abandoned(self) -> None:
         """End what the model has let go of."""
@@ -79,7 +91,7 @@ class ResponseStream:
         self._closed = False
         self._overran = False
         self.rescheduled = False
-        opened.open_window(any(output.place is not None for output in request.inference.outputs))
+        opened.open_window(request.placed)
 
     @property
     def closed(self) -> bool:
@@ -149,7 +161,7 @@ class ResponseStream:
                 self.fail(error)
                 return None
             self._end()
-            return Reply(self._open.key, error.code, error.message, b"")
+            return Reply(self._open.key, error.code, error.message)
 
     def reschedule(self) -> None:
         """Its model wants the request once more, unless it has ended: that is told with its batch,
@@ -186,13 +198,13 @@ class ResponseStream:
         writer = self._writer
         copied, memory = writer.context.copied, writer.context.output_memory
         code = message = ""
-        body = b""
+        packed: Packed = (b"", [])
         copied_before = copied.outputs
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
         elif response is not None:
             try:
-                body = writer.scatterer.write(self.request, response)
+                packed = writer.scatterer.write(self.request, response)
                 writer.scatterer.settle()
             except BaseException as raised:
                 explained = self.explain(raised)
@@ -208,7 +220,7 @@ class ResponseStream:
                     self._open.key,
                     code,
                     message,
-                    body,
+                    *packed,
                     final,
                     given_ns,
                     time.monotonic_ns(),
@@ -219,10 +231,13 @@ class ResponseStream:
             # What has taken memory must know whether it was delivered.
             waits = self._sent and not final and not memory.has_fresh
             told = writer.link.flush_soon() if waits else writer.link.flush()
-        taken = memory.delivered() if told else memory.undelivered()
+        if told:
+            memory.delivered()
+        else:
+            memory.undelivered()
         if response is not None:
             self._sent = True
-            self._open.window.sent(len(body) + taken)
+            self._open.window.sent(byte_size_of(packed[1]))
         if final:
             self._end()
 

@@ -8,15 +8,13 @@ the worker's arena     else; the reader releases it
 What goes to a client's device memory is copied there from wherever the model left it. A tensor that
 is already where it should go is left there: a runner may have had the model compute it in place.
 
-Programs ask for the same again and again, and a model's responses have few templates: names, types
-and shapes. What follows from these alone is known, and only the bytes of small outputs are put
-into the packed `Inferred`.
+A model's responses have few kinds: names, types and shapes. What follows from these alone, the
+response's schema and how each output is written, is known from the first response of a kind.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,8 +24,8 @@ from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORED, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred, PackedTemplate, pack_inferred
+from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place
+from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.batch.request import Array, Output, Request, Response
 from shmserve.workers.batch.unpack import reshape
@@ -37,8 +35,7 @@ from shmserve.workers.memory.copying import Copier
 logger = logging.getLogger(__name__)
 
 
-_MOST_KNOWN = 64  # responses to requests that are alike
-_MOST_TEMPLATES = 256
+_MOST_KNOWN = 64  # kinds of responses to requests with equal schemas
 
 # An array that is smaller than this is copied sooner than it is found where it should go.
 _WORTH_A_LOOK = 16 * 1024
@@ -56,65 +53,33 @@ class Ready(NamedTuple):
     at: Place | None = None
 
 
+class _Inline:
+    """The way of an output that goes into the message."""
+
+
+class _ToPlace:
+    """The way of an output that goes to the client's place."""
+
+
+# How an output goes; the name of an input: it is that input, and stays where that lies.
+_Way = type[_Inline] | type[_ToPlace] | str
+
+
 class KnownResponse(NamedTuple):
-    """What follows from the template of a request and the types and shapes of a response to it: all
-    of its outputs go into the message, by a `template`, or to `places` of the client's (None: it is
-    an input, and stays where that is), with which the response is `packed`. `byte_size`: of all
-    outputs."""
+    """What follows from the schema of a request and the types and shapes of a response's outputs.
 
-    template: PackedTemplate | None
-    places: list[Place | None]
-    packed: bytes
-    byte_size: int
+    Attributes:
+        schema: The response's schema.
+        ways: How each output goes.
+    """
 
-
-class ResponsePacker:
-    """Packs the responses of one model."""
-
-    def __init__(self) -> None:
-        self._templates: dict[Any, PackedTemplate | None] = {}  # None: seen once
-
-    def pack(self, ready: list[Ready], data: list[bytes | Place], parameters: Any) -> bytes:
-        """A response, packed; put together from the template of one before where there is one."""
-        inline = [where for where in data if isinstance(where, bytes)]
-        if parameters or len(inline) < len(data):
-            return pack_inferred(Inferred(_refs(ready, data), parameters))
-        key = _wire_key(ready)
-        template = self._templates.get(key)
-        if template is not None:
-            return template.fill(inline)
-        response = Inferred(_refs(ready, inline))
-        if key in self._templates:  # the second time: it was worth remembering
-            self._templates[key] = PackedTemplate(response)
-        else:
-            if len(self._templates) >= _MOST_TEMPLATES:
-                self._templates.clear()
-            self._templates[key] = None
-        return pack_inferred(response)
-
-    def known(
-        self, ready: list[Ready], data: list[bytes | Place], packed: bytes
-    ) -> KnownResponse | None:
-        """What the next such response is, where its outputs are all in the message, or none is."""
-        byte_size = sum([item.byte_size for item in ready])
-        places = [where for where in data if isinstance(where, Place)]
-        if not places:
-            template = self._templates.get(_wire_key(ready))
-            return None if template is None else KnownResponse(template, [], b"", byte_size)
-        if len(places) < len(data):
-            return None
-        pairs = zip(ready, places, strict=True)
-        written = [place if item.at is None else None for item, place in pairs]
-        return KnownResponse(None, written, packed, byte_size)
-
-
-def _wire_key(ready: list[Ready]) -> Any:
-    return tuple([(*item[:3], *item[4:]) for item in ready])
+    schema: bytes
+    ways: list[_Way]
 
 
 def _array_key(request: Request, response: Response) -> Any:
-    """The key of a response among those to requests that share `known`: its checks, places and
-    packing follow from it. None where they do not."""
+    """Return the key of a response among the known ones of its request; None where how its outputs
+    go does not follow from their types and shapes."""
     if response.parameters or request.aliased:
         return None
     key: list[Any] = []
@@ -123,16 +88,23 @@ def _array_key(request: Request, response: Response) -> Any:
             return None
         key += (name, datatype, data.dtype, data.shape)
         if request.placed:  # an input that is returned may stay where it is
-            for source in request.inputs:
-                item = request.inputs[source]
-                if item.array is data and item.place is not None:
-                    key += (source,)
+            source = _source(request, data)
+            if source is not None:
+                key += (source,)
     return tuple(key)
 
 
+def _source(request: Request, data: Any) -> str | None:
+    """Return the name of the input in memory whose own array this is, if there is one."""
+    for name, item in request.inputs.items():
+        if item.array is data and item.place is not None:
+            return name
+    return None
+
+
 def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
-    """Whether all outputs of a response were written as they are, so that the next one of its key
-    may be, too."""
+    """Return whether all outputs of a response were written as they are, so that the next response
+    with the same key may be written the same way."""
     if len(ready) != len(response.outputs):
         return False
     if request.placed and len(ready) < len(request.requested):
@@ -141,8 +113,11 @@ def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
     return all(it.data is out.data or type(out.data) is not np.ndarray for it, out in pairs)
 
 
-def _refs(ready: list[Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:
-    return tuple([TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)])
+def _way(item: Ready, request: Request) -> _Way:
+    """Return how an output has gone that is not in the worker's arena."""
+    if item.at is not None:
+        return _source(request, item.data) or _ToPlace
+    return _Inline if request.requested[item.name].place is None else _ToPlace
 
 
 @dataclass(eq=False)
@@ -159,18 +134,20 @@ class Scatterer:
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
         self._copier = Copier(self._context.threads)
-        self._packer = ResponsePacker()
 
-    def write(self, request: Request, response: Response) -> bytes:
-        """The packed `Inferred` of a successful response, after its outputs have been written.
+    def write(self, request: Request, response: Response) -> Packed:
+        """Write the outputs of a successful response; return its schema and data.
 
-        Outputs that nobody asked for, or that the configuration does not have, are left out. Raises
-        a ShmserveError when an output does not fit the model or its place, or memory is full; then
-        no block of the arena stays allocated.
+        Outputs that were not requested, or that the configuration does not have, are omitted. No
+        block of the arena stays allocated when it raises.
+
+        Raises:
+            ShmserveError: An output does not fit the model or its place, or memory is full.
         """
         key = _array_key(request, response)
-        if key in request.known:
-            return self._write_known(request.known[key], response)
+        known = request.known.get(key)
+        if known is not None:
+            return known.schema, self._write_known(known, request, response)
         ready = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs
@@ -192,30 +169,36 @@ class Scatterer:
         except BaseException:
             self._context.output_memory.take_back(taken)
             raise
-        packed = self._packer.pack(ready, data, response.parameters)
+        refs = [TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)]
+        schema = pack_response_schema(refs, response.parameters)
         if key is not None and not taken and _follows(ready, request, response):
-            known = self._packer.known(ready, data, packed)
-            if known is not None:
-                if len(request.known) >= _MOST_KNOWN:
-                    request.known.clear()
-                request.known[key] = known
-        return packed
+            if len(request.known) >= _MOST_KNOWN:
+                request.known.clear()
+            ways = [_way(item, request) for item in ready]
+            request.known[key] = KnownResponse(schema, ways)
+        return schema, pack_data(data)
 
-    def _write_known(self, known: KnownResponse, response: Response) -> bytes:
-        """The packed response, after its outputs have been written as those of one before."""
-        if known.template is not None:
-            self._context.copied.outputs += known.byte_size
-            return known.template.fill(
-                [
-                    (item.data if type(item.data) is np.ndarray else _host_array(item)).tobytes()
-                    for item in response.outputs
-                ]
-            )
-        for output, place in zip(response.outputs, known.places, strict=True):
-            if place is not None:
-                plain = type(output.data) is np.ndarray and place.memory.cuda is None
-                self._write_to(place, output.data if plain else _form(output, place))
-        return known.packed
+    def _write_known(self, known: KnownResponse, request: Request, response: Response) -> list[Any]:
+        """Write the outputs of a response of a known kind; return its data."""
+        made: list[Any] = []
+        for output, way in zip(response.outputs, known.ways, strict=True):
+            data = output.data
+            if way is _Inline:
+                raw = (data if type(data) is np.ndarray else _host_array(output)).tobytes()
+                self._context.copied.outputs += len(raw)
+                made.append(raw)
+                continue
+            if way is _ToPlace:
+                place = request.requested[output.name].place
+                assert place is not None
+                place = _fitting(output.name, place, data.nbytes)
+                plain = type(data) is np.ndarray and place.memory.cuda is None
+                self._write_to(place, data if plain else _form(output, place))
+            else:
+                place = request.inputs[way].place  # type: ignore[index]
+                assert place is not None
+            made.append(pack_place(place))
+        return made
 
     def _lacks(self, request: Request, made: set[str]) -> None:
         """The model has not made all that it was asked for, as Triton's Python models may. Where
@@ -283,20 +266,12 @@ class Scatterer:
         client_pid: int,
         taken: list[int],
     ) -> bytes | Place:
-        """Write an output; where it is then."""
+        """Write an output; return where it is then."""
         data: bytes | Place
         if item.at is not None:
             data = item.at
         elif place is not None:
-            if item.byte_size > place.byte_size:
-                raise Internal(
-                    f"shared memory size specified with the request for output '{item.name}' "
-                    f"({place.byte_size} bytes) should be at least {item.byte_size} bytes to hold "
-                    "the results"
-                )
-            data = place
-            if item.byte_size != place.byte_size:
-                data = Place(place.memory, place.offset, item.byte_size)
+            data = _fitting(item.name, place, item.byte_size)
             self._write_to(data, item.data)
         elif inline:
             data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
@@ -367,6 +342,22 @@ class Scatterer:
         """
         if self._context.device_memory is not None:
             self._context.device_memory.settle()
+
+
+def _fitting(name: str, place: Place, byte_size: int) -> Place:
+    """Return the part of a client's place that an output of so many bytes takes.
+
+    Raises:
+        Internal: The place is too small.
+    """
+    if byte_size > place.byte_size:
+        raise Internal(
+            f"shared memory size specified with the request for output '{name}' "
+            f"({place.byte_size} bytes) should be at least {byte_size} bytes to hold the results"
+        )
+    if byte_size == place.byte_size:
+        return place
+    return Place(place.memory, place.offset, byte_size)
 
 
 def _detached(item: Ready, request: Request) -> Ready:

@@ -1,28 +1,32 @@
-"""Unpacking: packed `Inference`s to requests with zero-copy views of their inputs, checked against
-the model."""
+"""Unpacking: requests with zero-copy views of their inputs, checked against the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput, unpack_inference
+from shmserve.ipc.tensors.descriptors import Place, unpack_place
+from shmserve.ipc.tensors.inference import (
+    RequestedOutput,
+    RequestSchema,
+    TensorSchema,
+    overlap,
+)
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
-from shmserve.ipc.tensors.template_cache import TemplateCache
+from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.batch.request import Copied, Input, Request, never_cancelled
 
 
 def reshape(
     shape: tuple[int, ...], dims: tuple[int, ...], target: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """`shape`, which fits `dims`, as `target` has it: variable sizes are carried over in order.
+    """Return `shape`, which fits `dims`, as `target` has it, with variable sizes in their order.
 
     >>> reshape((5, 7), (-1, 7), (7, -1))
     (7, 5)
@@ -33,137 +37,155 @@ def reshape(
     return tuple(next(sizes) if dim == -1 else dim for dim in target)
 
 
-class _Template(NamedTuple):
-    """A packed request that was read: its inputs with the shapes that the model sees and where they
-    lie (None: inline) and how many are inline before them, and what responses to such requests were
-    packed to (see `Request.known`)."""
+class _Kind:
+    """What follows for one model from the schema of a request.
 
-    inference: Inference
-    tensors: list[tuple[TensorRef, tuple[int, ...], Place | None, int]]
-    batch_size: int
-    requested: dict[str, RequestedOutput]
-    known: dict[Any, Any]
-    aliased: bool
-    byte_size: int
-    placed: bool
-    shared: bool
-    strings: list[str]  # the names of its BYTES inputs
+    Attributes:
+        schema: The unpacked schema.
+        inputs: Name, datatype, shape as the model sees it, and byte size of each input; -1: BYTES,
+            whose size varies.
+        batch_size: Rows in each input; 0 when the model does not batch.
+        requested: The requested outputs by name, without places.
+        placed: The requested outputs that have a place in the data.
+        strings: The names of the BYTES inputs.
+        known: Responses to such requests, see `Request.known`.
+    """
+
+    __slots__ = ("batch_size", "inputs", "known", "placed", "requested", "schema", "strings")
+
+    def __init__(
+        self,
+        schema: RequestSchema,
+        inputs: list[TensorSchema],
+        batch_size: int,
+        requested: dict[str, RequestedOutput],
+    ) -> None:
+        self.schema = schema
+        self.inputs = inputs
+        self.batch_size = batch_size
+        self.requested = requested
+        self.placed = [output for output in schema.outputs if output.placed]
+        self.strings = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
+        self.known: dict[Any, Any] = {}
 
 
 @dataclass(eq=False)
 class Unpacker:
-    """Makes `Request`s of packed `Inference`s for one model.
+    """Makes `Request`s of `Work` for one model.
 
-    `device_inputs`: what is in device memory is left there; else it is copied to the host's.
+    Inputs in device memory stay there with `device_inputs`; without it they are copied to the
+    host.
     """
 
     _signature: Signature
     _mappings: Mappings
     _copied: Copied = field(default_factory=Copied)
     _device_inputs: bool = False
-    _templates: TemplateCache[_Template] = field(default_factory=TemplateCache)
 
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
         self._all_outputs = {name: RequestedOutput(name) for name in self._signature.outputs}
-        self._known: dict[int, dict[Any, Any]] = {}  # of requests for these, by batch size
+        self._kinds = Schemas(self._derive)
 
     def request(
         self,
         work: Work,
         is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> Request:
-        """One request of a batch.
+        """Return one request of a batch.
 
-        Raises MalformedMessage for work that is none, InvalidArgument or Unavailable when a
-        tensor's memory is not there.
+        Raises:
+            MalformedMessage: The work holds no request.
+            InvalidArgument: The request does not fit the model, or names memory that is too small.
+            Unavailable: The memory of a tensor no longer exists.
         """
+        kind = self._kinds.find(work.schema) or self._kinds.learn(work.schema)
+        data = work.data
+        if len(data) != kind.schema.count:
+            raise MalformedMessage("a request's data do not match its schema")
         inputs: dict[str, Input] = {}
-        packed = work.work
-        template, inline = self._templates.find(packed) or self._read(packed)
         model = self._signature.name
-        for tensor, shape, place, index in template.tensors:
-            name = tensor.name
-            if place is not None:
-                inputs[name] = self._placed(tensor, shape, place)
-                continue
-            # A copy of a few bytes that the model may write into.
-            raw = memoryview(bytearray(inline[index]))
-            self._copied.inputs += raw.nbytes
-            inputs[name] = Input(name, tensor.datatype, shape, raw, None, model)
-        if template.strings:
-            _check_elements(inputs, template.strings, work.request_id)
+        byte_size = 0
+        shared = False
+        for (name, datatype, shape, expected), raw in zip(kind.inputs, data, strict=False):
+            if type(raw) is bytes:
+                size = len(raw)
+                if expected not in (size, -1):
+                    raise self._wrong_size(name, expected, size)
+                # A copy of a few bytes that the model may write into.
+                self._copied.inputs += size
+                inputs[name] = Input(name, datatype, shape, memoryview(bytearray(raw)), None, model)
+            else:
+                place = unpack_place(raw)
+                size = place.byte_size
+                if expected not in (size, -1):
+                    raise self._wrong_size(name, expected, size)
+                inputs[name] = self._placed(name, datatype, shape, place)
+                shared = True
+            byte_size += size
+        if kind.strings:
+            _check_elements(inputs, kind.strings, work.request_id)
+        requested, aliased = kind.requested, False
+        if kind.placed:
+            places = list(map(unpack_place, data[len(inputs) :]))
+            requested = requested.copy()
+            for output, place in zip(kind.placed, places, strict=True):
+                requested[output.name] = RequestedOutput(output.name, place, output.or_input)
+            if shared:
+                given = [unpack_place(raw) for raw in data[: len(inputs)] if type(raw) is not bytes]
+                aliased = overlap(given, places)
         return Request(
             work,
-            template.inference,
-            template.batch_size,
+            kind.schema,
+            kind.batch_size,
             inputs,
-            template.requested,
+            requested,
             is_cancelled,
-            template.known,
-            template.aliased,
-            template.byte_size,
-            template.placed,
-            template.shared,
+            kind.known,
+            aliased,
+            byte_size,
+            bool(kind.placed),
+            shared,
         )
 
-    def _read(self, packed: bytes) -> tuple[_Template, list[bytes]]:
-        """The template of a packed request, and the bytes of its inline tensors."""
-        inference = unpack_inference(packed)
-        tensors: list[tuple[TensorRef, tuple[int, ...], Place | None, int]] = []
-        inline: list[bytes] = []
-        batch_size = byte_size = 0
-        for tensor in inference.inputs:
-            shape, data = self._checked_shape(tensor), tensor.data
-            if isinstance(data, bytes):
-                tensors.append((tensor, shape, None, len(inline)))
-                inline.append(data)
-                byte_size += len(data)
-            else:
-                tensors.append((tensor, shape, data, len(inline)))
-                byte_size += data.byte_size
+    def _derive(self, packed: bytes) -> _Kind:
+        """Return what follows from a schema. Raises as `request` does."""
+        schema = RequestSchema(packed)
+        inputs: list[TensorSchema] = []
+        batch_size = 0
+        for tensor in schema.inputs:
+            inputs.append(self._as_model_sees(tensor))
             if self._batched:
                 batch_size = tensor.shape[0]
-        known: dict[Any, Any] = {}
-        if not inference.outputs:
-            requested = self._all_outputs
-            known = self._known.setdefault(batch_size, known)
-        else:
-            requested = {output.name: output for output in inference.outputs}
-        template = _Template(
-            inference,
-            tensors,
-            batch_size,
-            requested,
-            known,
-            inference.aliased,
-            byte_size,
-            placed=any(output.place is not None for output in inference.outputs),
-            shared=len(inline) < len(tensors),
-            strings=[tensor.name for tensor in inference.inputs if tensor.datatype == "BYTES"],
-        )
-        self._templates.learn(packed, inference, template)
-        return template, inline
+        requested = self._all_outputs
+        if schema.outputs:
+            requested = {output.name: RequestedOutput(output.name) for output in schema.outputs}
+        return _Kind(schema, inputs, batch_size, requested)
 
-    def _checked_shape(self, tensor: TensorRef) -> tuple[int, ...]:
-        """The shape that the model sees; raises InvalidArgument for what is no input of it."""
+    def _as_model_sees(self, tensor: TensorSchema) -> TensorSchema:
+        """Return an input with the shape that the model sees.
+
+        Raises:
+            InvalidArgument: The model has no such input.
+        """
         spec = self._signature.inputs.get(tensor.name)
-        shape, data = tensor.shape, tensor.data
+        shape = tensor.shape
         if spec is None or (self._batched and not shape):
             raise InvalidArgument(
                 f"unexpected inference input '{tensor.name}' for model '{self._signature.name}'"
             )
-        size = len(data) if isinstance(data, bytes) else data.byte_size
-        expected = element_count(shape) * ITEM_SIZE[tensor.datatype]
-        if expected and size != expected:
-            raise InvalidArgument(
-                f"input byte size mismatch for input '{tensor.name}' for model "
-                f"'{self._signature.name}'. Expected {expected}, got {size}"
-            )
-        return shape if spec.reshape is None else self._model_shape(shape, spec)
+        if spec.reshape is None:
+            return tensor
+        return tensor._replace(shape=self._model_shape(shape, spec))
 
-    def _placed(self, tensor: TensorRef, shape: tuple[int, ...], data: Place) -> Input:
-        """The input that lies in memory."""
+    def _wrong_size(self, name: str, expected: int, got: int) -> InvalidArgument:
+        return InvalidArgument(
+            f"input byte size mismatch for input '{name}' for model '{self._signature.name}'. "
+            f"Expected {expected}, got {got}"
+        )
+
+    def _placed(self, name: str, datatype: str, shape: tuple[int, ...], data: Place) -> Input:
+        """Return the input that lies at a place."""
         place: Place | None = None
         on_device = shared = False
         if data.memory.copied:
@@ -172,7 +194,7 @@ class Unpacker:
         else:
             place = data
             raw = self._mappings.view(data)
-            shared = tensor.datatype != "BYTES"
+            shared = datatype != "BYTES"
             on_device = data.memory.cuda is not None
             if on_device and not (shared and self._device_inputs):
                 from shmserve.workers.memory.device_tensors import to_host
@@ -181,7 +203,7 @@ class Unpacker:
                 raw, place = to_host(raw), None
                 on_device = shared = False
         model = self._signature.name
-        return Input(tensor.name, tensor.datatype, shape, raw, place, model, on_device, shared)
+        return Input(name, datatype, shape, raw, place, model, on_device, shared)
 
     def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         if self._batched:
@@ -190,8 +212,11 @@ class Unpacker:
 
 
 def _check_elements(inputs: dict[str, Input], names: Sequence[str], request_id: str) -> None:
-    """Raises InvalidArgument for strings whose lengths do not add up: now, so that they fail this
-    request and not its batch, and for all inputs that have any."""
+    """Check the strings of all BYTES inputs before the batch runs, so that only this request fails.
+
+    Raises:
+        InvalidArgument: The lengths of an input's elements do not add up.
+    """
     wrong: list[str] = []
     for name in names:
         try:

@@ -36,7 +36,8 @@ from shmserve.ipc.memory.lent import LentMemory, releases, unread
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Cancel, Credit, Failed, Finished, Responded, Settled
 from shmserve.ipc.messages.supervision import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
-from shmserve.ipc.tensors.inference import unpack_inferred
+from shmserve.ipc.tensors.inference import ResponseSchema, inline_size_of, places
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
 from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
@@ -157,11 +158,11 @@ class Call(InflightRequest):
 
     def respond(self, message: Response) -> None:
         if isinstance(message, Finished):
-            self.end(self.router.read(self, message.body))
+            self.end(self.router.read(self, message))
         elif isinstance(message, Failed):
             self.end(from_code(message.code, message.message))
         else:  # its model was loaded again, and is another one
-            self.router.discard(self.endpoint, message.body)
+            self.router.discard(self.endpoint, message.data)
             if message.final:
                 self.end(_decoupled(self.request.model))
 
@@ -244,6 +245,7 @@ class CallRouter:
         self._table: InflightTable[Call] = InflightTable()
         self._left: deque[tuple[Call, bool]] = deque()  # to be cancelled; whether one listens
         self._doubtful: list[_Doubt] = []
+        self._responses = Schemas(ResponseSchema)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
         self.waiting.add(self._wakeup)
@@ -328,12 +330,12 @@ class CallRouter:
         request = call.request
         if target.decoupled and not call.takes_many:
             raise _decoupled(request.model)
-        fit, work = request.check(target.signature, call.inputs.refs)
+        schema, data = request.packed(target.signature, call.inputs.refs)
         call.submit = make_submit(
             call.number,
-            fit,
+            schema,
+            data,
             call.arrived_ns,
-            work,
             request_id=request.request_id,
             priority=request.priority,
             timeout_us=request.timeout_us,
@@ -345,7 +347,7 @@ class CallRouter:
         call.endpoint = target.endpoint
         link = self._links.open(target.endpoint)
         self._table.add(call)
-        self._links.queue(link, call.submit, len(work))
+        self._links.queue(link, call.submit, len(schema) + inline_size_of(data))
 
     def flush(self) -> None:
         """Send what is queued: calls, credit, cancellations."""
@@ -400,22 +402,24 @@ class CallRouter:
         if not isinstance(message, Finished | Responded | Failed | Settled):
             logger.warning("unexpected %s", type(message).__name__)
         elif not self._table.take(message) and isinstance(message, Finished | Responded):
-            self.discard(endpoint, message.body)
+            self.discard(endpoint, message.data)
 
-    def discard(self, endpoint: str, body: bytes) -> None:
-        """Release the outputs of a response that nobody reads; with the lock."""
-        for release in unread(body):
+    def discard(self, endpoint: str, data: list[Any]) -> None:
+        """Release the outputs of a response that nobody reads. Call it with the lock held."""
+        for release in unread(data):
             self._links.tell(endpoint, release)
 
-    def read(self, call: Call, body: bytes) -> CallResponse | ShmserveError:
-        """A response to a call, copied; with the lock."""
+    def read(self, call: Call, message: Finished | Responded) -> CallResponse | ShmserveError:
+        """Return a copy of a response to a call. Call it with the lock held."""
+        schema, data = message.schema, message.data
         try:
-            response = unpack_inferred(body)
+            known = self._responses.find(schema) or self._responses.learn(schema)
+            response = known.inferred(data)
         except MalformedMessage as error:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
         outcome = copied(response, self.mappings, call.request.model)
-        for release in releases(response.outputs):
+        for release in releases(places(data)):
             self._links.tell(call.endpoint, release)
         return outcome
 

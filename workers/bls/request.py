@@ -14,10 +14,11 @@ from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
     Inferred,
+    Packed,
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.tensors.signature import BatchFit, Signature
+from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.batch.request import Input
 
 
@@ -52,15 +53,15 @@ class CallRequest:
     priority: int = 0
     trace: str = ""
 
-    def check(self, signature: Signature, inputs: Sequence[TensorRef]) -> tuple[BatchFit, bytes]:
-        """The fit to the signature of a model, for its scheduler, with the inputs where they lie
-        now; and the packed `Inference`.
+    def packed(self, signature: Signature, inputs: Sequence[TensorRef]) -> Packed:
+        """Return the schema and data of this request, with the inputs where they lie now.
 
-        Raises InvalidArgument when it does not fit the model.
+        Raises:
+            InvalidArgument: The request does not fit the signature of the model.
         """
         outputs = tuple(map(RequestedOutput, dict.fromkeys(self.outputs)))
-        fit = signature.check(self.request_id, inputs, outputs)
-        return fit, pack_inference(Inference(tuple(inputs), outputs, self.parameters))
+        signature.check(self.request_id, inputs, outputs)
+        return pack_inference(Inference(tuple(inputs), outputs, self.parameters))
 
 
 @dataclass(frozen=True, slots=True)

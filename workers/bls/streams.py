@@ -39,11 +39,11 @@ class StreamCall(Call):
         if not isinstance(message, Responded):
             super().respond(message)
         elif self.abandoned:
-            self.router.discard(self.endpoint, message.body)
+            self.router.discard(self.endpoint, message.data)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
-        elif message.body:
-            self._add(self.router.read(self, message.body), message.final)
+        elif message.schema:
+            self._add(self.router.read(self, message), message.final)
         elif message.final:
             # Triton's iterator ends with an empty response where the end came by itself.
             self._add(CallResponse([], {}), True)

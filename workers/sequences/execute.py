@@ -21,7 +21,13 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inference
+from shmserve.ipc.tensors.inference import (
+    SEQUENCE_END,
+    SEQUENCE_START,
+    Inference,
+    RequestSchema,
+    pack_inference,
+)
 from shmserve.workers.batch.execute import Executor, Part
 from shmserve.workers.batch.request import Input, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
@@ -29,8 +35,9 @@ from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 from shmserve.workers.sequences import controls
 from shmserve.workers.sequences.state import States, read
 
-_NOBODY = Work(0, 0, b"")
-_NOTHING = Inference(())
+_NOTHING = pack_inference(Inference(()))
+_NOBODY = Work(0, 0, *_NOTHING)
+_NO_SCHEMA = RequestSchema(_NOTHING[0])
 _NO_ROW = SequenceRow(0, 0)
 _STRING_HEAD = 4  # the bytes of a text's length
 
@@ -137,7 +144,7 @@ class SequenceExecutor(Executor):
             zeros = memoryview(bytearray(size * element_count(item.shape)))
             inputs[name] = Input(name, item.datatype, item.shape, zeros, None, item.model)
         inputs |= controls.inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
-        null = Request(_NOBODY, _NOTHING, like.request.batch_size, inputs, {})
+        null = Request(_NOBODY, _NO_SCHEMA, like.request.batch_size, inputs, {})
         null.states = like.request.states
         return null
 
@@ -145,7 +152,7 @@ class SequenceExecutor(Executor):
         opened, request = each.opened, each.request
         self._states.keep(each.row, response, self._returned)
         if response.rescheduled:
-            reply: Reply | None = Reply(opened.key, RESCHEDULED, "", b"")
+            reply: Reply | None = Reply(opened.key, RESCHEDULED, "")
         else:
             reply = self._scatter(opened, request, response)
         assert reply is not None  # which would have it run again

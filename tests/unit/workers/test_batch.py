@@ -94,7 +94,7 @@ def gatherer(
 
 
 def unpack(unpacker: Unpacker, *requests: Inference) -> list[Request]:
-    return [unpacker.request(Work(key, 1, pack_inference(r))) for key, r in enumerate(requests)]
+    return [unpacker.request(Work(key, 1, *pack_inference(r))) for key, r in enumerate(requests)]
 
 
 def address(raw: memoryview) -> int:
@@ -492,7 +492,7 @@ def test_what_is_wrong_with_one_request_fails_it_alone(worker: Rig, region: Regi
     replies = worker.raw_batch(
         [
             pack_inference(inference(tensor("X", data))),
-            b"garbage",
+            (b"garbage", []),
             pack_inference(inference(tensor("X", data, outside))),
             pack_inference(inference(wrong_size)),
             pack_inference(inference(tensor("NOPE", data))),

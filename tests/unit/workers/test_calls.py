@@ -98,7 +98,7 @@ def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
     question = others.found("s1")
     assert (question.name, question.version) == ("other", "")
     submit = scheduler.next(m.Submit)
-    assert (submit.batch_size, submit.request_id, submit.timeout_us) == (1, "me", 10)
+    assert (submit.request_id, submit.timeout_us) == ("me", 10)
     assert submit.deadline_ns == submit.arrived_ns + 10_000
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
@@ -162,7 +162,7 @@ def test_a_malformed_answer_is_an_error(calls: CallRouter, others: Others) -> No
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.found("s1")
-    scheduler.say(m.Finished(scheduler.next(m.Submit).id, b"garbage"))
+    scheduler.say(m.Finished(scheduler.next(m.Submit).id, b"garbage", []))
     with pytest.raises(ShmserveError, match="internal error"):
         running.result(10)
 

@@ -16,7 +16,6 @@ import pytest
 from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.python.execution import thread_ended
@@ -25,6 +24,7 @@ from shmserve.workers.links import scheduler as scheduler_link
 from shmserve.workers.links.supervisor import readable
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import FunctionBackend, Region, Rig, model_config, rig, tensor_config
+from tests.support.messages import inferred_of
 from tests.support.waiting import until
 
 FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
@@ -199,8 +199,8 @@ def test_large_responses_go_through_the_arena_and_come_back(model: Model) -> Non
     offsets = [
         output.data.offset
         for seen in model.seen
-        if isinstance(seen, m.ExecutionResponded) and seen.body
-        for output in unpack_inferred(seen.body).outputs
+        if isinstance(seen, m.ExecutionResponded) and seen.schema
+        for output in inferred_of(seen).outputs
         if isinstance(output.data, Place)
     ]
     model.rig.release(offsets)

@@ -285,7 +285,7 @@ def test_places_on_devices_travel() -> None:
         (TensorRef("x", "FP32", (4,), Place(memory, 16, 16)),),
         (RequestedOutput("y", Place(memory, 32, 16)),),
     )
-    assert unpack_inference(pack_inference(sent)) == sent
+    assert unpack_inference(*pack_inference(sent)) == sent
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_places_on_devices_travel() -> None:
 )
 def test_malformed_places(place: Place) -> None:
     with pytest.raises(MalformedMessage):
-        unpack_inference(pack_inference(Inference((TensorRef("x", "FP32", (1,), place),))))
+        unpack_inference(*pack_inference(Inference((TensorRef("x", "FP32", (1,), place),))))
 
 
 # --- a request

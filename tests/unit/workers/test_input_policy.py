@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.inference import Inference
+from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
 from shmserve.workers.batch.failures import InputPolicy
 from shmserve.workers.batch.request import Input, Request
 
@@ -11,7 +11,9 @@ from shmserve.workers.batch.request import Input, Request
 def request(shared: bool) -> Request:
     item = Input("X", "UINT8", (4,), memoryview(bytearray(4)))
     item.shared = shared
-    return Request(Work(1, 1, b""), Inference(()), 0, {"X": item}, {})
+    return Request(
+        Work(1, 1, b"", []), RequestSchema(pack_inference(Inference(()))[0]), 0, {"X": item}, {}
+    )
 
 
 def test_only_views_can_be_at_fault() -> None:

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import (
-    Inference,
-    RequestedOutput,
-    pack_inference,
-    unpack_inference,
-)
+from shmserve.ipc.tensors.inference import RequestedOutput, RequestSchema, pack_inference
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import unpack
 from tests.rigs.worker_rig import (
@@ -159,17 +154,17 @@ def test_requests_that_only_say_other_things_are_read_once(
         seen.extend(request.work for request in requests)
         return [Response([Output("A", "FP32", np.zeros(1, "f4"))]) for _ in requests]
 
-    def counted(packed: bytes) -> Inference:
-        read.append(packed)
-        return unpack_inference(packed)
+    def counted(schema: bytes) -> RequestSchema:
+        read.append(schema)
+        return RequestSchema(schema)
 
-    monkeypatch.setattr(unpack, "unpack_inference", counted)
+    monkeypatch.setattr(unpack, "RequestSchema", counted)
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     sent = [
         Work(
             1,
             CLIENT_PID,
-            pack_inference(inference(tensor("X", np.full(2, number, np.float32)))),
+            *pack_inference(inference(tensor("X", np.full(2, number, np.float32)))),
             request_id=f"id-{number}",
             flags=number % 4,
             correlation_id=number,
@@ -183,4 +178,4 @@ def test_requests_that_only_say_other_things_are_read_once(
     for work in sent:
         worker.execute([work])
     assert seen == sent
-    assert len(read) == 2  # the first, and the second, which it is learnt from
+    assert read == [sent[0].schema]

@@ -143,7 +143,7 @@ def request(array: Any, datatype: str = "FP32") -> Request:
     if isinstance(array, torch.Tensor):
         raw = array.reshape(-1).view(torch.uint8)
     item = Input("IMAGE", datatype, shape, raw, on_device=isinstance(raw, torch.Tensor))
-    return Request(Work(0, 0, b""), NOBODY, shape[0], {"IMAGE": item}, {})
+    return Request(Work(0, 0, b"", []), NOBODY, shape[0], {"IMAGE": item}, {})
 
 
 def test_without_buckets_it_is_the_batchs_maximum() -> None:

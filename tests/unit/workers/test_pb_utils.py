@@ -17,7 +17,7 @@ from shmserve.errors import NotFound
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import encode_bytes
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput, RequestSchema, pack_inference
 from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends.python import metrics
 from shmserve.workers.backends.python.errors import to_model, to_server
@@ -31,10 +31,14 @@ TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8
 
 
 def received(*inputs: Input, **more: Any) -> ReceivedRequest:
-    inference = Inference((), (), more.pop("parameters", {}))
+    schema, data = pack_inference(Inference((), (), more.pop("parameters", {})))
     wanted = {"OUT": RequestedOutput("OUT")}
     origin = Request(
-        Work(1, 42, b"", "id-1", **more), inference, 0, {item.name: item for item in inputs}, wanted
+        Work(1, 42, schema, data, "id-1", **more),
+        RequestSchema(schema),
+        0,
+        {item.name: item for item in inputs},
+        wanted,
     )
     return ReceivedRequest(origin, Lender("m", Mappings()))
 

@@ -49,7 +49,7 @@ def config(*kinds: str, most: int = 8, dims: tuple[int, ...] = (-1,)) -> dict[st
 def requests(*shapes: tuple[int, ...]) -> list[Request]:
     return [
         Request(
-            Work(at, 0, b""),
+            Work(at, 0, b"", []),
             NOBODY,
             shape[0],
             {"X": Input("X", "FP32", shape, memoryview(b""))},

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, Work
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.inference import Inference, pack_inference
+from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
 from shmserve.workers.batch.request import Output, Request, Response
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.sequences import controls, state
@@ -141,7 +141,8 @@ class Model:
 
     def lend(self, slot: int = 0, flags: int = 0) -> Request:
         """A request with the states of its slot."""
-        request = Request(Work(1, 1, b""), Inference(()), 1, {}, {})
+        packed = pack_inference(Inference(()))
+        request = Request(Work(1, 1, *packed), RequestSchema(packed[0]), 1, {}, {})
         self.row = SequenceRow(slot, 1, flags, 7)
         self.states.lend(request, self.row)
         return request
@@ -298,7 +299,7 @@ class Sequences:
         """A batch of requests in these slots, with these flags."""
         keyed = [(next(self._keys), *row) for row in rows]
         one = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
-        works = [Work(key, CLIENT_PID, one) for key, *_ in keyed]
+        works = [Work(key, CLIENT_PID, *one) for key, *_ in keyed]
         made = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed]
         self.tell(Execute(1, works, rows=made))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.inference import pack_inference, unpack_inferred
+from shmserve.ipc.tensors.inference import pack_inference
 from shmserve.workers.backends import Output, Request, Response, ResponseStream
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 from tests.rigs.worker_rig import (
@@ -22,6 +22,7 @@ from tests.rigs.worker_rig import (
     tensor,
     tensor_config,
 )
+from tests.support.messages import inferred_of
 
 CONFIG = model_config([tensor_config("X", "FP32", [-1])], [tensor_config("Y", "FP32", [-1])])
 
@@ -61,7 +62,7 @@ class StepBackend(FunctionBackend):
 def work(key: int, value: float) -> m.Work:
     """A request of one number."""
     x = tensor("X", np.array([value], np.float32))
-    return m.Work(key, CLIENT_PID, pack_inference(inference(x)))
+    return m.Work(key, CLIENT_PID, *pack_inference(inference(x)))
 
 
 def test_a_backend_serves_messages_of_its_own(
@@ -83,9 +84,9 @@ def test_a_backend_serves_messages_of_its_own(
         assert instance._live == 1 and not link.has_open
         first, second, finished = made.said()
         assert (first.key, first.code, first.final) == (1, "", True)
-        answer = unpack_inferred(first.body).outputs[0]
+        answer = inferred_of(first).outputs[0]
         assert answer.data == np.array([6.0], np.float32).tobytes()
-        assert (second.key, second.body, second.final) == (2, b"", True)
+        assert (second.key, second.schema, second.final) == (2, b"", True)
         assert isinstance(finished, m.BatchFinished) and finished.batch == 7
 
 

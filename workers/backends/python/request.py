@@ -295,7 +295,7 @@ class ReceivedRequest(InferenceRequest):
         self._flags = work.flags
         self._timeout = work.timeout_us
         self._priority = work.priority
-        self._parameters = origin.inference.parameters
+        self._parameters = origin.schema.parameters
         self._outputs = origin.requested
         inputs = origin.inputs
         self.tensors = {name: ReceivedTensor(inputs[name], lender) for name in inputs}

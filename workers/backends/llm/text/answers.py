@@ -122,7 +122,7 @@ class Answer:
         parameters = prompt.parameters
         count = 0 if parameters.beams else parameters.n
         self.samples = [SampleText(prompt, tokenizer, index, echo) for index in range(count)]
-        self._wanted = {output.name for output in stream.request.inference.outputs}
+        self._wanted = {output.name for output in stream.request.schema.outputs}
         self._wanted = self._wanted or {"text_output"}
 
     @property

@@ -147,7 +147,7 @@ class Texts:
     @staticmethod
     def _settings(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a request: its own, those in `sampling_parameters`, and inputs."""
-        found = {**request.inference.parameters}
+        found = {**request.schema.parameters}
         text = given.get("sampling_parameters") or found.pop("sampling_parameters", None)
         if text:
             try:
