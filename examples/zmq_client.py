@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 import zmq
 
-VERSION = 2  # of the protocol
+VERSION = 3  # of the protocol
 MODEL = "simple"
 COUNT = 16
 
@@ -61,6 +61,8 @@ def introduced(listener: socket.socket) -> tuple[int, str, str]:
         for name, *fields in messages:
             if name == "Welcome":
                 number, token = fields
+            elif name == "Refused":  # this client has another version than the server
+                sys.exit(f"{fields[1]}: {fields[2]}")
             elif name == "ModelPublished" and fields[0] == MODEL and fields[6]:  # the latest
                 endpoint = fields[4]
             elif name == "HealthChanged":  # all models have been told of
@@ -71,19 +73,14 @@ def introduced(listener: socket.socket) -> tuple[int, str, str]:
 
 def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[int]]:
     """One request: the tensors travel in the message, and so do those of the response."""
-    tensors = [
-        [
-            name,
-            "INT32",
-            [1, len(values)],
-            b"".join(v.to_bytes(4, "little", signed=True) for v in values),
-        ]
-        for name, values in inputs.items()
+    described = [[name, "INT32", [1, len(values)]] for name, values in inputs.items()]
+    schema = msgpack.packb([described, [], {}])  # all outputs, no parameters
+    data = [
+        b"".join(value.to_bytes(4, "little", signed=True) for value in values)
+        for values in inputs.values()
     ]
-    work = msgpack.packb([tensors, [], {}])  # all outputs, no parameters
-    now_ns = time.monotonic_ns()
-    # number, batch size and shape key (left to the server), arrival, deadline, timeout, priority
-    scheduler.send(packed("Submit", 1, 0, b"", now_ns, 0, 0, 0, work))
+    # number, schema, data, arrival, deadline, timeout, priority
+    scheduler.send(packed("Submit", 1, schema, data, time.monotonic_ns(), 0, 0, 0))
     while True:
         _, *messages = msgpack.unpackb(scheduler.recv())
         for name, _, *fields in messages:
@@ -91,7 +88,7 @@ def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[i
                 sys.exit(f"{fields[0]}: {fields[1]}")
             if name == "Finished":
                 found, _ = msgpack.unpackb(fields[0])
-                return {name: numbers(data) for name, _, _, data in found}
+                return {name: numbers(raw) for (name, _, _), raw in zip(found, fields[1])}
 
 
 def numbers(data: bytes) -> list[int]:

@@ -12,7 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { VERSION = 2 }; /* of the protocol */
+enum { VERSION = 3 }; /* of the protocol */
 
 static void fail(const char *what) {
     fprintf(stderr, "infer: %s\n", what);
@@ -169,6 +169,11 @@ static int welcome(int listener) {
                 char token[64];
                 copy_text(token, sizeof token, take_kind(&message, 's'));
                 snprintf(identity, sizeof identity, "%llu.%s.1", (unsigned long long)number, token);
+            } else if (is(tag, "Refused")) { /* this client has another version than the server */
+                skip(&message, 2);
+                Item text = take_kind(&message, 's');
+                fprintf(stderr, "infer: %.*s\n", (int)text.value, text.data);
+                exit(1);
             } else if (is(tag, "ModelPublished")) {
                 int ours = is(take_kind(&message, 's'), "simple");
                 skip(&message, 3); /* version, config, metadata */
@@ -233,39 +238,40 @@ static int greet(const char *path) {
 
 /* --- a request and its response -------------------------------------------------------------- */
 
-static void put_tensor(Out *out, const char *name, const int32_t values[16]) {
-    put_array(out, 4), put_text(out, name), put_text(out, "INT32");
+static void put_tensor(Out *out, const char *name) {
+    put_array(out, 3), put_text(out, name), put_text(out, "INT32");
     put_array(out, 2), put_uint(out, 1), put_uint(out, 16);
-    put_bytes(out, values, 16 * sizeof *values); /* little-endian */
 }
 
 static void submit(int fd, const int32_t a[16], const int32_t b[16]) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    Out work = {.size = 0};
-    put_array(&work, 3);
-    put_array(&work, 2), put_tensor(&work, "INPUT0", a), put_tensor(&work, "INPUT1", b);
-    put_array(&work, 0), put_byte(&work, 0x80); /* all outputs, no parameters */
+    Out schema = {.size = 0}; /* the same for all such requests */
+    put_array(&schema, 3);
+    put_array(&schema, 2), put_tensor(&schema, "INPUT0"), put_tensor(&schema, "INPUT1");
+    put_array(&schema, 0), put_byte(&schema, 0x80); /* all outputs, no parameters */
 
     Out out = {.size = 0};
     put_array(&out, 2), put_uint(&out, VERSION);
-    put_array(&out, 9), put_text(&out, "Submit");
-    put_uint(&out, 7), put_uint(&out, 1), put_bytes(&out, "", 0); /* number, batch size, shape key */
+    put_array(&out, 8), put_text(&out, "Submit");
+    put_uint(&out, 7), put_bytes(&out, schema.bytes, schema.size); /* number, schema */
+    put_array(&out, 2), put_bytes(&out, a, 16 * sizeof *a), put_bytes(&out, b, 16 * sizeof *b); /* little-endian */
     put_uint(&out, now.tv_sec * 1000000000ull + now.tv_nsec);
-    for (int i = 0; i < 3; i++) put_uint(&out, 0); /* deadline, timeout, priority */
-    put_bytes(&out, work.bytes, work.size); /* no id, and of no sequence */
+    for (int i = 0; i < 3; i++) put_uint(&out, 0); /* deadline, timeout, priority; no id, and of no sequence */
     send_frame(fd, 0, out.bytes, out.size);
 }
 
-static void print_outputs(Item body) {
-    In in = {body.data, body.data + body.value};
-    take_kind(&in, 'a'); /* outputs and parameters */
-    for (uint64_t left = take_kind(&in, 'a').value; left--;) {
+static void print_outputs(Item schema, In *in) {
+    In described = {schema.data, schema.data + schema.value};
+    take_kind(&described, 'a'); /* outputs and parameters */
+    uint64_t left = take_kind(&described, 'a').value;
+    if (take_kind(in, 'a').value != left) fail("a response's data do not match its schema");
+    while (left--) {
         char name[64];
-        take_kind(&in, 'a');
-        copy_text(name, sizeof name, take_kind(&in, 's'));
-        skip(&in, 2); /* datatype and shape */
-        Item data = take_kind(&in, 'b');
+        take_kind(&described, 'a');
+        copy_text(name, sizeof name, take_kind(&described, 's'));
+        skip(&described, 2); /* datatype and shape */
+        Item data = take_kind(in, 'b');
         printf("%s", name);
         for (uint64_t at = 0; at + 4 <= data.value; at += 4) {
             int32_t value;
@@ -294,7 +300,8 @@ int main(int argc, char **argv) {
     Item tag = take_kind(&in, 's');
     uint64_t number = take_kind(&in, 'i').value;
     if (is(tag, "Finished") && number == 7) {
-        print_outputs(take_kind(&in, 'b'));
+        Item schema = take_kind(&in, 'b');
+        print_outputs(schema, &in);
     } else if (is(tag, "Failed")) {
         Item code = take_kind(&in, 's'), text = take_kind(&in, 's');
         fprintf(stderr, "%.*s: %.*s\n", (int)code.value, code.data, (int)text.value, text.data);

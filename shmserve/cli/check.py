@@ -139,10 +139,10 @@ class _Model:
             requests = self._requests()
         except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
             return "not tried: a batch of zeros is too large to be sent"
-        failures = (self._ask(inputs, work) for inputs, work in requests)
+        failures = (self._ask(*request) for request in requests)
         return next(filter(None, failures), "")
 
-    def _requests(self) -> list[tuple[tuple[TensorRef, ...], bytes]]:
+    def _requests(self) -> list[tuple[tuple[TensorRef, ...], bytes, list[Any]]]:
         signature = self.signature
         samples = [sample.tensors for sample in self._samples] or [
             [_zeros(signature, name) for name in signature.inputs if name not in self._values]
@@ -152,7 +152,7 @@ class _Model:
             tensors = {tensor.name: tensor for tensor in sample if tensor.name in signature.inputs}
             tensors |= {name: self._given(name) for name in self._values}
             inputs = tuple(tensors.values())
-            requests.append((inputs, pack_inference(Inference(inputs))))
+            requests.append((inputs, *pack_inference(Inference(inputs))))
         return requests
 
     def _given(self, name: str) -> TensorRef:
@@ -162,7 +162,7 @@ class _Model:
         shape, raw = encode(tensor, self._values[name])
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
-    def _ask(self, inputs: tuple[TensorRef, ...], work: bytes) -> str:
+    def _ask(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> str:
         """Why the model fails with these inputs, or what its outputs lack; empty when nothing."""
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
@@ -174,13 +174,12 @@ class _Model:
             dealer.send(
                 Submit(
                     id=1,
-                    batch_size=fit.batch_size,
-                    shape_key=fit.shape_key,
+                    schema=schema,
+                    data=data,
                     arrived_ns=time.monotonic_ns(),
                     deadline_ns=0,
                     timeout_us=0,
                     priority=0,
-                    work=work,
                     request_id="check",
                     flags=SEQUENCE_START | SEQUENCE_END,
                     correlation_id=0 if text else 1,
@@ -192,12 +191,13 @@ class _Model:
                     match message:
                         case Failed(message=error):
                             return error + made_up
-                        case Responded(code="", body=b""):  # the end, and there is no response
+                        case Responded(code="", schema=b""):  # the end, and there is no response
                             return ""
                         case Responded(message=error, code=code) if code:
                             return error + made_up
-                        case Responded(body=body) | Finished(body=body):
-                            return self._misfit(unpack_inferred(body), fit.batch_size)
+                        case Responded() | Finished():
+                            response = unpack_inferred(message.schema, message.data)
+                            return self._misfit(response, fit.batch_size)
                 if not dealer.connected:
                     return "its scheduler ended"
             return f"no answer within {_PATIENCE_S:.0f} s"

@@ -375,6 +375,8 @@ class ServerConnection(ServerState):
 def _why_not(error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "this user may not connect to the server"
+    if isinstance(error, frames.OtherVersion):
+        return f"the server cannot be used: {error},"
     if isinstance(error, ConnectionResetError | BrokenPipeError | MalformedMessage):
         return (
             "this client, perhaps of another version or one too many, was not let in by the server"

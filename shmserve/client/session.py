@@ -124,7 +124,7 @@ class Session:
         """Whether a request that has failed on a connection is to be made again: of another server
         that has taken the place of its, which is connected to then, or of a model on demand that
         was unloaded when the request reached it. Raises Disconnected."""
-        once = options.sequence or (built is not None and runs_once(built.work))
+        once = options.sequence or (built is not None and runs_once(built.schema, built.data))
         if not once and built is not None and connection.models.awaits_load(*built.model.key):
             return True
         if once or not connection.has_successor():

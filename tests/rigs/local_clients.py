@@ -85,8 +85,7 @@ def memfd(
 def submit(
     inputs: tuple[TensorRef, ...], number: int = 1, outputs: tuple[RequestedOutput, ...] = ()
 ) -> Submit:
-    work = pack_inference(Inference(inputs, outputs))
-    return Submit(number, 0, b"", 0, 0, 0, 0, work, "")
+    return Submit(number, *pack_inference(Inference(inputs, outputs)), 0, 0, 0, 0)
 
 
 def answer(link: Dealer) -> Any:

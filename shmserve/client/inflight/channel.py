@@ -44,7 +44,7 @@ from shmserve.ipc.messages.inference import (
     Settled,
 )
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import runs_once
+from shmserve.ipc.tensors.inference import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, explain, unpack_spans
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
@@ -120,7 +120,7 @@ class ClientRequest(InflightRequest):
     def discard(self, message: Response) -> None:
         """Release the outputs of a response that nobody reads: they take up a worker's memory."""
         if isinstance(message, Finished | Responded):
-            discard(self, message.body)
+            discard(self, message)
 
     def _finish(self, message: Finished) -> None:
         channel = self.channel
@@ -128,12 +128,12 @@ class ClientRequest(InflightRequest):
         end, self.end = self.end, nothing
         outcome: Result | ShmserveError
         try:
-            outcome = read(self, message.body)
+            outcome = read(self, message)
             if message.spans and self.explained:
                 self.explain(outcome, message.spans)
         except ShmserveError as error:
             self.end = end
-            over = self.again or self.abandoned or runs_once(self.submit.work)
+            over = self.again or self.abandoned or runs_once(self.submit.schema, self.submit.data)
             if isinstance(error, Unavailable) and not over:
                 self.again = True  # its worker died before the response was read
                 channel.send(self)
@@ -226,7 +226,7 @@ class RequestChannel:
             built.end()
             raise Disconnected("this client is closed" if self._closed and not another else ENDED)
         options = built.options
-        size = len(built.work) + len(options.request_id)
+        size = len(built.schema) + inline_size_of(built.data) + len(options.request_id)
         if size > LARGEST_WORK:
             built.end()
             raise InvalidArgument(
@@ -234,9 +234,9 @@ class RequestChannel:
             )
         pending.submit = make_submit(
             next(self._numbers),
-            built,
+            built.schema,
+            built.data,
             time.monotonic_ns(),
-            built.work,
             request_id=options.request_id,
             priority=options.priority,
             timeout_us=options.timeout_us,
@@ -257,7 +257,8 @@ class RequestChannel:
         link = self._links.get(pending.endpoint) or self._link(pending.endpoint)
         # Before it leaves: its memory is kept until it is answered, wherever we are interrupted.
         self._table.add(pending)
-        self._links.queue(link, pending.submit, len(pending.submit.work))
+        submit = pending.submit
+        self._links.queue(link, submit, len(submit.schema) + inline_size_of(submit.data))
 
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request; its memory is in use until the scheduler answers."""

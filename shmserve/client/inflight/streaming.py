@@ -22,8 +22,7 @@ from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages.inference import Responded
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import unpack_inference
+from shmserve.ipc.tensors.inference import RequestSchema, byte_size_of
 from shmserve.ipc.transport.records import MalformedMessage
 
 
@@ -39,7 +38,6 @@ class ClientStream(ClientRequest):
         self.on_item = on_item
         self.over = False
         self._taken = -1  # bytes of the response that the reader has; -1: it has none
-        self._copied_bytes = 0  # of the last response, out of a worker's memory
         self._window = ReadWindow(placed=_is_placed(built))
 
     def ready(self) -> bool:
@@ -53,8 +51,8 @@ class ClientStream(ClientRequest):
         else:
             if message.code:
                 self.items.append((self.error(message.code, message.message), 0))
-            elif message.body:
-                self._read(message.body)
+            elif message.schema:
+                self._read(message)
             elif message.spans and self.explained:
                 self.items.append((Result({}, {}, None), 0))  # of nothing but the explanation
             if message.spans and self.explained and isinstance(self.items[-1][0], Result):
@@ -62,23 +60,18 @@ class ClientStream(ClientRequest):
             self.over = self.over or message.final
             self.on_item()
 
-    def _read(self, body: bytes) -> None:
+    def _read(self, message: Responded) -> None:
         item: Result | ShmserveError
-        self._copied_bytes = 0
         try:
-            item = read_one_of_many(self, body)
+            item = read_one_of_many(self, message)
         except ShmserveError as error:
             item = error
         except MalformedMessage:
             item = Internal("the response cannot be read")
-        self.items.append((item, len(body) + self._copied_bytes))
+        self.items.append((item, byte_size_of(message.data)))
         if not isinstance(item, Result):
             self.over = True
             self.channel.cancel(self)
-
-    def copied(self, place: Place) -> bytes:
-        self._copied_bytes += place.byte_size
-        return super().copied(place)
 
     def done(self, outcome: Result | ShmserveError) -> None:
         if not self.abandoned and not self.over:
@@ -171,4 +164,4 @@ def _is_placed(built: PackedRequest) -> bool:
     """Whether outputs go to places of the client's: each response to the same."""
     if not built.segments:
         return False
-    return any(output.place is not None for output in unpack_inference(built.work).outputs)
+    return any(output.placed for output in RequestSchema(built.schema).outputs)

@@ -27,7 +27,7 @@ from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.messages import local_clients as m
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_memory
 
 CPU, CUDA = 1, 2
 # datatype -> (type code, bits)
@@ -140,10 +140,9 @@ class DeviceSegment:
         handle = self._handle
         return m.ShareDeviceMemory(number, self.size, handle.raw, handle.device, handle.uuid), ()
 
-    def shared(self, memory: list[Any]) -> None:
-        """The server knows it, as this."""
-        memory_id, byte_size, device, raw, uuid = memory
-        self.memory = Memory.on_device(memory_id, byte_size, CudaHandle(raw, device, uuid))
+    def shared(self, memory: bytes) -> None:
+        """Take the server's description of the memory."""
+        self.memory = unpack_memory(memory)
 
     def place(self, offset: int, byte_size: int) -> Place:
         """The place of these bytes, for the server."""

@@ -15,6 +15,7 @@ from shmserve.client.server.state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 
@@ -55,8 +56,8 @@ class Region(Mapping[str, Any]):
         for template in self._templates.values():
             self._offsets[template.name] = at
             at += aligned(max(1, template.byte_size))
-        # What a request of a model with these tensors comes to.
-        self.requests: dict[ClientModel, tuple[bytes, int, bytes]] = {}
+        # The schema and data of a request of a model with these tensors.
+        self.requests: dict[ClientModel, Packed] = {}
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -67,7 +68,7 @@ class Region(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._templates)
 
-    def remember(self, model: ClientModel, request: tuple[bytes, int, bytes]) -> None:
+    def remember(self, model: ClientModel, request: Packed) -> None:
         """Keep what a request of `model` comes to; nothing of models that are not there any more,
         as after each reload."""
         for known in [known for known in list(self.requests) if known.closed]:

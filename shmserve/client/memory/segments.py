@@ -28,7 +28,7 @@ from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.messages import local_clients as m
-from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_memory
 
 ALIGNMENT = 64
 _SMALLEST = 4 * 1024 * 1024
@@ -79,9 +79,9 @@ class Segment:
         """The message that makes it known to a server, and the descriptors that go with it."""
         return m.ShareMemory(number, self.size, self._pin), (self.fd,)
 
-    def shared(self, memory: list[Any]) -> None:
-        """The server knows it, as this."""
-        self.memory = Memory(*memory)
+    def shared(self, memory: bytes) -> None:
+        """Take the server's description of the memory."""
+        self.memory = unpack_memory(memory)
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
         """The tensor at `offset`."""

@@ -32,9 +32,8 @@ class PackedRequest(NamedTuple):
     """A request that can be sent; `end` gives back the memory that it uses until its response."""
 
     model: ClientModel
-    work: bytes
-    batch_size: int
-    shape_key: bytes
+    schema: bytes
+    data: list[Any]
     options: Options
     prepared: RequestTemplate | None = None
     slot: Buffer | None = None
@@ -110,17 +109,15 @@ def _filled(
     as_torch: bool,
 ) -> PackedRequest:
     parameters = options.parameters
-    batch = prepared.batch_size, prepared.shape_key
     if not prepared.slotted:
-        work = prepared.packed(arrays, None, parameters) if parameters else prepared.joined(arrays)
-        return PackedRequest(model, work, *batch, options, prepared, None, as_torch)
+        packed = prepared.packed(arrays, None, parameters)
+        return PackedRequest(model, *packed, options, prepared, None, as_torch)
     slot = prepared.slot()
     for target, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(target, array)
-    plain = slot.work and not parameters
-    work = slot.work if plain else prepared.packed(arrays, slot, parameters)
+    packed = prepared.packed(arrays, slot, parameters)
     memory = slot.end, (slot.block.segment,)
-    return PackedRequest(model, work, *batch, options, prepared, slot, as_torch, *memory)
+    return PackedRequest(model, *packed, options, prepared, slot, as_torch, *memory)
 
 
 def _in_place(model: ClientModel, region: Region, options: Options) -> PackedRequest:
@@ -139,8 +136,8 @@ def _in_place(model: ClientModel, region: Region, options: Options) -> PackedReq
             for name in region
             if name not in signature.inputs
         ]
-        fit = signature.check(options.request_id, refs, asked)
-        known = pack(refs, asked, options.parameters), fit.batch_size, fit.shape_key
+        signature.check(options.request_id, refs, asked)
+        known = pack(refs, asked, options.parameters)
         if not options.parameters:
             region.remember(model, known)
     lease, segment = region.lease, region.segment
@@ -251,16 +248,13 @@ class _Loose:
             refs.append(template.ref(data))
         end = nothing if block is None else block.give_back
         try:
-            fit = signature.check(self._options.request_id, refs, asked)
+            signature.check(self._options.request_id, refs, asked)
         except InvalidArgument:
             end()
             raise
-        work = pack(refs, asked, self._options.parameters)
         return PackedRequest(
             self._model,
-            work,
-            fit.batch_size,
-            fit.shape_key,
+            *pack(refs, asked, self._options.parameters),
             self._options,
             as_torch=self._as_torch,
             end=end,

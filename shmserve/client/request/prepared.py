@@ -1,12 +1,12 @@
 """Templates of requests: the same names, types and shapes again, with other numbers.
 
-    small inputs    the packed request is cut where the tensors are: the next one is a join
-    large inputs    a ring of slots in shared memory, each with its request packed beforehand
+    small inputs    travel in the message, behind the schema that such requests share
+    large inputs    a ring of slots in shared memory, each with its data packed beforehand
 
     slot    | input | input | output | output |      each on 64 bytes
 
-Outputs of known size have room in the slot when they are large together; others come inside the
-message, or are copied out of the worker's memory.
+A slot has space for outputs of known size when they are large together. Other outputs travel in
+the message, or are copied out of the worker's memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import numpy as np
 
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
-    PackedTemplate,
+    Packed,
     RequestedOutput,
     pack_inference,
+    pack_request_schema,
 )
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
@@ -52,25 +53,31 @@ def pack(
     inputs: Sequence[TensorRef],
     outputs: Sequence[RequestedOutput],
     parameters: Mapping[str, Any] | None,
-) -> bytes:
-    """A request as it travels."""
+) -> Packed:
+    """Return the schema and data of a request."""
     return pack_inference(Inference(tuple(inputs), tuple(outputs), dict(parameters or {})))
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory for one request at a time. `inputs` are arrays to write to, `work` its packed request
-    (b"": not the same each time)."""
+    """Memory for one request at a time.
+
+    Attributes:
+        prepared: The template that the slot belongs to.
+        block: The memory.
+        inputs: Arrays to write the inputs to; none where they travel in the message.
+        input_data: The packed places of these.
+        output_data: The packed places of the outputs that have one.
+    """
 
     prepared: RequestTemplate
     block: MemoryBlock
     inputs: list[Array]
-    places: list[Place]
-    outputs: tuple[RequestedOutput, ...]
-    work: bytes = b""
+    input_data: list[Any]
+    output_data: list[Any]
 
     def end(self) -> None:
-        """Free for the next request."""
+        """Return the slot for the next request."""
         self.prepared.take_back(self)
 
 
@@ -86,46 +93,52 @@ class RequestTemplate:
         *,
         rooms: bool = True,
     ) -> None:
-        """`rooms`: large outputs have room in the slots. Raises InvalidArgument when the inputs do
-        not fit the model."""
+        """Prepare requests of a model.
+
+        Args:
+            signature: The model's signature.
+            templates: The inputs.
+            outputs: The names of the requested outputs; none: all.
+            memories: The client's memory, for slots.
+            rooms: Large outputs have space in the slots.
+
+        Raises:
+            InvalidArgument: The inputs do not fit the model.
+        """
         self._templates = templates
         self._memories = memories
-        self._asked = tuple(map(RequestedOutput, outputs))
         refs = [template.ref(Place(_NOWHERE, 0, template.byte_size)) for template in templates]
-        fit = signature.check("", refs, self._asked)
-        self.batch_size, self.shape_key = fit.batch_size, fit.shape_key
+        fit = signature.check("", refs, [RequestedOutput(name) for name in outputs])
         self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         wanted = outputs or tuple(signature.outputs)
-        sizes = {name: signature.output_size(name, self.batch_size) for name in wanted}
+        sizes = {name: signature.output_size(name, fit.batch_size) for name in wanted}
         placed = rooms and sum(filter(None, sizes.values())) > INLINE_LIMIT
-        self._rooms = sizes if placed else {}
+        self._rooms = {name: size for name, size in sizes.items() if size is not None and placed}
+        self._refs, self._asked = refs, tuple(sizes if placed else outputs)
+        self._schema = self._packed_schema({})
         self.slotted = placed or not self._inline
-        self._pieces = [] if self.slotted else self._cut()
         self._ring: deque[Buffer] = deque()
         self._closed = False
         if self.slotted:
             memories.serve(self)
 
-    # --- small
+    def _packed_schema(self, parameters: Mapping[str, Any]) -> bytes:
+        return pack_request_schema(self._refs, self._asked, self._rooms, (), dict(parameters))
 
-    def joined(self, arrays: Sequence[Array]) -> bytes:
-        """The request with these small inputs and no parameters."""
-        pieces = self._pieces
-        parts: list[bytes] = []
-        for index, array in enumerate(arrays):
-            parts.append(pieces[index])
-            parts.append(array.tobytes())
-        parts.append(pieces[-1])
-        return b"".join(parts)
-
-    def _cut(self) -> list[bytes]:
-        refs = [template.ref(bytes(template.byte_size)) for template in self._templates]
-        return PackedTemplate(Inference(tuple(refs), self._asked)).pieces
+    def packed(
+        self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
+    ) -> Packed:
+        """Return a request's schema and data; inputs that have a place in the slot are there."""
+        schema = self._packed_schema(parameters) if parameters else self._schema
+        if slot is None:
+            return schema, [array.tobytes() for array in arrays]
+        inputs = slot.input_data or [array.tobytes() for array in arrays]
+        return schema, inputs + slot.output_data
 
     # --- large
 
     def slot(self) -> Buffer:
-        """A free slot; raises Unavailable when there is no memory for one more."""
+        """Return a free slot. Raises Unavailable when there is no memory for one more."""
         try:
             return self._ring.popleft()
         except IndexError:
@@ -133,42 +146,28 @@ class RequestTemplate:
 
     def _new_slot(self) -> Buffer:
         inside = [] if self._inline else self._templates
-        rooms = [size for size in self._rooms.values() if size is not None]
-        sizes = [template.byte_size for template in inside] + rooms
+        sizes = [*[template.byte_size for template in inside], *self._rooms.values()]
         block = self._memories.allocate(sum(map(aligned, sizes)))
         at, segment = block.offset, block.segment
         arrays: list[Array] = []
-        places: list[Place] = []
+        inputs: list[Any] = []
         for template in inside:
             arrays.append(
                 np.ndarray(template.shape, dtype_of(template.datatype), segment.bytes, at)
             )
-            places.append(segment.place(at, template.byte_size))
+            inputs.append(pack_place(segment.place(at, template.byte_size)))
             at += aligned(template.byte_size)
-        outputs: list[RequestedOutput] = []
-        for name, size in self._rooms.items():
-            place = None if size is None else segment.place(at, size)
-            outputs.append(RequestedOutput(name, place))
-            at += aligned(size or 0)
-        slot = Buffer(self, block, arrays, places, tuple(outputs) or self._asked)
-        if inside:
-            slot.work = self.packed((), slot, None)
-        return slot
+        outputs: list[Any] = []
+        for size in self._rooms.values():
+            outputs.append(pack_place(segment.place(at, size)))
+            at += aligned(size)
+        return Buffer(self, block, arrays, inputs, outputs)
 
     def take_back(self, slot: Buffer) -> None:
         """A slot is free again; at any moment, in any thread."""
         self._ring.append(slot)
         if self._closed:
             self.close()
-
-    def packed(
-        self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
-    ) -> bytes:
-        """The request, packed from its parts; inputs with a place in the slot are there."""
-        places = slot.places if slot is not None else []
-        datas: Sequence[bytes | Place] = places or [array.tobytes() for array in arrays]
-        refs = [template.ref(data) for template, data in zip(self._templates, datas, strict=True)]
-        return pack(refs, self._asked if slot is None else slot.outputs, parameters)
 
     def close(self) -> None:
         """Give the slots back; those in use follow when they end."""

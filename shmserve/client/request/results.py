@@ -15,10 +15,11 @@ from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Internal, Unavailable, Unsupported
 from shmserve.ipc.memory.lent import releases, unread
-from shmserve.ipc.messages.inference import Release
+from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
+from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
+from shmserve.ipc.tensors.inference import RequestSchema, TensorSchema, places
+from shmserve.ipc.transport.records import MalformedMessage
 
 
 class Result(Mapping[str, Any]):
@@ -88,7 +89,7 @@ class Reader(Protocol):
         """Tell a worker that its outputs have been read."""
 
 
-def read(reader: Reader, body: bytes) -> Result:
+def read(reader: Reader, message: Finished) -> Result:
     """The result in the only response of a request.
 
     The request's memory is given back, or kept by the arrays over it. Raises Unavailable when the
@@ -97,7 +98,7 @@ def read(reader: Reader, body: bytes) -> Result:
     """
     built = reader.built
     lease = None if built.slot is None else MemoryLease(nothing)
-    result, placed = _read(reader, body, lease)
+    result, placed = _read(reader, message, lease)
     if len(result) < len(built.model.signature.outputs) and not built.model.may_lack:
         _check_whole(built, result)
     if lease is None or not placed:
@@ -108,44 +109,44 @@ def read(reader: Reader, body: bytes) -> Result:
 
 
 def _check_whole(built: PackedRequest, result: Result) -> None:
-    asked = [output.name for output in unpack_inference(built.work).outputs]
+    asked = [output.name for output in RequestSchema(built.schema).outputs]
     lacking = [name for name in asked or built.model.signature.outputs if name not in result]
     if lacking:
         names = ", ".join(f"'{name}'" for name in lacking)
         raise Internal(f"model '{built.model.name}' has not made what it was asked for: {names}")
 
 
-def read_one_of_many(reader: Reader, body: bytes) -> Result:
-    """As `read`, of a response that others may follow: the request keeps its memory."""
-    return _read(reader, body, None)[0]
+def read_one_of_many(reader: Reader, message: Responded) -> Result:
+    """Return the result in one of many responses: unlike `read`, the request keeps its memory."""
+    return _read(reader, message, None)[0]
 
 
-def discard(reader: Reader, body: bytes) -> None:
+def discard(reader: Reader, message: Finished | Responded) -> None:
     """Release the outputs of a response that nobody reads."""
-    for left in unread(body, _own(reader.built)):
+    for left in unread(message.data, _own(reader.built)):
         reader.release(left)
 
 
-def _read(reader: Reader, body: bytes, lease: MemoryLease | None) -> tuple[Result, bool]:
-    """The result, and whether outputs of it may lie in memory."""
+def _read(
+    reader: Reader, message: Finished | Responded, lease: MemoryLease | None
+) -> tuple[Result, bool]:
+    """Return the result, and whether outputs of it may lie in memory."""
     built = reader.built
     responses = built.model.responses
-    known = responses.find(body)
-    if known is None:
-        response = unpack_inferred(body)
-        responses.learn(body, response, response)
-        datas: Sequence[bytes] = [ref.data for ref in response.outputs if type(ref.data) is bytes]
-    else:
-        response, datas = known
-    if len(datas) < len(response.outputs):
-        outputs = _placed(reader, response.outputs, datas, lease)
-        return Result(outputs, dict(response.parameters), lease), True
-    pairs = zip(response.outputs, datas, strict=True)
-    arrays = {ref.name: _inline(built, ref, data) for ref, data in pairs}
-    return Result(arrays, dict(response.parameters), None), False
+    known = responses.find(message.schema) or responses.learn(message.schema)
+    datas = message.data
+    if len(datas) != len(known.outputs):
+        raise MalformedMessage("a response's data do not match its schema")
+    outputs: dict[str, Any] = {}
+    for tensor, data in zip(known.outputs, datas, strict=True):
+        if type(data) is not bytes:
+            outputs = _placed(reader, known.outputs, datas, lease)
+            return Result(outputs, dict(known.parameters), lease), True
+        outputs[tensor.name] = _inline(built, tensor, data)
+    return Result(outputs, dict(known.parameters), None), False
 
 
-def _inline(built: PackedRequest, ref: TensorRef, data: bytes) -> Any:
+def _inline(built: PackedRequest, ref: TensorSchema, data: bytes) -> Any:
     if ref.datatype == "BYTES":
         return decode_bytes(data, ref.shape, ref.name, built.model.name)
     array = np.ndarray(ref.shape, dtype_of(ref.datatype), bytearray(data))
@@ -153,18 +154,21 @@ def _inline(built: PackedRequest, ref: TensorRef, data: bytes) -> Any:
 
 
 def _placed(
-    reader: Reader, outputs: Sequence[TensorRef], datas: Sequence[bytes], lease: MemoryLease | None
+    reader: Reader,
+    outputs: Sequence[TensorSchema],
+    datas: Sequence[Any],
+    lease: MemoryLease | None,
 ) -> dict[str, Any]:
-    inline = iter(datas)
+    found = [data if type(data) is bytes else unpack_place(data) for data in datas]
     try:
         return {
-            ref.name: _in_memory(reader, lease, ref, ref.data)
-            if isinstance(ref.data, Place)
-            else _inline(reader.built, ref, next(inline))
-            for ref in outputs
+            ref.name: _in_memory(reader, lease, ref, data)
+            if isinstance(data, Place)
+            else _inline(reader.built, ref, data)
+            for ref, data in zip(outputs, found, strict=True)
         }
     finally:
-        for read in releases(outputs, _own(reader.built)):
+        for read in releases(places(datas), _own(reader.built)):
             reader.release(read)
 
 
@@ -173,8 +177,8 @@ def _own(built: PackedRequest) -> set[int]:
     return {segment.memory.id for segment in built.segments if segment.memory is not None}
 
 
-def _in_memory(reader: Reader, lease: MemoryLease | None, ref: TensorRef, place: Place) -> Any:
-    """An output that lies in memory."""
+def _in_memory(reader: Reader, lease: MemoryLease | None, ref: TensorSchema, place: Place) -> Any:
+    """Return an output that lies in memory."""
     built = reader.built
     segment = _segment(built, place.memory)
     if segment is None or ref.datatype == "BYTES":

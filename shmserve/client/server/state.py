@@ -13,13 +13,12 @@ from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred
+from shmserve.ipc.tensors.inference import ResponseSchema
+from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 
 _MOST_PREPARED = 64
 _MOST_RESPONSES = 64
-_LONGEST_RESPONSE = INLINE_LIMIT + 4096
 # Losses remembered: a thread may sleep through some.
 _MOST_LOST = 4096
 
@@ -27,10 +26,13 @@ _MOST_LOST = 4096
 class ClientModel:
     """One version of a model: where its scheduler is, and what it takes.
 
-    `prepared` is what the client remembers of requests it has made, `responses` the templates of
-    those it has read; `source` are the models of which it is one. `decoupled`: it gives any number
-    of responses to a request; `may_lack`: a response may lack outputs that were asked for.
-    `closed`: another has taken its place, or none.
+    Attributes:
+        prepared: Templates of the requests that the client has made.
+        responses: The schemas of the responses that it has read.
+        source: The models that this model belongs to.
+        decoupled: The model gives any number of responses to a request.
+        may_lack: A response may lack outputs that were requested.
+        closed: The version was withdrawn, or has another scheduler.
     """
 
     def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
@@ -44,7 +46,7 @@ class ClientModel:
         self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
             _MOST_PREPARED, RequestTemplate.close
         )
-        self.responses: TemplateCache[Inferred] = TemplateCache(_MOST_RESPONSES, _LONGEST_RESPONSE)
+        self.responses = Schemas(ResponseSchema, _MOST_RESPONSES)
         self.closed = False
 
     @property

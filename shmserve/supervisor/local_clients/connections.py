@@ -31,8 +31,10 @@ from typing import Any, NamedTuple
 from shmserve.common import fd_limits
 from shmserve.common.access.peer_credentials import admit_group, credentials
 from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.errors import Unsupported
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.messages.supervision import Refused
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import Listener, listening, no_room
@@ -330,6 +332,9 @@ class LocalClientConnections:
                 self._on_message(client, message, fds)
         except MalformedMessage as error:
             logger.warning("a client program sent what is no message: %s", error)
+            if isinstance(error, frames.OtherVersion):
+                refused = Refused(0, Unsupported.code, str(error))
+                self.send(client, frames.pack([refused]))
             self.disconnect(client)
         finally:
             close_all(fds)

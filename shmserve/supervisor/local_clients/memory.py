@@ -57,7 +57,7 @@ class LocalMemory:
         for region in self._regions.values():
             yield region.listed_only(0)
 
-    def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
+    def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
         """A memfd of a client's; its descriptor is taken out of `fds`."""
         if len(fds) != 1:
             raise InvalidArgument("one descriptor must come with the memory to share")
@@ -72,9 +72,9 @@ class LocalMemory:
             )
         )
         fds.clear()
-        return [memory_id, *rest, False, pin]
+        return Memory(memory_id, *rest, copied=False, pinned=pin).packed
 
-    async def share_device(self, client: LocalClient, asked: ShareDeviceMemory) -> list[Any]:
+    async def share_device(self, client: LocalClient, asked: ShareDeviceMemory) -> bytes:
         """Memory on a device, by its handle, which a worker looks at. A local client that leaves
         meanwhile is the caller's to look after."""
         handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
@@ -88,7 +88,7 @@ class LocalMemory:
         memory = Memory.on_device(memory_id, size, handle)
         name = self._name(client)
         self._enter(await self._opener.take_lent_cuda(name, memory, Peer(uid), number))
-        return [memory_id, size, handle.device, handle.raw, handle.uuid]
+        return memory.packed
 
     def _name(self, client: LocalClient) -> str:
         return f"shmserve.client {client.pid}.{next(self._names)}"

@@ -138,6 +138,8 @@ class LocalClientServer:
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for item in (welcome, *self._snapshot()):
                     self.connections.send(client, self._packet(item))
+            case Hello(version=version) if version != frames.VERSION:
+                raise frames.OtherVersion(version)
             case m.Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.acknowledged(client.number, number)
             case ShareMemory(number, size, pin) if client.welcomed:

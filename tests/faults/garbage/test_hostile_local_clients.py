@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.local_clients import ShareMemory, WithdrawMemory
 from shmserve.ipc.messages.supervision import Acknowledged, Refused
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Place, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames, zmtp
 from tests.faults.conftest import make_repository
@@ -167,7 +168,7 @@ def a_request_too_large(local_client: Guest, stage: Scene) -> None:
 def a_request_with_a_large_name(local_client: Guest, stage: Scene) -> None:
     """It waits in the queue as all of the request does."""
     link = local_client.link("identity")
-    link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, submit((small(),)).work, "x" * MIB))
+    link.send(replace(submit((small(),)), request_id="x" * MIB))
     failed = answer(link)
     assert isinstance(failed, m.Failed) and "larger than" in failed.message
 
@@ -293,18 +294,18 @@ def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
 def odd_numbers(local_client: Guest, stage: Scene) -> None:
     """Times, priorities and identifiers that nobody has."""
     link = local_client.link("identity")
-    work = submit((small(),)).work
+    work = pack_inference(Inference((small(),)))
     odd = (0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
     number = 0
     for field in range(4):
         for value in odd:
             number += 1
             a, b, c, d = (value if field == n else 0 for n in range(4))
-            link.send(m.Submit(number, 0, b"", a, b, c, d, work, "x" * 70_000))
+            link.send(m.Submit(number, *work, a, b, c, d, "x" * 70_000))
             replied = answer(link)
             assert isinstance(replied, m.Finished | m.Failed) and replied.id == number
     for value in odd:
-        link.send(m.Submit(value, 0, b"", 0, 0, 0, 0, work, ""))
+        link.send(m.Submit(value, *work, 0, 0, 0, 0))
         assert answer(link).id == value
 
 
@@ -339,23 +340,25 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
         (1.5,),
         ("4",),
     ]
-    bad: list[list[Any]] = [["INPUT0", "FP32", list(shape), bytes(16)] for shape in shapes]
-    bad += [["x" * 50_000, "FP32", [4], bytes(16)], [7, "FP32", [4], bytes(16)]]
-    bad += [["INPUT0", kind, [4], bytes(16)] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
+    bad: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
+    bad += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
+    bad += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
+    bad.append(["INPUT0", "FP32", [4.0]])  # as a number it is the right one
+    packed, data = pack_inference(Inference((small(),), ()))
+    schema = msgpack.unpackb(packed)
+    works: list[tuple[Any, list[Any]]] = [([[tensor], *schema[1:]], data) for tensor in bad]
     contents: list[Any] = [b"", bytes(15), "x" * 16, None, 1, [], {}]
-    bad += [["INPUT0", "FP32", [4], data] for data in contents]
-    bad += [["INPUT0", "FP32", [4], [0] * count] for count in range(1, 12)]
-    bad.append(["INPUT0", "FP32", [4.0], bytes(16)])  # as a number it is the right one
-    request = msgpack.unpackb(pack_inference(Inference((small(),), ())))
-    works = [[[tensor], *request[1:]] for tensor in bad]
-    for field in range(len(request)):
-        if field:
-            odd: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
-            works += [[*request[:field], value, *request[field + 1 :]] for value in odd]
+    contents += [[0] * count for count in range(1, 12)]
+    contents += [[kind, 0, 16] for kind in (b"", b"\x90", "", 1, None, [], {})]
+    works += [(schema, [content]) for content in contents]
+    works += [(schema, []), (schema, [*data, *data])]
+    for field in range(1, len(schema)):
+        odd: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
+        works += [([*schema[:field], value, *schema[field + 1 :]], data) for value in odd]
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
     for number, work in enumerate(works, 2):
-        link.send(m.Submit(number, 0, b"", 0, 0, 0, 0, msgpack.packb(work), ""))
+        link.send(m.Submit(number, msgpack.packb(work[0]), work[1], 0, 0, 0, 0))
         failed = answer(link)
         assert isinstance(failed, m.Failed) and failed.id == number, work
         assert failed.code == "INVALID_ARG", (work, failed)
@@ -367,7 +370,7 @@ def deep_messages(local_client: Guest, stage: Scene) -> None:
     """Arrays in arrays, as a message, as work and in a parameter."""
     deep = b"\x91" * 100_000 + b"\xc0"
     link = local_client.link("identity")
-    link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, deep, ""))
+    link.send(m.Submit(1, deep, [], 0, 0, 0, 0))
     assert isinstance(answer(link), m.Failed)
     send_raw(link, b"", zmtp.frame(bytes((0x92, frames.VERSION)) + deep))
     link.send(submit((small(),), 2))
@@ -379,7 +382,9 @@ def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
     size = 256 * 1024
     link = local_client.link("identity")
     with memfd(2 * size) as fd:
-        memory = Memory(*local_client.ask(ShareMemory(1, 2 * size, False), fd).payload["memory"])
+        memory = unpack_memory(
+            local_client.ask(ShareMemory(1, 2 * size, False), fd).payload["memory"]
+        )
         tensor = TensorRef("INPUT0", "FP32", (size // 4,), Place(memory, 0, size))
         output = RequestedOutput("OUTPUT0", Place(memory, size, size))
         for number in range(50):
@@ -395,8 +400,8 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
     before = len(stage.server.log())
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
         with memfd() as fd:
-            memory = Memory(
-                *local_client.ask(ShareMemory(number, 4096, False), fd).payload["memory"]
+            memory = unpack_memory(
+                local_client.ask(ShareMemory(number, 4096, False), fd).payload["memory"]
             )
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
             place = Place(memory, 0, 16)

@@ -218,13 +218,13 @@ def test_over_the_native_listener(server: Server, word: str) -> None:
             )
         ):
             work = pack_inference(request)
-            link.send(m.Submit(number, 0, b"", 0, 0, 0, 0, work, word))
+            link.send(m.Submit(number, *work, 0, 0, 0, 0, word))
             assert isinstance(answer(link), m.Failed)
         shouter = local_client.link("shouter", f"{local_client.number}.{local_client.token}.2")
         said = TensorRef("INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object)))
         for number, name in enumerate(("error", word)):
             work = pack_inference(Inference((said,), ()))
-            shouter.send(m.Submit(number, 0, b"", 0, 0, 0, 0, work, name))
+            shouter.send(m.Submit(number, *work, 0, 0, 0, 0, name))
             assert isinstance(answer(shouter), m.Failed)
 
 

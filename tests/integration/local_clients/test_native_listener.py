@@ -26,7 +26,7 @@ from shmserve.ipc.messages.inference import Failed, Finished, Submit
 from shmserve.ipc.messages.memory import UnregisterRegion
 from shmserve.ipc.messages.supervision import Answered, ModelPublished, Refused, Stop, UnloadModel
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
 from tests.rigs.local_clients import Guest, answer, memfd, small, submit
@@ -58,7 +58,7 @@ def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
     with memfd() as fd:
         answered = local_client.ask(m.ShareMemory(1, 4096, False), fd)
         assert isinstance(answered, Answered)
-        assert len(answered.payload["memory"]) == 8
+        assert unpack_memory(answered.payload["memory"]).byte_size == 4096
     for options, size, text in (
         ({"seals": 0}, 4096, "F_SEAL_SHRINK"),
         ({"reserve": False}, 4096, "must be reserved"),
@@ -89,7 +89,9 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
 ) -> None:
     link = local_client.link("identity")
     with memfd() as fd:
-        memory = Memory(*local_client.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"])
+        memory = unpack_memory(
+            local_client.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
+        )
         os.pwrite(fd, b"\1\0\0\0" * 4, 0)
         tensor = TensorRef("INPUT0", "FP32", (4,), Place(memory, 0, 16))
         output = RequestedOutput("OUTPUT0", Place(memory, 64, 16))
@@ -113,15 +115,13 @@ def test_places_are_as_the_page_says(local_client: Guest) -> None:
     with memfd() as fd:
         memory = local_client.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
         os.pwrite(fd, b"\2\0\0\0" * 4, 64)
-        inputs = [["INPUT0", "FP32", [4], [*memory, 64, 16]]]
-        outputs = [["OUTPUT0", [*memory, 128, 16]]]
-        work = msgpack.packb([inputs, outputs, {}])
-        link.send(Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+        schema = msgpack.packb([[["INPUT0", "FP32", [4]]], [["OUTPUT0", 1]], {}])
+        link.send(Submit(1, schema, [[memory, 64, 16], [memory, 128, 16]], 0, 0, 0, 0))
         finished = answer(link)
         assert isinstance(finished, Finished)
-        ((name, datatype, shape, place),), parameters = msgpack.unpackb(finished.body)
+        ((name, datatype, shape),), parameters = msgpack.unpackb(finished.schema)
         assert (name, datatype, shape, parameters) == ("OUTPUT0", "FP32", [4], {})
-        assert place == [*memory, 128, 16]
+        assert finished.data == [[memory, 128, 16]]
         assert os.pread(fd, 16, 128) == b"\2\0\0\0" * 4
 
 
@@ -135,8 +135,7 @@ def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
     link = local_client.link("simple")
     a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
     b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
-    lie = Submit(1, 7, b"other", 0, 0, 0, 0, submit((a, b)).work, "")
-    link.send(lie)
+    link.send(submit((a, b)))
     assert isinstance(answer(link), Finished)
     for tensors, text in (
         ((a,), "expected 2 inputs but got 1"),
@@ -154,7 +153,7 @@ def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
 )
 def test_work_that_is_none_is_an_error_to_its_sender(local_client: Guest, work: bytes) -> None:
     link = local_client.link("simple")
-    link.send(Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+    link.send(Submit(1, work, [], 0, 0, 0, 0))
     failed = answer(link)
     assert isinstance(failed, Failed) and failed.code == "INVALID_ARG"
 

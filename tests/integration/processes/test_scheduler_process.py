@@ -36,6 +36,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
 )
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -55,6 +56,9 @@ MODEL = {
     "output": [],
 }
 
+WORK = pack_inference(Inference(()))
+DONE = pack_inferred(Inferred(()))
+
 FLOOD = """
 import os, sys
 from shmserve.ipc.messages import inference as m
@@ -62,7 +66,7 @@ from shmserve.ipc.transport.dealer import Dealer
 
 link = Dealer(sys.argv[1], f"{os.getpid()}.flood")
 for number in range(20_000):
-    link.post(m.Submit(number, 1, b"", 0, 0, 0, 0, b""))
+    link.post(m.Submit(number, bytes([0x93, 0x90, 0x90, 0x80]), [], 0, 0, 0, 0))
     if number % 100 == 0:
         link.flush()
 link.flush()
@@ -146,13 +150,13 @@ class Stage:
         """A client's request."""
         number, now = next(self.numbers), time.monotonic_ns()
         deadline = now + timeout_ns if timeout_ns else 0
-        self.client.send(m.Submit(number, 1, b"", now, deadline, 0, 0, b"work"))
+        self.client.send(m.Submit(number, *WORK, now, deadline, 0, 0))
         return number
 
-    def finish(self, batch: m.Execute, body: bytes = b"done") -> None:
+    def finish(self, batch: m.Execute) -> None:
         """The worker's return of a batch."""
         now = time.monotonic_ns()
-        replies = [m.Reply(key, "", "", body) for key in (each.key for each in batch.requests)]
+        replies = [m.Reply(key, "", "", *DONE) for key in (each.key for each in batch.requests)]
         self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
 
     def statistics(self) -> dict[str, Any]:
@@ -184,9 +188,9 @@ def stage() -> Iterator[Stage]:
 def test_a_request_goes_through_and_is_counted_when_it_is_answered(stage: Stage) -> None:
     number = stage.submit()
     batch = stage.next(stage.worker)
-    assert [each.work for each in batch.requests] == [b"work"]
+    assert [(each.schema, each.data) for each in batch.requests] == [WORK]
     stage.finish(batch)
-    assert stage.next(stage.client) == m.Finished(number, b"done")
+    assert stage.next(stage.client) == m.Finished(number, *DONE)
     report = stage.statistics()
     assert report["inference_stats"]["success"]["count"] == 1
     assert abs(report["last_inference"] / 1000 - time.time()) < 60
@@ -252,7 +256,7 @@ def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
         batch = stage.next(stage.worker)
         # A start that cannot be true is taken for the moment of the dispatch: what is then counted
         # as time in the queue is the scheduler's own doing alone.
-        replies = [m.Reply(batch.requests[0].key, "", "", b"")]
+        replies = [m.Reply(batch.requests[0].key, "", "", *DONE)]
         stage.worker.send(m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
         stage.next(stage.client)
     histogram = stage.statistics()["shmserve"]["queue_seconds"]
@@ -286,12 +290,12 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
     garbage = [
         b"",
         os.urandom(100),
-        frames.pack([m.Finished(1, b"")]),
+        frames.pack([m.Finished(1, *DONE)]),
         frames.pack([HealthChanged(True, True, True)]),
         *_frames_of("BatchFinished", 1, 0, 0, 0, 0, [[], [1], ["a", 2]], 0, 0, True),
         frames.pack([m.Execute(1, [])]),
         b"\x92\x01\x91\xa5Drain",
-        b"\x92\x02\x91\xa5Nope.",
+        bytes((0x92, frames.VERSION)) + b"\x91\xa5Nope.",
         b"\xdd\xff\xff\xff\xff",
     ]
     for frame in garbage:
@@ -301,17 +305,17 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
             send_raw(stranger, b"", b"\1\4some\0\4more")
     number = stage.submit()
     stage.finish(stage.next(stage.worker))
-    assert stage.next(stage.client) == m.Finished(number, b"done")
+    assert stage.next(stage.client) == m.Finished(number, *DONE)
     assert stage.statistics()["shmserve"]["malformed"] > len(garbage)
     assert stage.process.poll() is None
 
 
 def test_a_deadline_may_be_any_number(stage: Stage) -> None:
     for deadline in (-1, 2**63 - 1, 2**64 - 1):
-        stage.client.send(m.Submit(7, 1, b"", 0, deadline, 0, 0, b"work"))
+        stage.client.send(m.Submit(7, *WORK, 0, deadline, 0, 0))
         batch = stage.next(stage.worker)
         stage.finish(batch)
-        assert stage.next(stage.client) == m.Finished(7, b"done")
+        assert stage.next(stage.client) == m.Finished(7, *DONE)
 
 
 def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None:

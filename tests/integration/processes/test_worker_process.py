@@ -31,7 +31,7 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
+from shmserve.ipc.tensors.inference import Inferred, pack_inference
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.models.version.hangs import place, stacks_of
@@ -40,6 +40,7 @@ from shmserve.supervisor.processes.table import Child
 from tests.rigs.arrivals import arrived, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
 from tests.rigs.worker_rig import Region, inference, model_config, tensor
+from tests.support.messages import inferred_of
 from tests.support.waiting import until
 
 T = TypeVar("T")
@@ -147,7 +148,7 @@ class Worker:
             Work(
                 key,
                 os.getpid(),
-                pack_inference(inference(tensor("x", np.full((1, size), value, "f4"), place))),
+                *pack_inference(inference(tensor("x", np.full((1, size), value, "f4"), place))),
             )
             for key, value in enumerate(values, 1)
         ]
@@ -164,7 +165,7 @@ class Worker:
     def answer(self, reply: Reply) -> Inferred:
         """A reply that must be a success."""
         assert reply.code == "", reply.message
-        return unpack_inferred(reply.body)
+        return inferred_of(reply)
 
     def wait(self) -> int:
         """The exit status of the process."""
@@ -237,10 +238,10 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     peer = b"0.%d" % worker.pid
     send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
     router.post(peer, m.ProcessExited(1, ""))
-    router.post(peer, Execute(1, [Work(1, 1, b"garbage")]))
+    router.post(peer, Execute(1, [Work(1, 1, b"garbage", [])]))
     router.flush()
     worker.batches = 1
-    assert worker.finished() == [Reply(1, "INTERNAL", "internal error", b"")]
+    assert worker.finished() == [Reply(1, "INTERNAL", "internal error")]
 
 
 def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Worker) -> None:

@@ -116,11 +116,12 @@ class SupervisorContext:
             self.link.flush()
 
     def _run(self, submit: m.Submit) -> m.Finished | m.Failed:
-        (reply,) = self.worker.raw_batch([submit.work])
+        (reply,) = self.worker.raw_batch([(submit.schema, submit.data)])
         (made,) = self.worker.finished.replies
-        code, text, body = made.code, made.message, made.body
-        assert reply.code == code
-        return m.Failed(submit.id, code, text, 0, False) if code else m.Finished(submit.id, body)
+        assert reply.code == made.code
+        if made.code:
+            return m.Failed(submit.id, made.code, made.message, 0, False)
+        return m.Finished(submit.id, made.schema, made.data)
 
     def drop(self) -> None:
         """Take the news that a worker gets from the supervisor."""

@@ -73,7 +73,7 @@ def built(connection: ServerConnection) -> PackedRequest:
     published = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
     )
-    return PackedRequest(ClientModel(published, connection.models), b"work", 0, b"", PLAIN)
+    return PackedRequest(ClientModel(published, connection.models), b"work", [], PLAIN)
 
 
 def readable(fd: int) -> bool:

@@ -33,9 +33,16 @@ from shmserve.client.server.state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.inference import Finished
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    pack_inference,
+    pack_inferred,
+    unpack_inference,
+)
 from shmserve.ipc.tensors.signature import Signature
 
 CONFIG = {
@@ -85,7 +92,7 @@ def test_all_that_a_client_may_use_can_be_used() -> None:
     """A segment has room for more than was asked for, but not at the cost of what still fits."""
 
     def share(segment: AnySegment) -> None:
-        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+        segment.shared(Memory(1, 0, 0, 0, segment.size, True).packed)
 
     memories = Memories(6 << 20, share, lambda segment: None)
     blocks = [memories.allocate(1 << 20) for _ in range(6)]
@@ -146,7 +153,7 @@ def interrupted_at(moment: int) -> bool:
     """Allocate and give back, and do so again in between before one step; whether there was one."""
 
     def share(segment: AnySegment) -> None:
-        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+        segment.shared(Memory(1, 0, 0, 0, segment.size, True).packed)
 
     memories = Memories(4 << 20, share, lambda segment: None)
     held = [memories.allocate(10_000) for _ in range(5)]
@@ -199,7 +206,7 @@ def test_who_closes_the_client_in_the_middle_ends_nothing_but_that() -> None:
     """As a signal's handler may, while what was given back is taken back."""
 
     def share(segment: AnySegment) -> None:
-        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+        segment.shared(Memory(1, 0, 0, 0, segment.size, True).packed)
 
     own = Memories(16 << 20, share, lambda segment: own.close())
     own.allocate(1000).give_back()
@@ -316,29 +323,31 @@ def test_what_a_call_alone_says_is_not_packed(memories: Memories, large: bool) -
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
     model = ClientModel(replace(published(), config=ModelSpec.of(config)))
     x = np.zeros((1, 16), np.float32)
-    works = set()
+    works = []
     for number in range(3):
         options = options_of(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
         for each in (PLAIN, options):
             built = prepare(memories, model, {"x": x}, None, each)
             assert built.options is each
-            works.add(built.work)
+            works.append((built.schema, built.data))
             built.end()
-    assert len(works) == 1 and len(model.prepared) == 1
+    assert works == works[:1] * 6 and len(model.prepared) == 1
 
 
-def test_a_request_of_a_known_form_is_a_join(memories: Memories) -> None:
+def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> None:
     model = ClientModel(published())
+    schemas = set()
     for number in (1.0, 2.0):
         x = np.full((1, 16), number, np.float32)
         built = prepare(memories, model, {"x": x}, ["y"], PLAIN)
-        inference = unpack_inference(built.work)
+        schemas.add(built.schema)
+        inference = unpack_inference(built.schema, built.data)
         (tensor,) = inference.inputs
         assert tensor == TensorRef("x", "FP32", (1, 16), x.tobytes())
         (output,) = inference.outputs
         assert output.place is not None and output.place.byte_size == 4 * 8192
         built.end()
-    assert len(model.prepared) == 1 and built.shape_key and built.batch_size == 1
+    assert len(model.prepared) == 1 and len(schemas) == 1
 
 
 def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
@@ -346,10 +355,10 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
     x = np.arange(8192, dtype=np.float32)[None]
     first = prepare(memories, model, {"x": x}, None, PLAIN)
     second = prepare(memories, model, {"x": x + 1}, None, PLAIN)
-    assert first.work != second.work
+    assert first.schema == second.schema and first.data != second.data
     first.end()
     third = prepare(memories, model, {"x": x}, None, PLAIN)
-    assert third.work == first.work
+    assert (third.schema, third.data) == (first.schema, first.data)
     model.close()
     second.end()
     third.end()
@@ -450,8 +459,8 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     )
 
     def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
-        body = pack_inferred(Inferred(refs, parameters))
-        result = read(reader, body)
+        message = Finished(1, *pack_inferred(Inferred(refs, parameters)))
+        result = read(reader, message)
         return {**result, **result.parameters}
 
     place = Place(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
@@ -557,17 +566,20 @@ def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
     prepared = RequestTemplate(
         ClientModel(published()).signature, [TensorTemplate("x", "FP32", (1, 0), 0)], (), memories
     )
-    assert prepared.slotted and prepared.batch_size == 1
+    assert prepared.slotted
 
 
 @pytest.mark.parametrize("size", [1, 2, 200])
-def test_a_plan_joins_small_inputs_to_what_packing_gives(memories: Memories, size: int) -> None:
+def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
     form = TensorTemplate("x", "FP32", (1, size), 4 * size)
     prepared = RequestTemplate(Signature(ModelSpec.of(config), "1"), [form], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
     assert not prepared.slotted
-    assert prepared.joined([array]) == prepared.packed([array], None, None)
+    tensor = TensorRef("x", "FP32", (1, size), array.tobytes())
+    for parameters in (None, {"n": 1}):
+        expected = pack_inference(Inference((tensor,), (), parameters or {}))
+        assert prepared.packed([array], None, parameters) == expected
 
 
 def test_local_clients_cannot_make_up_who_they_are_or_what_is_theirs() -> None:

@@ -39,11 +39,11 @@ def test_the_table_has_every_message_and_field() -> None:
 
 
 def test_the_example_is_what_is_packed() -> None:
-    work = pack_inference(Inference((TensorRef("x", "UINT8", (2,), b"\x05\x06"),)))
-    packed = frames.pack([m.Submit(7, 0, b"", 1000, 0, 0, 0, work, "")]).hex()
+    packed = pack_inference(Inference((TensorRef("x", "UINT8", (2,), b"\x05\x06"),)))
+    frame = frames.pack([m.Submit(7, *packed, 1000, 0, 0, 0)]).hex()
     start = PAGE.index(f"    92 {frames.VERSION:02x}")
     shown = PAGE[start : PAGE.index("\n\n", start)]
-    assert "".join(shown.split()) == packed
+    assert "".join(shown.split()) == frame
 
 
 def test_importing_the_client_costs_little() -> None:

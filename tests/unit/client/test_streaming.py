@@ -23,7 +23,13 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    Packed,
+    pack_inference,
+    pack_inferred,
+)
 from shmserve.ipc.transport.router import Router
 from tests.rigs.called_models import Peer
 from tests.unit.client.test_inflight import connection as _connection
@@ -52,17 +58,17 @@ def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN)
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
     model = ClientModel(published, way.connection.models)
-    built = PackedRequest(model, WORK, 0, b"", options, end=lambda: ended.append("free"))
+    built = PackedRequest(model, *WORK, options, end=lambda: ended.append("free"))
     return ResponseStream(way, way.open(built), None)
 
 
-def body(n: int, size: int = 1) -> bytes:
+def packed(n: int, size: int = 1) -> Packed:
     data = np.full(size, n, np.int32).tobytes()
     return pack_inferred(Inferred((TensorRef("y", "INT32", (size,), data),)))
 
 
 def responded(number: int, n: int, *, size: int = 1, final: bool = False) -> m.Responded:
-    return m.Responded(number, "", "", body(n, size), final)
+    return m.Responded(number, "", "", *packed(n, size), final)
 
 
 def values(responses: Any) -> list[int]:
@@ -82,7 +88,7 @@ def test_what_was_read_is_granted_together(
     assert values([next(stream)]) == [TOGETHER]
     assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]
     assert not ended
-    scheduler.say(m.Responded(number, "", "", b"", True))
+    scheduler.say(m.Responded(number, "", "", b"", [], True))
     assert values(stream) == [*range(TOGETHER + 1, FIRST_CREDIT)]
     assert ended == ["free"] and list(stream) == []
 
@@ -130,11 +136,11 @@ def test_an_error_may_be_followed_by_responses(
 ) -> None:
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.say(m.Responded(number, "INTERNAL", "no", b"", False), responded(number, 1))
+    scheduler.say(m.Responded(number, "INTERNAL", "no", b"", [], False), responded(number, 1))
     with pytest.raises(Internal, match="no"):
         next(stream)
     assert values([next(stream)]) == [1]
-    scheduler.say(m.Responded(number, "INTERNAL", "the last", b"", True))
+    scheduler.say(m.Responded(number, "INTERNAL", "the last", b"", [], True))
     with pytest.raises(Internal, match="the last"):
         next(stream)
     assert list(stream) == []
@@ -148,7 +154,7 @@ def test_the_server_may_know_first_that_the_time_is_over(
     stream = opened(channel, tmp_path, [], late)
     number = scheduler.next(m.Submit).id
     text = "Request timeout expired"
-    stream._pending.respond(m.Responded(number, "UNAVAILABLE", text, b"", True))
+    stream._pending.respond(m.Responded(number, "UNAVAILABLE", text, b"", [], True))
     with pytest.raises(TimedOut, match=text):
         next(stream)
 
@@ -158,7 +164,7 @@ def test_a_response_that_cannot_be_read_ends_them(
 ) -> None:
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.say(m.Responded(number, "", "", b"garbage", False))
+    scheduler.say(m.Responded(number, "", "", b"garbage", [], False))
     with pytest.raises(Internal, match="cannot be read"):
         next(stream)
     assert list(stream) == []
@@ -195,7 +201,7 @@ def test_an_ordinary_answer_is_the_only_one(
 ) -> None:
     ended: list[str] = []
     stream = opened(channel, tmp_path, ended)
-    scheduler.say(m.Finished(scheduler.next(m.Submit).id, body(3)))
+    scheduler.say(m.Finished(scheduler.next(m.Submit).id, *packed(3)))
     assert values(stream) == [3] and ended == ["free"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 
@@ -43,6 +44,16 @@ def test_who_closes_late_leaves_anothers_socket(tmp_path: Path) -> None:
     dealer.close()
     second.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_frame_of_another_version_is_dropped_and_both_versions_are_logged(
+    router: Router, dealer: Dealer, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
+    send_raw(dealer, b"", zmtp.frame(older))
+    dealer.send(m.Cancel(2))
+    assert arrived(router) == [(b"me", m.Cancel(2))] and router.malformed == 1
+    assert "the peer has protocol version 2, this process has version 3" in caplog.text
 
 
 def test_messages_both_ways_in_order(router: Router, dealer: Dealer) -> None:

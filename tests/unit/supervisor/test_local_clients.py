@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from shmserve.common import fd_limits
@@ -97,6 +98,43 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
         async with asyncio.timeout(10):
             await left.wait()
         assert not len(registry)
+        local_clients.connections.close()
+        registry.close()
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        msgpack.packb([frames.VERSION - 1, ["Hello", frames.VERSION - 1]]),
+        msgpack.packb([frames.VERSION, ["Hello", frames.VERSION - 1]]),
+    ],
+)
+def test_a_program_of_another_version_gets_an_error_that_names_both(
+    folder: Path, packet: bytes
+) -> None:
+    async def serve() -> None:
+        registry = LocalMemory(
+            Capabilities(bytes(32)), RegionOpener(POLICY), ToldProcesses(), print
+        )
+        local_clients = LocalClientServer(
+            folder,
+            NO_GROUP,
+            Capabilities(bytes(32)),
+            registry,
+            list,
+            Acknowledgements(),
+            lambda number: None,
+        )
+        with come(folder) as link:
+            link.send(packet)
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(10):
+                (refused,) = frames.unpack(await loop.sock_recv(link, 1024))
+                assert await loop.sock_recv(link, 1024) == b""
+        text = "the peer has protocol version 2, this process has version 3"
+        assert refused == m.Refused(0, "UNSUPPORTED", text)
         local_clients.connections.close()
         registry.close()
 
