@@ -61,6 +61,8 @@ class Memory:
     pinned: bool = False
     cuda: CudaHandle | None = None
     packed: bytes = field(init=False, compare=False, repr=False)  # as messages carry it
+    # The identity common to all memories that are parts of one object or allocation.
+    object: int | bytes = field(init=False, compare=False, repr=False)
 
     @classmethod
     def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle, pid: int = 0) -> Memory:
@@ -73,12 +75,9 @@ class Memory:
         else:
             rest = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
         packed = msgpack.packb((self.id, self.pid, self.byte_size, *rest))
+        identity = self.inode if self.cuda is None else self.cuda.raw
         object.__setattr__(self, "packed", packed)
-
-    @property
-    def object(self) -> int | bytes:
-        """The identity common to all memories that are parts of one object or allocation."""
-        return self.inode if self.cuda is None else self.cuda.raw
+        object.__setattr__(self, "object", identity)
 
 
 @record

@@ -76,7 +76,12 @@ def overlap(inputs: Iterable[Place], outputs: Iterable[Place]) -> bool:
     Once a worker has begun to write, the inputs are gone: such a request can run only once, and
     fails where nobody knows whether it has begun. An input cannot be returned in place either.
     """
-    return any(output.overlaps(place) for output in outputs for place in inputs)
+    given = list(inputs)
+    for output in outputs:
+        for place in given:
+            if output.overlaps(place):
+                return True
+    return False
 
 
 @record

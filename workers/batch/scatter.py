@@ -88,18 +88,11 @@ def _array_key(request: Request, response: Response) -> Any:
             return None
         key += (name, datatype, data.dtype, data.shape)
         if request.placed:  # an input that is returned may stay where it is
-            source = _source(request, data)
-            if source is not None:
-                key += (source,)
+            for source in request.inputs:
+                item = request.inputs[source]
+                if item.array is data and item.place is not None:
+                    key += (source,)
     return tuple(key)
-
-
-def _source(request: Request, data: Any) -> str | None:
-    """Return the name of the input in memory whose own array this is, if there is one."""
-    for name, item in request.inputs.items():
-        if item.array is data and item.place is not None:
-            return name
-    return None
 
 
 def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
@@ -116,7 +109,7 @@ def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
 def _way(item: Ready, request: Request) -> _Way:
     """Return how an output has gone that is not in the worker's arena."""
     if item.at is not None:
-        return _source(request, item.data) or _ToPlace
+        return next(name for name, each in request.inputs.items() if each.place is item.at)
     return _Inline if request.requested[item.name].place is None else _ToPlace
 
 
@@ -145,8 +138,8 @@ class Scatterer:
             ShmserveError: An output does not fit the model or its place, or memory is full.
         """
         key = _array_key(request, response)
-        known = request.known.get(key)
-        if known is not None:
+        if key in request.known:
+            known = request.known[key]
             return known.schema, self._write_known(known, request, response)
         ready = [
             self._prepare(output, self._signature.outputs[output.name], request)
@@ -185,8 +178,8 @@ class Scatterer:
             data = output.data
             if way is _Inline:
                 raw = (data if type(data) is np.ndarray else _host_array(output)).tobytes()
-                self._context.copied.outputs += len(raw)
-                made.append(raw)
+                self._context.copied.outputs += data.nbytes
+                made += [raw]
                 continue
             if way is _ToPlace:
                 place = request.requested[output.name].place
@@ -197,7 +190,7 @@ class Scatterer:
             else:
                 place = request.inputs[way].place  # type: ignore[index]
                 assert place is not None
-            made.append(pack_place(place))
+            made += [pack_place(place)]
         return made
 
     def _lacks(self, request: Request, made: set[str]) -> None:

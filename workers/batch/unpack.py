@@ -44,6 +44,7 @@ class _Kind:
         schema: The unpacked schema.
         inputs: Name, datatype, shape as the model sees it, and byte size of each input; -1: BYTES,
             whose size varies.
+        input_count: The number of inputs.
         batch_size: Rows in each input; 0 when the model does not batch.
         requested: The requested outputs by name, without places.
         placed: The requested outputs that have a place in the data.
@@ -51,7 +52,16 @@ class _Kind:
         known: Responses to such requests, see `Request.known`.
     """
 
-    __slots__ = ("batch_size", "inputs", "known", "placed", "requested", "schema", "strings")
+    __slots__ = (
+        "batch_size",
+        "input_count",
+        "inputs",
+        "known",
+        "placed",
+        "requested",
+        "schema",
+        "strings",
+    )
 
     def __init__(
         self,
@@ -62,6 +72,7 @@ class _Kind:
     ) -> None:
         self.schema = schema
         self.inputs = inputs
+        self.input_count = len(inputs)
         self.batch_size = batch_size
         self.requested = requested
         self.placed = [output for output in schema.outputs if output.placed]
@@ -106,34 +117,33 @@ class Unpacker:
         inputs: dict[str, Input] = {}
         model = self._signature.name
         byte_size = 0
-        shared = False
+        shared: list[Place] = []
         for (name, datatype, shape, expected), raw in zip(kind.inputs, data, strict=False):
             if type(raw) is bytes:
-                size = len(raw)
+                # A copy of a few bytes that the model may write into.
+                own = memoryview(bytearray(raw))
+                size = own.nbytes
                 if expected not in (size, -1):
                     raise self._wrong_size(name, expected, size)
-                # A copy of a few bytes that the model may write into.
                 self._copied.inputs += size
-                inputs[name] = Input(name, datatype, shape, memoryview(bytearray(raw)), None, model)
+                inputs[name] = Input(name, datatype, shape, own, None, model)
             else:
                 place = unpack_place(raw)
                 size = place.byte_size
                 if expected not in (size, -1):
                     raise self._wrong_size(name, expected, size)
                 inputs[name] = self._placed(name, datatype, shape, place)
-                shared = True
+                shared += [place]
             byte_size += size
         if kind.strings:
             _check_elements(inputs, kind.strings, work.request_id)
         requested, aliased = kind.requested, False
         if kind.placed:
-            places = list(map(unpack_place, data[len(inputs) :]))
-            requested = requested.copy()
+            places = list(map(unpack_place, data[kind.input_count :]))
+            requested = dict(requested)
             for output, place in zip(kind.placed, places, strict=True):
                 requested[output.name] = RequestedOutput(output.name, place, output.or_input)
-            if shared:
-                given = [unpack_place(raw) for raw in data[: len(inputs)] if type(raw) is not bytes]
-                aliased = overlap(given, places)
+            aliased = overlap(shared, places)
         return Request(
             work,
             kind.schema,
@@ -145,7 +155,7 @@ class Unpacker:
             aliased,
             byte_size,
             bool(kind.placed),
-            shared,
+            bool(shared),
         )
 
     def _derive(self, packed: bytes) -> _Kind:

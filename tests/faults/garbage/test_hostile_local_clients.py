@@ -349,7 +349,8 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     works: list[tuple[Any, list[Any]]] = [([[tensor], *schema[1:]], data) for tensor in bad]
     contents: list[Any] = [b"", bytes(15), "x" * 16, None, 1, [], {}]
     contents += [[0] * count for count in range(1, 12)]
-    contents += [[kind, 0, 16] for kind in (b"", b"\x90", "", 1, None, [], {})]
+    memories: tuple[Any, ...] = (b"", b"\x90", "", 1, None, [], {})
+    contents += [[memory, 0, 16] for memory in memories]
     works += [(schema, [content]) for content in contents]
     works += [(schema, []), (schema, [*data, *data])]
     for field in range(1, len(schema)):

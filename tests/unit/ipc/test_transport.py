@@ -113,7 +113,7 @@ def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer)
     """More than any socket buffer holds, both ways at once; nothing is lost."""
     dealer.send(m.Cancel(1))
     assert arrived(router)
-    large = m.Finished(2, bytes(3 << 20))
+    large = m.Finished(2, bytes(3 << 20), [])
     dealer.send(large)
     router.post(b"me", large)
     router.flush()
@@ -177,12 +177,12 @@ def test_libzmq_at_the_other_end(router: Router) -> None:
             theirs.setsockopt(zmq.IDENTITY, b"theirs")
             theirs.connect(router.endpoint)
             for size in (1, 300, 100_000):
-                theirs.send(frames.pack([m.Finished(size, bytes(size))]))
-                assert arrived(router) == [(b"theirs", m.Finished(size, bytes(size)))]
-                router.post(b"theirs", m.Finished(size, bytes(size)))
+                theirs.send(frames.pack([m.Finished(size, bytes(size), [])]))
+                assert arrived(router) == [(b"theirs", m.Finished(size, bytes(size), []))]
+                router.post(b"theirs", m.Finished(size, bytes(size), []))
                 router.flush()
                 while not theirs.poll(10):
                     list(router.receive())
-                assert frames.unpack(theirs.recv()) == [m.Finished(size, bytes(size))]
+                assert frames.unpack(theirs.recv()) == [m.Finished(size, bytes(size), [])]
     finally:
         context.destroy(0)
