@@ -24,6 +24,8 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport import frames
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
@@ -119,7 +121,8 @@ class Chain:
         }
         clients, workers, control = _Outbox(name, self._neighbours), _Outbox(), _Outbox()
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
-        core = BatchingCore(settings, workers, control)
+        fits = Schemas(Signature(ModelSpec.of(config), "1").fit)
+        core = BatchingCore(settings, fits, workers, control)
         front = Front(core, clients, control, time.time_ns, name)
 
         def from_neighbour(peer: bytes, message: Any) -> None:
@@ -143,7 +146,7 @@ class Chain:
         work = pack_inference(Inference((tensor,), ()))
         self._touched[self._ensemble] = None
         self._ensemble.from_client(
-            _GATEWAY, m.Submit(self._numbers, 0, b"", now_ns, 0, 0, 0, work), now_ns
+            _GATEWAY, m.Submit(self._numbers, *work, now_ns, 0, 0, 0), now_ns
         )
         while not self._clients.posted:
             self._turn()
@@ -169,13 +172,13 @@ class Chain:
     def _executed(batch: m.Execute) -> m.BatchFinished:
         (received,) = frames.unpack(frames.pack([batch]))
         (work,) = received.requests
-        outputs = unpack_inference(work.work).outputs
+        outputs = unpack_inference(work.schema, work.data).outputs
         place = outputs[0].place
         shape = (_SMALL,) if place is None else (place.byte_size // 4,)
-        body = pack_inferred(Inferred((TensorRef("Y", "FP32", shape, place or _DATA),)))
+        packed = pack_inferred(Inferred((TensorRef("Y", "FP32", shape, place or _DATA),)))
         now_ns = time.monotonic_ns()
         finished = m.BatchFinished(
-            batch.batch, now_ns, now_ns, now_ns, now_ns, [m.Reply(work.key, "", "", body)]
+            batch.batch, now_ns, now_ns, now_ns, now_ns, [m.Reply(work.key, "", "", *packed)]
         )
         (returned,) = frames.unpack(frames.pack([finished]))
         return returned  # type: ignore[no-any-return]

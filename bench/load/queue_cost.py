@@ -14,6 +14,8 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.messages.supervision import InstanceExpected
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.settings import Settings
@@ -59,6 +61,10 @@ class _Outbox:
         return partial(self.post, peer)
 
 
+def _one_row(schema: bytes) -> BatchFit:
+    return BatchFit(1, b"")
+
+
 class BusyQueue:
     """A scheduler with so many requests queued, of all its priorities, whose only instance is busy.
 
@@ -70,7 +76,7 @@ class BusyQueue:
         self._worker = _Outbox()
         settings = Settings.read(ModelSpec.of(config or CONFIG), "1", SchedulingLimits())
         control = _Outbox()
-        self.core = BatchingCore(settings, self._worker, control)
+        self.core = BatchingCore(settings, Schemas(_one_row), self._worker, control)
         self.scheduler = Front(self.core, _Outbox(), control, time.time_ns, "m")
         self._choice = random.Random(queued)
         self._now = 1_000_000_000
@@ -95,7 +101,7 @@ class BusyQueue:
         self.scheduler.from_client(_GATEWAY, m.Cancel(self._drawn()), self._now)
         batch = self._worker.batches.popleft()
         times = (self._now - 4, self._now - 3, self._now - 1, self._now)
-        replies = [m.Reply(work.key, "", "", b"") for work in batch.requests]
+        replies = [m.Reply(work.key, "", "") for work in batch.requests]
         done = m.BatchFinished(batch.batch, *times, replies)
         self.core.executions.handle(self._peer, done, self._now)
         self.scheduler.tick(self._now)
@@ -105,7 +111,7 @@ class BusyQueue:
         self._last += 1
         priority = self._choice.randint(1, _LEVELS)
         message = m.Submit(
-            self._last, 1, b"", self._now, 0, timeout_us, priority, b"", f"r{self._last}"
+            self._last, b"", [], self._now, 0, timeout_us, priority, f"r{self._last}"
         )
         self.scheduler.from_client(_GATEWAY, message, self._now)
         self._waiting.append(self._last)

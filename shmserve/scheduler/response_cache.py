@@ -2,7 +2,7 @@
 
 ResponseCache   requests in, responses out, and the memory that large ones are read from
 LruCache        entries within a bound of bytes, the least recently used evicted
-cache_head      what makes two requests the same: a digest over all that the model sees
+cache_key       the digest over all that the model sees, the same for requests that ask the same
 
 Only bytes that no client can change meanwhile are hashed and kept: those in the message, and those
 in memory that a process of the server made (a gateway's for the body of a request, a worker's for
@@ -96,7 +96,7 @@ class ResponseCache:
                 return None
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)
             datas = [self._bytes(submit.data[index]) for index in head.order]
-            key = _digest(head.prefix, sequence, datas)
+            key = cache_key(head.prefix, sequence, datas)
             entry = self._entries.find(key)
             if entry is None:
                 return Lookup(key, NOTHING, self._clock() - began_ns, copies)
@@ -283,7 +283,7 @@ def cache_head(model: str, version: str, request: RequestSchema) -> _Head:
     return _Head(msgpack.packb(head), order)
 
 
-def _digest(prefix: bytes, sequence: tuple[int, str, int], datas: list[Any]) -> bytes:
+def cache_key(prefix: bytes, sequence: tuple[int, str, int], datas: list[Any]) -> bytes:
     """Return the cache key of a request: BLAKE2b (RFC 7693) with 256 bits.
 
     Args:

@@ -15,10 +15,10 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
+    Packed,
     RequestedOutput,
     pack_inference,
     pack_inferred,
-    unpack_inference,
 )
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -26,6 +26,7 @@ from shmserve.scheduler.front import Front
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
+from tests.support.messages import inference_of
 
 MS = 1_000_000
 
@@ -144,7 +145,7 @@ class EnsembleRig:
         wanted = tuple(map(RequestedOutput, outputs))
         work = pack_inference(Inference((tensor,), wanted))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
-        self.client_says(m.Submit(number, 0, b"", self.now_ns, deadline_ns, 0, priority, work))
+        self.client_says(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 
     def client_says(self, message: Any) -> None:
         """The gateway says this."""
@@ -181,19 +182,19 @@ class EnsembleRig:
 
     def finish(self, endpoint: str, number: int, data: bytes = b"\0" * 4) -> None:
         """A step has succeeded."""
-        self.step_says(endpoint, m.Finished(number, made(data)))
+        self.step_says(endpoint, m.Finished(number, *made(data)))
 
     def respond(self, endpoint: str, number: int, data: bytes, final: bool = False) -> None:
         """A decoupled step has responded; no data: that was all."""
-        body = made(data) if data else b""
-        self.step_says(endpoint, m.Responded(number, "", "", body, final))
+        schema, tensors = made(data) if data else (b"", [])
+        self.step_says(endpoint, m.Responded(number, "", "", schema, tensors, final))
 
 
-def made(data: bytes) -> bytes:
+def made(data: bytes) -> Packed:
     """A response with an output."""
     return pack_inferred(Inferred((TensorRef("Y", "FP32", (len(data) // 4,), data),)))
 
 
 def inputs_of(submit: m.Submit) -> dict[str, Any]:
     """The bytes, or the places, of a submitted request's inputs."""
-    return {tensor.name: tensor.data for tensor in unpack_inference(submit.work).inputs}
+    return {tensor.name: tensor.data for tensor in inference_of(submit).inputs}

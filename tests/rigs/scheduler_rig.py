@@ -6,7 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgpack
+
 from shmserve.common import model_settings
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.messages.supervision import InstanceExpected, StatisticsSnapshot
@@ -15,10 +18,13 @@ from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
+    Packed,
     RequestedOutput,
     pack_inference,
     pack_inferred,
 )
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.transport import frames
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
@@ -94,6 +100,7 @@ class Rig:
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
         self.core = BatchingCore(
             Settings.read(ModelSpec.of(config), "1", SchedulingLimits(**server)),
+            Schemas(partial(fit_of, max_batch_size)),
             self.workers,
             self.control,
             cache,
@@ -111,20 +118,26 @@ class Rig:
         self.wake_ns = self.scheduler.tick(self.now)
 
     def submit(self, count: int = 1, peer: bytes = GATEWAY, **fields: Any) -> list[int]:
-        """Submit requests in one turn; their numbers. A `timeout_ns` sets the deadline."""
+        """Submit requests in one turn; return their numbers.
+
+        A `timeout_ns` sets the deadline. `batch_size` and `shape_key` are what their schema says;
+        `work` is their data, or schema and data.
+        """
         timeout_ns = fields.pop("timeout_ns", 0)
+        kind = msgpack.packb((fields.pop("batch_size", 1), fields.pop("shape_key", b"")))
+        work = fields.pop("work", None)
+        packed = work if isinstance(work, tuple) else None
         numbers = []
         for _ in range(count):
             self._ids += 1
             given = {
                 "id": self._ids,
-                "batch_size": 1,
-                "shape_key": b"",
+                "schema": kind if packed is None else packed[0],
+                "data": [work or b"w%d" % self._ids] if packed is None else packed[1],
                 "arrived_ns": self.now,
                 "deadline_ns": self.now + timeout_ns if timeout_ns else 0,
                 "timeout_us": 0,
                 "priority": 0,
-                "work": b"w%d" % self._ids,
                 "request_id": "",
             }
             self.scheduler.from_client(peer, m.Submit(**{**given, **fields}), self.now)
@@ -179,11 +192,15 @@ class Rig:
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, made, copied_in=5, copied_out=6))
 
-    def respond(self, peer: bytes, key: int, text: bytes = b"part", **fields: Any) -> None:
+    def respond(
+        self, peer: bytes, key: int, response: bytes | Packed = b"part", **fields: Any
+    ) -> None:
         """The worker has a response to a request; `final`: its last."""
         given = {"code": "", "message": "", "final": False, "given_ns": self.now}
         given |= {"written_ns": self.now}
-        self.worker(peer, m.ExecutionResponded(key=key, body=text, **{**given, **fields}))
+        schema, data = packed(response)
+        given |= {"schema": schema, "data": data}
+        self.worker(peer, m.ExecutionResponded(key=key, **{**given, **fields}))
 
     def returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
         """`execute` of a decoupled model returns; its requests go on but for these."""
@@ -208,19 +225,37 @@ class Rig:
         return answer.statistics
 
 
-def ok(key: int, body: bytes = b"done") -> m.Reply:
-    """A successful reply."""
-    return m.Reply(key, "", "", body)
+def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
+    """Return the fit that a schema of `Rig.submit` names; any other schema has one row."""
+    kind = msgpack.unpackb(schema)
+    if len(kind) != 2:
+        return BatchFit(1, b"")
+    fit = BatchFit(*kind)
+    if not 0 <= fit.batch_size <= max_batch_size:
+        raise InvalidArgument(f"inference request batch-size must be <= {max_batch_size} for 'm'")
+    return fit
 
 
-def body_in_arena(pid: int, *offsets: int) -> bytes:
+def packed(response: bytes | Packed) -> Packed:
+    """Return a response's schema and data; of an opaque one, which no test reads, both are it."""
+    if isinstance(response, tuple):
+        return response
+    return response, [response] if response else []
+
+
+def ok(key: int, response: bytes | Packed = b"done") -> m.Reply:
+    """Return a successful reply."""
+    return m.Reply(key, "", "", *packed(response))
+
+
+def response_in_arena(pid: int, *offsets: int) -> Packed:
     """An answer whose outputs lie in the arena of worker `pid`, and one that is inline."""
     memory = Memory(5, pid, 9, 11, 1 << 20, True)
     tensors = [TensorRef(f"O{at}", "UINT8", (8,), Place(memory, at, 8)) for at in offsets]
     return pack_inferred(Inferred((*tensors, TensorRef("I", "UINT8", (1,), b"x"))))
 
 
-def work_in_place() -> bytes:
+def work_in_place() -> Packed:
     """A request whose output goes over its input."""
     place = Place(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
     tensor = TensorRef("INPUT0", "INT8", (64,), place)

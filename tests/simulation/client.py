@@ -11,12 +11,13 @@ from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Respons
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import supervision
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import Inference, pack_inference, unpack_inferred
+from shmserve.ipc.tensors.inference import Inference, byte_size_of, pack_inference
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
 from tests.simulation.oracles import MOST_BEGINNINGS, Ledger, Request
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, US, Link, Process, Violation, World
+from tests.support.messages import inferred_of
 
 
 class ClientRequest(InflightRequest):
@@ -183,15 +184,18 @@ class Client(Process):
         tensors = [TensorRef("IN", "UINT8", shape, data)]
         if model.config["input"][-1]["name"] == "GO":
             tensors.append(TensorRef("GO", "BOOL", (1,), b"%c" % model.goes(content)))
+        schema, datas = pack_inference(Inference(tuple(tensors)))
+        if not model.steps:
+            own = {model.name: [units if model.batches else 0, shape_key]}
+            schema = pack_inference(Inference(tuple(tensors), (), own))[0]
         submit = m.Submit(
             number,
-            units if model.batches else 0,
-            shape_key,
+            schema,
+            datas,
             now_ns,
             now_ns + timeout_us * 1000 if timeout_us else 0,
             timeout_us,
             priority,
-            pack_inference(Inference(tuple(tensors))),
             uid or f"{self._name}:{number}",
             flags,
             correlation_id,
@@ -237,18 +241,18 @@ class Client(Process):
     def _read(self, pending: ClientRequest, message: Any, count: int) -> None:
         if not self.alive:
             return
-        if message.body:
+        if message.schema:
             self._check(pending.request, message, count)
             self.discard(pending.endpoint, message)
         pending.read += 1
-        credit = pending.window.read(len(message.body))
+        credit = pending.window.read(byte_size_of(message.data))
         if credit and pending.submit.id in self._table.pending:
             self._link(pending.endpoint).post(m.Credit(pending.submit.id, credit))
 
     def _check(self, request: Request, message: Any, count: int) -> None:
         """A response is made of its request's own input, and by one version."""
         found: dict[str, bytes] = {}
-        for tensor in unpack_inferred(message.body).outputs:
+        for tensor in inferred_of(message).outputs:
             data = tensor.data
             if isinstance(data, Place):
                 try:
@@ -264,9 +268,9 @@ class Client(Process):
 
     def discard(self, endpoint: str, message: Response) -> None:
         """Give the memory of a response back."""
-        if isinstance(message, m.Failed) or not message.body:
+        if isinstance(message, m.Failed) or not message.schema:
             return
-        for tensor in unpack_inferred(message.body).outputs:
+        for tensor in inferred_of(message).outputs:
             data = tensor.data
             if isinstance(data, Place):
                 release = m.Release(data.memory.pid, [data.offset], data.memory.id)

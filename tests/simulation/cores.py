@@ -10,6 +10,7 @@ from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -91,7 +92,7 @@ class Scheduler:
             core = EnsembleCore(settings, spec, peers, control, held, cache)
             self.from_peer: Any = core.from_step
         else:
-            core = BatchingCore(settings, peers, control, cache)
+            core = BatchingCore(settings, Schemas(model.fit), peers, control, cache)
             self.from_peer = core.executions.handle
             if settings.engine is not None:
                 core._dispatch._clock = lambda: world.now_ns

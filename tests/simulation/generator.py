@@ -13,6 +13,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.tensors.inference import byte_size_of
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.texts import STOP, Asked, Piece, asked
 from tests.simulation.worker import MOST_WAIT_NS, Stream, Worker
@@ -243,7 +244,7 @@ class Generator(Worker):
             self._engine.prompts.pop(answer.work.key, None)
             self._close(answer)
         body = self._body(answer.work, answer.content + b"#" + b";".join(told), [])
-        answer.window.sent(len(body))
+        answer.window.sent(byte_size_of(body[1]))
         self._post_response(answer, "", body, final, *known)
 
     def _post(self, message: Any) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 from shmserve.ipc.engine_settings import GENERATIVE
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.padding import Padding
+from shmserve.ipc.tensors.signature import BatchFit, Signature
 
 IN = {"name": "IN", "data_type": "TYPE_UINT8", "dims": [-1]}
 IN2 = {**IN, "name": "IN2"}
@@ -56,6 +58,15 @@ class Model:
     def batches(self) -> int:
         """The largest batch; 0: the model does not batch."""
         return int(self.config["max_batch_size"])
+
+    def fit(self, schema: bytes) -> BatchFit:
+        """Return how requests of a schema batch: as its client has drawn, else as it is."""
+        own = RequestSchema(schema).parameters.get(self.name)
+        return self._signature.fit(schema) if own is None else BatchFit(*own)
+
+    @cached_property
+    def _signature(self) -> Signature:
+        return Signature(ModelSpec.of(self.config), "1")
 
     @property
     def sequences(self) -> bool:

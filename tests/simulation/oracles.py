@@ -125,7 +125,7 @@ class Ledger:
         if isinstance(message, m.Responded) and not message.final:
             request.responses += 1
             return
-        request.responses += bool(getattr(message, "body", b""))
+        request.responses += bool(getattr(message, "schema", b""))
         request.ending = message
         kind = type(message).__name__
         if isinstance(message, m.Failed) or (isinstance(message, m.Responded) and message.code):
@@ -291,8 +291,9 @@ class SchedulerTrace:
             self._may_begin(entry)
             if entry.died and len(message.requests) > 1:
                 self._fail(f"request {work.request_id} runs again, and not alone")
-            shapes.add(entry.submit.shape_key)
-            units += entry.submit.batch_size or 1
+            fit = self.model.fit(entry.submit.schema)
+            shapes.add(fit.shape_key)
+            units += fit.batch_size or 1
             entry.begun += 1
             entry.at = peer
             began.append(entry)
@@ -327,9 +328,10 @@ class SchedulerTrace:
         """A batch whose requests are padded to the same length begins."""
         assert self.settings.padding is not None
         pad = self.settings.padding.pads["IN"]
-        rest = {submit.shape_key[:-8] for submit in batch}
-        lengths = [int.from_bytes(submit.shape_key[-8:], "little") for submit in batch]
-        rows = [submit.batch_size for submit in batch]
+        fits = [self.model.fit(submit.schema) for submit in batch]
+        rest = {fit.shape_key[:-8] for fit in fits}
+        lengths = [int.from_bytes(fit.shape_key[-8:], "little") for fit in fits]
+        rows = [fit.batch_size for fit in fits]
 
         def padded(length: int) -> int | None:
             fit = [size for (size,) in pad.buckets if size >= length]
@@ -417,7 +419,7 @@ class SchedulerTrace:
             return
         self.counted["succeeded"] += 1
         if entry.begun:
-            self.counted["inferences"] += entry.submit.batch_size or 1
+            self.counted["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
         if self.model.ordered:
             for other in self.entries.values():
                 if other is entry:
@@ -474,7 +476,8 @@ class SchedulerTrace:
                 self._fail(f"counts {value} {name}, and has {self.counted[name]}")
 
 
-def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, bytes]:
+def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, str]:
     """Whose request it is, and which: of those that an ensemble makes for the responses of a step,
     with one id, each has inputs of its own."""
-    return pid, request.request_id, request.work
+    data = [each if isinstance(each, bytes) else tuple(each) for each in request.data]
+    return pid, request.request_id, repr(data)

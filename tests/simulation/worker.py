@@ -14,13 +14,15 @@ from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
     Inferred,
+    Packed,
+    byte_size_of,
     pack_inferred,
-    unpack_inference,
 )
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model, joined
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
+from tests.support.messages import inference_of
 
 MOST_WAIT_NS = 30 * SECOND
 
@@ -174,7 +176,7 @@ class Worker(Process):
 
     def _input(self, work: m.Work) -> bytes:
         """The input of a request, or both."""
-        tensors = {tensor.name: tensor for tensor in unpack_inference(work.work).inputs}
+        tensors = {tensor.name: tensor for tensor in inference_of(work).inputs}
         data = self._read(work, tensors["IN"])
         if not self.model.joins:
             return data
@@ -228,14 +230,14 @@ class Worker(Process):
         try:
             data = self._input(work)
             if work.key in self._cancelled:
-                return m.Reply(work.key, "CANCELLED", "request cancelled", b"")
+                return m.Reply(work.key, "CANCELLED", "request cancelled")
             if self.model.errs and self.world.chance(self.model.errs):
-                return m.Reply(work.key, "INTERNAL", "the model failed", b"")
+                return m.Reply(work.key, "INTERNAL", "the model failed")
             if self.model.iterative and state.count(b".") < self.model.rounds(data):
-                return m.Reply(work.key, m.RESCHEDULED, "", b"")
-            return m.Reply(work.key, "", "", self._body(work, data + state, made))
+                return m.Reply(work.key, m.RESCHEDULED, "")
+            return m.Reply(work.key, "", "", *self._body(work, data + state, made))
         except ShmserveError as error:
-            return m.Reply(work.key, error.code, error.message, b"")
+            return m.Reply(work.key, error.code, error.message)
 
     def _reply_in_rounds(self, work: m.Work, batch: m.Execute) -> m.Reply:
         """A response a round; behind the last, the end."""
@@ -246,8 +248,8 @@ class Worker(Process):
             stream.sent, stream.left = number, rounds - number
             self._send(stream, final=False)
         except ShmserveError as error:
-            return m.Reply(work.key, error.code, error.message, b"")
-        return m.Reply(work.key, m.RESCHEDULED if stream.left else "", "", b"")
+            return m.Reply(work.key, error.code, error.message)
+        return m.Reply(work.key, m.RESCHEDULED if stream.left else "", "")
 
     def _advance(self, work: m.Work, batch: m.Execute) -> bytes:
         """The state of a request's sequence, which is in its slot."""
@@ -263,9 +265,9 @@ class Worker(Process):
             del self.slots[row.slot]
         return state
 
-    def _body(self, work: m.Work, data: bytes, made: list[int]) -> bytes:
+    def _body(self, work: m.Work, data: bytes, made: list[int]) -> Packed:
         """A packed response; `made` gets the offsets of its outputs in the arena."""
-        places = {out.name: out.place for out in unpack_inference(work.work).outputs}
+        places = {out.name: out.place for out in inference_of(work).outputs}
         outputs: list[TensorRef] = []
         given = dict(zip(("OUT", "WHO"), self.model.made(data, self.version), strict=True))
         if self.model.gates:
@@ -294,7 +296,7 @@ class Worker(Process):
         for work in batch.requests:
             count = self.world.random.randint(0, self.model.most_responses)
             if self.model.errs and self.world.chance(self.model.errs):
-                replies.append(m.Reply(work.key, "INTERNAL", "the model failed", b""))
+                replies.append(m.Reply(work.key, "INTERNAL", "the model failed"))
                 continue
             self._streams[work.key] = Stream(work, count)
             self._emit_soon(work.key)
@@ -338,19 +340,19 @@ class Worker(Process):
         stream.waits_since_ns = 0
         stream.left -= 1
         code = ""
-        body = b""
+        body: Packed = (b"", [])
         number = b"#%d/%d" % (stream.sent, stream.count)
         try:
             body = self._body(stream.work, self._input(stream.work) + number, [])
         except ShmserveError as error:
             code = error.code
         stream.sent += 1
-        stream.window.sent(len(body))
+        stream.window.sent(byte_size_of(body[1]))
         self._post_response(stream, code, body, final)
 
     def _end(self, stream: Stream, code: str) -> None:
         self._close(stream)
-        self._post_response(stream, code, b"", final=True)
+        self._post_response(stream, code, (b"", []), final=True)
 
     def _close(self, stream: Stream) -> None:
         key = stream.work.key
@@ -359,7 +361,7 @@ class Worker(Process):
         self._cancelled.discard(key)
 
     def _post_response(
-        self, stream: Stream, code: str, body: bytes, final: bool, *before: Any
+        self, stream: Stream, code: str, body: Packed, final: bool, *before: Any
     ) -> None:
         """Send a response, in one frame with what is to be known `before`."""
         assert self._up is not None
@@ -367,6 +369,6 @@ class Worker(Process):
         self._up.post(
             *before,
             m.ExecutionResponded(
-                stream.work.key, code, "", body, final, now_ns, now_ns, 0, failed=bool(code)
+                stream.work.key, code, "", *body, final, now_ns, now_ns, 0, failed=bool(code)
             ),
         )

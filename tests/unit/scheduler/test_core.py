@@ -23,7 +23,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
 )
 from shmserve.scheduler.requests.request import NEVER
-from tests.rigs.scheduler_rig import GATEWAY, MS, Rig, body_in_arena, ok, work_in_place
+from tests.rigs.scheduler_rig import GATEWAY, MS, Rig, ok, response_in_arena, work_in_place
 
 OTHER = b"7001.cd"
 EXPIRED = "Request timeout expired"
@@ -42,14 +42,14 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     peer = rig.start()
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    assert [each.work for each in batch.requests] == [b"w1"]
+    assert [each.data for each in batch.requests] == [b"w1"]
     assert (batch.requests[0].client_pid, batch.live) == (7000, 2)
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(first, b"done")]
+    assert rig.answers() == [m.Finished(first, b"done", [b"done"])]
     _, batch = rig.execute()
     assert batch.live == 1
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(second, b"done")]
+    assert rig.answers() == [m.Finished(second, b"done", [b"done"])]
     assert rig.wake_ns == NEVER
 
 
@@ -60,7 +60,7 @@ def test_requests_that_come_together_run_together() -> None:
     _, batch = rig.execute()
     assert len(batch.requests) == 8
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(number, b"done") for number in numbers[:8]]
+    assert rig.answers() == [m.Finished(number, b"done", [b"done"]) for number in numbers[:8]]
     assert len(rig.execute()[1].requests) == 3
 
 
@@ -92,9 +92,9 @@ def test_replies_may_come_in_any_order_and_fail_one_by_one() -> None:
     first, second = rig.submit(2)
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
-    rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row", b""), ok(keys[0]))
+    rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok(keys[0]))
     assert rig.answers() == [
-        m.Finished(first, b"done"),
+        m.Finished(first, b"done", [b"done"]),
         failed(second, "INVALID_ARG", "bad row"),
     ]
 
@@ -120,13 +120,13 @@ def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> Non
     first, second, third = rig.submit(3)
     (one, batch1), (two, batch2), (three, batch3) = rig.executes()
     rig.finish(three, batch3)
-    rig.finish(two, batch2, m.Reply(batch2.requests[0].key, "INTERNAL", "no", b""))
+    rig.finish(two, batch2, m.Reply(batch2.requests[0].key, "INTERNAL", "no"))
     assert rig.answers() == []
     rig.finish(one, batch1)
     assert rig.answers() == [
-        m.Finished(first, b"done"),
+        m.Finished(first, b"done", [b"done"]),
         failed(second, "INTERNAL", "no"),
-        m.Finished(third, b"done"),
+        m.Finished(third, b"done", [b"done"]),
     ]
 
 
@@ -142,7 +142,7 @@ def test_an_ordered_answer_does_not_wait_for_a_request_that_was_given_up() -> No
     rig.pass_time(6 * MS)
     assert rig.answers() == [
         failed(first, "UNAVAILABLE", EXPIRED, early=True),
-        m.Finished(second, b"done"),
+        m.Finished(second, b"done", [b"done"]),
     ]
 
 
@@ -154,9 +154,9 @@ def test_a_held_answer_that_is_not_wanted_gives_its_outputs_back() -> None:
     (second,) = rig.submit(timeout_ns=5 * MS)
     (third,) = rig.submit()
     _, (two, batch2) = rig.executes()
-    rig.finish(two, batch2, ok(batch2.requests[0].key, body_in_arena(101, 64, 192)))
+    rig.finish(two, batch2, ok(batch2.requests[0].key, response_in_arena(101, 64, 192)))
     ((two, batch3),) = rig.executes()
-    rig.finish(two, batch3, ok(batch3.requests[0].key, body_in_arena(101, 256)))
+    rig.finish(two, batch3, ok(batch3.requests[0].key, response_in_arena(101, 256)))
     rig.pass_time(6 * MS)
     assert rig.answers() == [failed(second, "UNAVAILABLE", EXPIRED)]
     rig.client(m.Cancel(third))
@@ -189,7 +189,10 @@ def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
-    assert rig.answers() == [m.Finished(first, b"done"), m.Finished(last, b"done")]
+    assert rig.answers() == [
+        m.Finished(first, b"done", [b"done"]),
+        m.Finished(last, b"done", [b"done"]),
+    ]
 
 
 def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_back() -> None:
@@ -293,7 +296,7 @@ def test_what_is_late_makes_room_in_a_full_queue_and_does_not_begin() -> None:
     (number,) = rig.submit()
     assert rig.answers() == [failed(late, "UNAVAILABLE", EXPIRED)]
     rig.finish(*rig.execute())
-    assert rig.answers() == [m.Finished(number, b"done")]
+    assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
 
 
 def test_overload_is_one_line_a_minute_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -318,8 +321,8 @@ def test_a_number_that_is_in_use_is_dropped_and_others_may_use_it() -> None:
     for _ in range(2):
         rig.finish(peer, rig.execute()[1])
     assert rig.clients.take() == [
-        (GATEWAY, m.Finished(number, b"done")),
-        (OTHER, m.Finished(number, b"done")),
+        (GATEWAY, m.Finished(number, b"done", [b"done"])),
+        (OTHER, m.Finished(number, b"done", [b"done"])),
     ]
     assert rig.report()["shmserve"]["malformed"] == 1
 
@@ -409,7 +412,7 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
     assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED, early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
     rig.client(m.Cancel(number))
-    rig.finish(peer, batch, ok(batch.requests[0].key, body_in_arena(100, 64)))
+    rig.finish(peer, batch, ok(batch.requests[0].key, response_in_arena(100, 64)))
     assert rig.answers() == [m.Settled(number)]
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
 
@@ -421,13 +424,13 @@ def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
     (running,) = rig.submit()
     ahead, later = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()
-    assert [each.work for each in batch.requests] == [b"w%d" % number for number in ahead]
+    assert [each.data for each in batch.requests] == [b"w%d" % number for number in ahead]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     ran = []
     while executes := rig.executes():
         for _, batch in executes:
-            ran.append([each.work for each in batch.requests])
+            ran.append([each.data for each in batch.requests])
             rig.finish(peer, batch)
     assert ran == [[b"w%d" % number for number in each] for each in ([running], ahead, later)]
 
@@ -456,7 +459,7 @@ def test_a_waiting_batch_hurries_for_a_deadline() -> None:
     assert rig.now < rig.wake_ns < rig.now + 50 * MS
     rig.pass_time(rig.wake_ns - rig.now)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(number, b"done")]
+    assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
     assert rig.report()["shmserve"]["batches_closed"]["deadline"] == 1
 
 
@@ -478,7 +481,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     assert rig.control.take() == [] and rig.executes() == []
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(waiting, b"done")]
+    assert rig.answers() == [m.Finished(waiting, b"done", [b"done"])]
     assert batch.batch
 
 
@@ -492,7 +495,7 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(first, b"done")]
+    assert rig.answers() == [m.Finished(first, b"done", [b"done"])]
     rig.pass_time(2_000 * MS)
     text = "execution of the request exceeded the limit of 2 seconds"
     assert rig.answers() == [failed(second, "INTERNAL", text, early=True)]
@@ -523,10 +526,10 @@ def test_an_executing_request_is_cancelled_without_touching_the_others() -> None
     rig.client(m.Cancel(first))
     assert rig.answers() == []
     assert rig.workers.take() == [(peer, m.CancelExecution(keys[0]))]
-    rig.finish(peer, batch, ok(keys[0], body_in_arena(100, 0)), ok(keys[1]))
+    rig.finish(peer, batch, ok(keys[0], response_in_arena(100, 0)), ok(keys[1]))
     assert rig.answers() == [
         failed(first, "CANCELLED", "request cancelled"),
-        m.Finished(second, b"done"),
+        m.Finished(second, b"done", [b"done"]),
     ]
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0]))]
 
@@ -544,7 +547,7 @@ def test_a_client_that_is_gone_is_owed_nothing() -> None:
     _, batch = rig.execute()
     assert len(batch.requests) == 1
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(mine, b"done")]
+    assert rig.answers() == [m.Finished(mine, b"done", [b"done"])]
     rig.submit(1, peer=OTHER)
     assert rig.executes() == [] and rig.answers() == []
 
@@ -561,7 +564,7 @@ def test_a_client_goes_while_its_requests_execute() -> None:
     assert m.ReaderExited(7000) in told
     assert {each.key for each in told if isinstance(each, m.CancelExecution)} == set(keys)
     rig.pass_time(6 * MS)
-    rig.finish(peer, batch, ok(keys[0]), ok(keys[1], body_in_arena(100, 64)))
+    rig.finish(peer, batch, ok(keys[0]), ok(keys[1], response_in_arena(100, 64)))
     assert rig.answers() == [] and second
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
     assert rig.report()["shmserve"]["failures"]["CANCELED"] == 2
@@ -579,7 +582,7 @@ def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> 
         _, batch = rig.execute()
         assert len(batch.requests) == 1
         rig.finish(peer, batch)
-        assert rig.answers() == [m.Finished(number, b"done")]
+        assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
     counted = rig.report()["shmserve"]
     assert counted["retried"] == 3 and counted["workers_lost"] == 1
     assert counted["batches_closed"]["retry"] == 3
@@ -598,7 +601,7 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     assert rig.answers() == [failed(bad, "INTERNAL", text)]
     peer = rig.start(0, 102)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(good, b"done")]
+    assert rig.answers() == [m.Finished(good, b"done", [b"done"])]
 
 
 def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_again() -> None:
@@ -616,7 +619,7 @@ def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_aga
     assert rig.answers() == [failed(number, "INTERNAL", text) for number in begun]
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(waiting, b"done")]
+    assert rig.answers() == [m.Finished(waiting, b"done", [b"done"])]
 
 
 def test_who_does_not_wait_any_more_is_not_run_again() -> None:
@@ -631,7 +634,7 @@ def test_who_does_not_wait_any_more_is_not_run_again() -> None:
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
     rig.start(0, 101)
-    assert [each.work for each in rig.execute()[1].requests] == [b"w3"]
+    assert [each.data for each in rig.execute()[1].requests] == [b"w3"]
 
 
 # --- garbage --------------------------------------------------------------------------------------
@@ -644,7 +647,7 @@ def test_who_does_not_wait_any_more_is_not_run_again() -> None:
         lambda good: good[:1],
         lambda good: [*good, good[0]],
         lambda good: [good[0], good[0]],
-        lambda good: [good[0], m.Reply(999, "", "", b"")],
+        lambda good: [good[0], m.Reply(999, "", "")],
     ],
 )
 def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
@@ -706,7 +709,7 @@ def test_any_numbers_get_one_answer(numbers: list[int], dynamic: dict[str, int] 
     rig.client(m.Release(batch_size, numbers))
     for _, message in rig.executes():
         start, input_end, output_start, end = numbers[:4]
-        reply = m.Reply(message.requests[0].key, "", "", b"")
+        reply = m.Reply(message.requests[0].key, "", "")
         rig.worker(peer, m.BatchFinished(1, start, input_end, output_start, end, [reply]))
     (answer,) = rig.answers()
     assert answer.id == number
@@ -739,7 +742,7 @@ def test_draining_refuses_what_is_new_and_finishes_what_is_here() -> None:
     assert rig.answers() == [failed(refused, "UNAVAILABLE", text)]
     assert not drained(rig)
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(number, b"done")]
+    assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
     assert drained(rig)
     rig.supervisor(Drain())
     assert drained(rig)

@@ -17,7 +17,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
 )
 from shmserve.scheduler.requests.request import NEVER
-from tests.rigs.scheduler_rig import MS, Rig, body_in_arena
+from tests.rigs.scheduler_rig import MS, Rig, response_in_arena
 
 DIED = "the model's worker died before this request's last response"
 
@@ -77,7 +77,7 @@ def test_an_error_may_be_in_the_middle() -> None:
     rig.respond(peer, key, b"", code="NOT_FOUND", message="not this one")
     rig.respond(peer, key, final=True)
     assert rig.answers() == [
-        m.Responded(number, "NOT_FOUND", "not this one", b"", False),
+        m.Responded(number, "NOT_FOUND", "not this one", b"", [], False),
         part(number, final=True),
     ]
     stats = rig.report()["inference_stats"]
@@ -91,7 +91,7 @@ def test_a_request_fails_by_what_its_model_raises_and_not_by_an_error_that_it_se
     rig, peer, number, key = started()
     rig.respond(peer, key)
     rig.respond(peer, key, b"", code="INTERNAL", message="no", final=True, failed=failed)
-    assert rig.answers()[-1] == m.Responded(number, "INTERNAL", "no", b"", True)
+    assert rig.answers()[-1] == m.Responded(number, "INTERNAL", "no", b"", [], True)
     report = rig.report()
     assert report["shmserve"]["failures"]["BACKEND"] == failed
     counts = report["inference_stats"]
@@ -129,8 +129,8 @@ def test_responses_may_all_come_before_execute_returns() -> None:
 
 def test_a_reply_ends_a_request_too() -> None:
     rig, peer, number, key = started()
-    rig.returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read", b""))
-    assert rig.answers() == [m.Responded(number, "INVALID_ARG", "cannot be read", b"", True)]
+    rig.returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read"))
+    assert rig.answers() == [m.Responded(number, "INVALID_ARG", "cannot be read", b"", [], True)]
     assert rig.scheduler.live == 0
 
 
@@ -140,7 +140,7 @@ def test_a_batch_of_requests_ends_one_by_one() -> None:
     numbers = rig.submit(3)
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
-    rig.returned(peer, batch, m.Reply(keys[1], "INTERNAL", "no", b""))
+    rig.returned(peer, batch, m.Reply(keys[1], "INTERNAL", "no"))
     rig.respond(peer, keys[2], final=True)
     rig.respond(peer, keys[0], final=True)
     assert [answer.id for answer in rig.answers()] == [numbers[1], numbers[2], numbers[0]]
@@ -216,10 +216,10 @@ def test_a_cancelled_request_ends_when_the_model_ends_it(returned: bool, respons
     rig.answers()
     rig.client(m.Cancel(number))
     assert to_worker(rig) == [m.CancelExecution(key)]
-    rig.respond(peer, key, body_in_arena(100, 4096))
+    rig.respond(peer, key, response_in_arena(100, 4096))
     assert to_worker(rig) == [m.ReleaseOutputs(7000, [4096])]
     assert rig.answers() == []
-    rig.respond(peer, key, body_in_arena(100, 8192), final=True)
+    rig.respond(peer, key, response_in_arena(100, 8192), final=True)
     assert to_worker(rig) == [m.ReleaseOutputs(7000, [8192])]
     assert rig.answers() == [m.Failed(number, "CANCELLED", "request cancelled", 0, False)]
     assert rig.report()["shmserve"]["failures"]["CANCELED"] == 1

@@ -21,8 +21,8 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
+    DONE,
     LIFE,
-    OVER,
     Event,
     IllegalEvent,
     ScheduledRequest,
@@ -37,7 +37,7 @@ POLICY = {"max_queue_size": 12, "default_timeout_microseconds": 4000}
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_an_event_moves_as_the_table_says_or_changes_nothing(state: State, event: Event) -> None:
-    request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, OVER)
+    request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, DONE)
     request.state = state
     if event in LIFE[state]:
         request.meet(event)
@@ -255,13 +255,13 @@ class Life(RuleBasedStateMachine):
         if self.decoupled:
             failed = [each.key for each in batch.requests if each.key in worker.open][:errors]
             worker.open.difference_update(failed)
-            replies = [m.Reply(key, "INTERNAL", "the model says no", b"") for key in failed]
+            replies = [m.Reply(key, "INTERNAL", "the model says no") for key in failed]
             self.rig.returned(worker.peer, batch, *replies)
             self.look()
             return
         replies = [ok(each.key) for each in batch.requests]
         if errors:
-            replies[0] = m.Reply(replies[0].key, "INTERNAL", "the model says no", b"")
+            replies[0] = m.Reply(replies[0].key, "INTERNAL", "the model says no")
         self.rig.finish(worker.peer, batch, *replies)
         self.look()
 
@@ -296,7 +296,7 @@ class Life(RuleBasedStateMachine):
         worker.batch = batch
         if self.decoupled:
             worker.open.update(each.key for each in batch.requests)
-        known = [self.by_work[work] for work in (each.work for each in batch.requests)]
+        known = [self.by_work[each.data[0]] for each in batch.requests]
         stories = [self.stories[key] for key in known if key in self.stories]
         assert len({story.shape for story in stories}) <= 1
         assert sum(story.units for story in stories) <= MOST

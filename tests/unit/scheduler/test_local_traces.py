@@ -38,7 +38,7 @@ def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, Told]:
 
 def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
     arrived_ns = time.monotonic_ns() - age_ms * 1_000_000
-    return Submit(number, 0, b"", arrived_ns, 0, 0, 0, b"", "id", trace=trace)
+    return Submit(number, b"", [], arrived_ns, 0, 0, 0, "id", trace=trace)
 
 
 def test_nothing_is_made_where_nobody_asks() -> None:
@@ -46,7 +46,7 @@ def test_nothing_is_made_where_nobody_asks() -> None:
     assert not made.active
     asked = submit(1, CALLER.message)
     assert made.begin(PEER, asked) is asked
-    made.ended(PEER, Finished(1, b""))
+    made.ended(PEER, Finished(1, b"", []))
     assert not told and not made.open
 
 
@@ -55,7 +55,7 @@ def test_one_of_so_many_is_told() -> None:
     assert made.active
     for number in range(1, 5):
         assert bool(made.begin(PEER, submit(number)).trace) is (number % 2 == 0)
-        made.ended(PEER, Finished(number, b"", spans=b"spans"))
+        made.ended(PEER, Finished(number, b"", [], spans=b"spans"))
     assert [(each.sampled, each.spans, each.error) for each in told] == [(True, b"spans", "")] * 2
     assert isinstance(told[0], RequestTraced) and told[0].request_id == "id"
 
@@ -64,10 +64,10 @@ def test_one_of_so_many_is_told() -> None:
 def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
     made, told = traces(trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry")
     made.begin(PEER, submit(1, CALLER._replace(sampled=sampled).message))
-    made.ended(PEER, Finished(1, b""))
+    made.ended(PEER, Finished(1, b"", []))
     assert [TraceContext.of(each.trace).trace_id for each in told] == ["1" * 32] * sampled
     made.begin(PEER, submit(2, TraceContext.new().message))  # it asks for an explanation alone
-    made.ended(PEER, Finished(2, b""))
+    made.ended(PEER, Finished(2, b"", []))
     assert len(told) == 1 + sampled
 
 
@@ -76,10 +76,10 @@ def test_slow_ones_are_told_at_their_last_response() -> None:
     quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
     for each in (quick, slow, failing, gone):
         assert made.begin(PEER, each).trace
-    made.ended(PEER, Finished(1, b""))
-    made.ended(PEER, Responded(2, "", "", b"x", final=False))
+    made.ended(PEER, Finished(1, b"", []))
+    made.ended(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
     assert not told
-    made.ended(PEER, Responded(2, "", "", b"", final=True))
+    made.ended(PEER, Responded(2, "", "", b"", [], final=True))
     made.ended(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
     made.ended(PEER, Settled(3))
     assert [(each.sampled, each.error) for each in told] == [(False, ""), (False, "boom")]

@@ -7,7 +7,7 @@ import pytest
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
 from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import NEVER, OVER, ScheduledRequest
+from shmserve.scheduler.requests.request import DONE, NEVER, ScheduledRequest
 
 NOW = 1_000_000
 LIMIT = 500
@@ -17,7 +17,7 @@ NOTHING = Lost([], [])
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     """A batch of one request."""
     client = Client[ScheduledRequest](b"77.ab", print)
-    request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, OVER)
+    request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, DONE)
     return Execution(number, [request], Closed.IDLE, started_ns, started_ns)
 
 

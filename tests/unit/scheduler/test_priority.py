@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import PriorityQueue
-from shmserve.scheduler.requests.request import NEVER, OVER, ScheduledRequest
+from shmserve.scheduler.requests.request import DONE, NEVER, ScheduledRequest
 
 LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
 CLIENT = Client[ScheduledRequest](b"1.a", print)
@@ -18,7 +18,7 @@ CLIENT = Client[ScheduledRequest](b"1.a", print)
 
 def request(key: int, level: int) -> ScheduledRequest:
     """A queued request of this level."""
-    return ScheduledRequest(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, OVER, level)
+    return ScheduledRequest(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, DONE, level)
 
 
 class AgainstAList(RuleBasedStateMachine):

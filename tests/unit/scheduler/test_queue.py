@@ -10,6 +10,7 @@ from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
@@ -36,20 +37,20 @@ def submit(**fields: Any) -> Submit:
     """A request of one row that arrived a moment ago."""
     given = {
         "id": 1,
-        "batch_size": 1,
-        "shape_key": b"",
+        "schema": b"",
+        "data": [b"work"],
         "arrived_ns": NOW - 1,
         "deadline_ns": 0,
         "timeout_us": 0,
         "priority": 0,
-        "work": b"work",
     }
     return Submit(**{**given, **fields})
 
 
 def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledRequest:
     """Admit `submit(**fields)`."""
-    return queue.enqueue(CLIENT, submit(**fields), now_ns)
+    fit = BatchFit(fields.pop("batch_size", 1), b"")
+    return queue.enqueue(CLIENT, submit(**fields), fit, now_ns)
 
 
 def test_requests_leave_in_the_order_they_came() -> None:

@@ -44,7 +44,7 @@ def test_each_response_counts_from_the_one_before_it() -> None:
     rig, peer, _, key = begun()
     give(rig, peer, key, 3 * MS, 1)
     give(rig, peer, key, 2 * MS, 2)
-    give(rig, peer, key, 5 * MS, 0, text=b"", final=True)
+    give(rig, peer, key, 5 * MS, 0, response=b"", final=True)
     assert stats(rig) == {
         "0": {"compute_infer": (1, 3 * MS), "compute_output": (1, 1), "success": (1, 3 * MS + 1)},
         "1": {"compute_infer": (1, 2 * MS), "compute_output": (1, 2), "success": (1, 2 * MS + 2)},
@@ -64,7 +64,7 @@ def test_the_last_response_may_be_the_end_as_well() -> None:
 
 def test_an_error_is_a_response_that_failed() -> None:
     rig, peer, _, key = begun()
-    give(rig, peer, key, MS, 0, text=b"", code="INTERNAL", message="no")
+    give(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.respond(peer, key, final=True)
     assert stats(rig)["0"] == {"compute_infer": (1, MS), "fail": (1, MS)}
 
@@ -82,7 +82,7 @@ def test_a_cancelled_request_counts_once_where_it_was() -> None:
 def test_a_model_may_say_itself_that_it_was_cancelled() -> None:
     rig, peer, _, key = begun()
     give(rig, peer, key, MS, 0)
-    give(rig, peer, key, MS, 0, text=b"", code="CANCELLED", message="no more", final=True)
+    give(rig, peer, key, MS, 0, response=b"", code="CANCELLED", message="no more", final=True)
     assert stats(rig)["1"] == {"cancel": (1, MS)}
 
 
@@ -172,7 +172,7 @@ def test_an_end_alone_is_no_first_response() -> None:
 def test_a_successor_counts_on() -> None:
     rig, peer, number, key = begun()
     give(rig, peer, key, MS, 1)
-    give(rig, peer, key, MS, 0, text=b"", code="INTERNAL", message="no")
+    give(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.client(m.Cancel(number))
     rig.respond(peer, key, b"", final=True)
     told, counted = rig.report(), rig.snapshot()

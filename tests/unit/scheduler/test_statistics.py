@@ -59,7 +59,7 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
     rig.pass_time(MS)
-    rig.finish(peer, batch, ok(keys[0]), m.Reply(keys[1], "INTERNAL", "no", b""), ok(keys[2]))
+    rig.finish(peer, batch, ok(keys[0]), m.Reply(keys[1], "INTERNAL", "no"), ok(keys[2]))
     report = rig.report()
     assert report["execution_count"] == 2
     assert report["inference_count"] == 3 + 3 + 1
@@ -120,7 +120,7 @@ def test_what_the_model_was_not_asked_is_no_execution() -> None:
     rig.submit()
     _, batch = rig.execute()
     (asked,) = batch.requests
-    replies = [m.Reply(asked.key, "INVALID_ARG", "incomplete string", b"")]
+    replies = [m.Reply(asked.key, "INVALID_ARG", "incomplete string")]
     now = rig.now
     rig.worker(peer, m.BatchFinished(batch.batch, now, now, now, now, replies, executed=False))
     report = rig.report()

@@ -109,7 +109,8 @@ def _kind(step: StepRequest, graph: Graph) -> _StepKind:
     """Return the kind of a step's request. Raises InvalidArgument where the inputs do not fit."""
     request = step.request
     own = request.placed or request.inference.parameters
-    key: list[Any] = [step.firing.step.index, step.target.signature, own and request.submit.schema]
+    schema = request.submit.schema if own else b""
+    key: list[Any] = [step.firing.step.index, step.target.signature, schema]
     for name, value in step.firing.inputs.items():
         tensor = value.given
         key += (name, value.batched, tensor.datatype, tensor.shape)

@@ -15,10 +15,9 @@ from shmserve.ipc.tensors.inference import (
     Inferred,
     pack_inference,
     pack_inferred,
-    unpack_inference,
-    unpack_inferred,
 )
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
+from tests.support.messages import inference_of, inferred_of
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 FORK = [
@@ -44,7 +43,7 @@ def test_one_step_after_the_other() -> None:
     ((endpoint, second),) = rig.sent()
     assert (endpoint, inputs_of(second)) == ("b", {"X": b"abcd"})
     rig.finish("b", second.id, b"efgh")
-    (output,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
+    (output,) = inferred_of(only(rig.told(), m.Finished)).outputs
     assert (output.name, output.data) == ("OUT", b"efgh")
     assert rig.ensemble.live == 0
 
@@ -140,7 +139,7 @@ def test_an_output_that_no_step_made_is_logged_once(caplog: pytest.LogCaptureFix
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     for _ in range(2):
         rig.submit()
-        rig.step_says("a", m.Finished(rig.runs()["a"], pack_inferred(Inferred(()))))
+        rig.step_says("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred(()))))
         assert only(rig.told(), m.Finished)
     assert caplog.messages == ["Composing models did not output tensor OUT"]
 
@@ -262,15 +261,15 @@ def test_outputs_of_known_size_are_placed() -> None:
     rig = EnsembleRig(CHAIN, models, dims=(elements,))
     rig.submit(data=bytes(4 * elements))
     ((_, first),) = rig.sent()
-    (output,) = unpack_inference(first.work).outputs
+    (output,) = inference_of(first).outputs
     assert output.place is not None
     assert rig.memory.used >= 4 * elements
-    rig.step_says("a", m.Finished(first.id, placed(output.place)))
+    rig.step_says("a", m.Finished(first.id, *placed(output.place)))
     ((_, second),) = rig.sent()
     assert inputs_of(second)["X"] == output.place
-    (last,) = unpack_inference(second.work).outputs
+    (last,) = inference_of(second).outputs
     assert last.place is not None
-    rig.step_says("b", m.Finished(second.id, placed(last.place)))
+    rig.step_says("b", m.Finished(second.id, *placed(last.place)))
     only(rig.told(), m.Finished)
     assert 0 < rig.memory.used < 8 * elements
     rig.client_says(m.Release(last.place.memory.pid, [last.place.offset], last.place.memory.id))
@@ -284,14 +283,14 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     rig = EnsembleRig(CHAIN, models, dims=(elements,))
     rig.submit(data=bytes(4 * elements))
     ((_, first),) = rig.sent()
-    (output,) = unpack_inference(first.work).outputs
+    (output,) = inference_of(first).outputs
     assert output.place is not None and output.or_input
-    rig.step_says("a", m.Finished(first.id, placed(output.place)))
+    rig.step_says("a", m.Finished(first.id, *placed(output.place)))
     ((_, second),) = rig.sent()
-    (last,) = unpack_inference(second.work).outputs
+    (last,) = inference_of(second).outputs
     assert last.place not in (None, output.place) and last.or_input
-    rig.step_says("b", m.Finished(second.id, placed(output.place)))
-    (read,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
+    rig.step_says("b", m.Finished(second.id, *placed(output.place)))
+    (read,) = inferred_of(only(rig.told(), m.Finished)).outputs
     assert read.data == output.place
     assert 0 < rig.memory.used < 8 * elements
     place = output.place
@@ -306,9 +305,9 @@ def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
     memory = Memory(id=7, pid=7000, fd=3, inode=1, byte_size=1 << 20, sealed=True)
     tensor = TensorRef("IN", "FP32", (elements,), Place(memory, 0, 4 * elements))
     work = pack_inference(Inference((tensor,)))
-    rig.client_says(m.Submit(1, 0, b"", rig.now_ns, 0, 0, 0, work))
+    rig.client_says(m.Submit(1, *work, rig.now_ns, 0, 0, 0))
     ((_, first),) = rig.sent()
-    (output,) = unpack_inference(first.work).outputs
+    (output,) = inference_of(first).outputs
     assert output.place is not None and not output.or_input
 
 
@@ -317,9 +316,9 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     rig = EnsembleRig(CHAIN[:1], [model("a", dims=(elements,))], ["m"], dims=(elements,))
     rig.submit(data=bytes(4 * elements))
     ((_, first),) = rig.sent()
-    (output,) = unpack_inference(first.work).outputs
+    (output,) = inference_of(first).outputs
     assert output.place is not None
-    rig.step_says("a", m.Finished(first.id, placed(output.place)))
+    rig.step_says("a", m.Finished(first.id, *placed(output.place)))
     rig.control_says(ProcessExited(7000, ""))
     assert rig.memory.used == 0
 
@@ -333,10 +332,10 @@ def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
         rig.submit(number, data=byte * 4 * elements)
         for _, submit in rig.sent():
             assert not hit
-            (output,) = unpack_inference(submit.work).outputs
+            (output,) = inference_of(submit).outputs
             assert output.place is not None
-            rig.step_says("a", m.Finished(submit.id, placed(output.place)))
-        (read,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
+            rig.step_says("a", m.Finished(submit.id, *placed(output.place)))
+        (read,) = inferred_of(only(rig.told(), m.Finished)).outputs
         assert isinstance(read.data, Place) and rig.memory.used
         rig.client_says(m.Release(read.data.memory.pid, [read.data.offset], read.data.memory.id))
         assert rig.memory.used == 0
@@ -405,6 +404,6 @@ def test_times_are_the_steps_together() -> None:
     rig.submit()
     for name in ("a", "b"):
         number = rig.runs()[name]
-        rig.step_says(name, m.Finished(number, made(b"\0" * 4), 1, 20, 300))
+        rig.step_says(name, m.Finished(number, *made(b"\0" * 4), 1, 20, 300))
     (finished,) = rig.told()
     assert (finished.input_ns, finished.infer_ns, finished.output_ns) == (2, 40, 600)

@@ -12,10 +12,11 @@ from shmserve.ipc.memory.cuda_ipc import Exporting
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
 from tests.rigs.fake_cuda import FakeCuda, FakeExporting
+from tests.support.messages import inference_of
 
 MB = 1 << 20
 SIZE = 300_000  # elements; far more than travels inside a message
@@ -40,14 +41,14 @@ def on_cpu(name: str) -> dict[str, Any]:
 def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Place | None]:
     """The step that was sent last, and where its output is to go."""
     ((endpoint, submit),) = rig.sent()
-    (output,) = unpack_inference(submit.work).outputs
+    (output,) = inference_of(submit).outputs
     return endpoint, submit, output.place
 
 
 def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, place: Place) -> None:
     """The step has written where it was told."""
     made = TensorRef("Y", "FP32", (SIZE,), place)
-    rig.step_says(endpoint, m.Finished(submit.id, pack_inferred(Inferred((made,)))))
+    rig.step_says(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((made,)))))
 
 
 def rig_of(*models: dict[str, Any], exporting: Exporting | None = None) -> EnsembleRig:

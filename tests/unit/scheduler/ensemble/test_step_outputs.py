@@ -10,8 +10,9 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inferred
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+from tests.support.messages import inferred_of
 
 STREAM = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 STREAM_MODELS = [model("a", decoupled=True), model("b")]
@@ -60,7 +61,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
 
 def test_a_response_that_is_an_error_is_granted_on() -> None:
     rig, number = begun_stream()
-    rig.step_says("a", m.Responded(number, "INTERNAL", "boom", b"", False))
+    rig.step_says("a", m.Responded(number, "INTERNAL", "boom", b"", [], False))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
 
 
@@ -69,7 +70,7 @@ def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     tensor = TensorRef("Y", "FP32", (1,), Place(GONE, 0, 4))
-    rig.step_says("a", m.Finished(rig.runs()["a"], pack_inferred(Inferred((tensor,)))))
+    rig.step_says("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert failed(rig).code == "UNAVAILABLE"
     assert (rig.ensemble.live, rig.memory.held) == (0, 0)
     rig.submit(2)
@@ -83,7 +84,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     rig.submit()
     unsealed = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
     tensor = TensorRef("Y", "BOOL", (4,), Place(unsealed, 0, 4))
-    rig.step_says("a", m.Finished(rig.runs()["a"], pack_inferred(Inferred((tensor,)))))
+    rig.step_says("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert failed(rig).code == "INVALID_ARG"
     assert rig.ensemble.live == 0
 
@@ -119,7 +120,7 @@ class Elsewhere:
         self.arena = Arena(1 << 16)
         self.place = self.arena.allocate(len(data))
         self.arena.view(self.place)[:] = data
-        self.body = pack_inferred(
+        self.packed = pack_inferred(
             Inferred((TensorRef("Y", "FP32", (len(data) // 4,), self.place),))
         )
         self.release = m.Release(self.place.memory.pid, [self.place.offset], self.place.memory.id)
@@ -135,11 +136,11 @@ def test_what_a_client_reads_is_the_ensembles_own() -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)
-    rig.step_says("a", m.Finished(rig.runs()["a"], elsewhere.body))
+    rig.step_says("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
     elsewhere.reuse()
     (finished,) = rig.told()
-    (output,) = unpack_inferred(finished.body).outputs
+    (output,) = inferred_of(finished).outputs
     assert isinstance(output.data, Place)
     assert output.data.memory.id != elsewhere.place.memory.id
     mappings = Mappings()
@@ -154,7 +155,7 @@ def test_what_only_the_next_step_reads_is_not_copied() -> None:
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)
-    rig.step_says("a", m.Finished(rig.runs()["a"], elsewhere.body))
+    rig.step_says("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     ((_, submit),) = rig.sent()
     data = inputs_of(submit)["X"]
     assert (data.memory.id, data.offset) == (elsewhere.place.memory.id, elsewhere.place.offset)
@@ -168,7 +169,7 @@ def test_an_output_without_room_for_its_copy_fails_its_request() -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
     rig.submit()
     elsewhere = Elsewhere(b"abcd" * 5000)
-    rig.step_says("a", m.Finished(rig.runs()["a"], elsewhere.body))
+    rig.step_says("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
     assert failed(rig).code == "INVALID_ARG"
     assert rig.memory.used == 0

@@ -22,10 +22,10 @@ from shmserve.ipc.tensors.inference import (
     RequestedOutput,
     pack_inference,
     pack_inferred,
-    unpack_inferred,
 )
 from shmserve.scheduler.response_cache import ResponseCache
 from tests.rigs.scheduler_rig import Rig, ok
+from tests.support.messages import inferred_of
 
 SUPERVISOR = 4321
 LARGE = 100_000
@@ -83,7 +83,7 @@ def run(rig: Rig, peer: bytes, packed: bytes, result: bytes) -> int:
     (number,) = rig.submit(work=packed)
     _, batch = rig.execute()
     rig.finish(peer, batch, ok(batch.requests[0].key, result))
-    assert rig.answers() == [m.Finished(number, result)]
+    assert rig.answers() == [m.Finished(number, *result)]
     return number
 
 
@@ -101,7 +101,7 @@ def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
-    assert hit(rig, work()).body == body(b"y")
+    assert hit(rig, work()).schema == body(b"y")
     report = rig.report()
     stats = report["inference_stats"]
     assert (report["inference_count"], report["execution_count"]) == (1, 1)
@@ -133,7 +133,7 @@ def test_hits_keep_the_order_of_requests() -> None:
     assert rig.answers() == []
     _, batch = rig.execute()
     rig.finish(peer, batch, ok(batch.requests[0].key, body(b"w")))
-    assert rig.answers() == [m.Finished(first, body(b"w")), m.Finished(second, body(b"y"))]
+    assert rig.answers() == [m.Finished(first, *body(b"w")), m.Finished(second, *body(b"y"))]
 
 
 def test_errors_are_not_kept() -> None:
@@ -141,7 +141,7 @@ def test_errors_are_not_kept() -> None:
     peer = rig.start()
     rig.submit(work=work())
     _, batch = rig.execute()
-    rig.finish(peer, batch, m.Reply(batch.requests[0].key, "INTERNAL", "no", b""))
+    rig.finish(peer, batch, m.Reply(batch.requests[0].key, "INTERNAL", "no"))
     rig.answers()
     run(rig, peer, work(), body(b"y"))
     assert rig.report()["inference_stats"]["cache_miss"]["count"] == 1
@@ -163,7 +163,7 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
     run(rig, peer, work(), body(made))
     arena.view(made)[:] = b"!" * LARGE  # the worker may use it again
     for _ in range(30):  # 3 MB through an arena of 1 MB
-        (output,) = unpack_inferred(hit(rig, work()).body).outputs
+        (output,) = inferred_of(hit(rig, work())).outputs
         assert isinstance(output.data, Place)
         view = Mappings().view(output.data)
         assert bytes(view) == b"l" * LARGE
@@ -186,7 +186,7 @@ def test_what_a_reader_was_not_lent_it_cannot_give_back(arena: Arena) -> None:
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
-    (output,) = unpack_inferred(hit(rig, work()).body).outputs
+    (output,) = inferred_of(hit(rig, work())).outputs
     assert isinstance(output.data, Place)
     rig.client(released(output.data), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
@@ -311,4 +311,4 @@ def test_arrays_of_any_shape_are_told_apart() -> None:
     row = pack_inference(Inference((TensorRef("I", "INT8", (1, 4), data),)))
     run(rig, peer, flat, body(b"flat"))
     run(rig, peer, row, body(b"row"))
-    assert hit(rig, flat).body == body(b"flat")
+    assert hit(rig, flat).schema == body(b"flat")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput
-from shmserve.scheduler.response_cache import cache_key
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput, RequestSchema, pack_inference
+from shmserve.scheduler.response_cache import cache_head, cache_key
 
 A = TensorRef("A", "INT32", (1, 2), b"12345678")
 B = TensorRef("B", "INT8", (3,), b"abc")
@@ -25,7 +25,11 @@ def key(
     version: str = "1",
     sequence: tuple[int, str, int] = NO_SEQUENCE,
 ) -> bytes:
-    return cache_key(model, version, request, sequence, lambda place: b"12345678")
+    schema, _ = pack_inference(request)
+    head = cache_head(model, version, RequestSchema(schema))
+    datas = [request.inputs[index].data for index in head.order]
+    read = [b"12345678" if isinstance(data, Place) else data for data in datas]
+    return cache_key(head.prefix, sequence, read)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int])
         peer, batch = batches[at]
         key = batch.requests[0].key
         code = "INTERNAL" if at in fails else ""
-        rig.finish(peer, batch, m.Reply(key, code, "bad" if code else "", b""))
+        rig.finish(peer, batch, m.Reply(key, code, "bad" if code else ""))
         told += [answer.id for answer in rig.answers()]
         assert told == numbers[: len(told)]
     assert told == numbers
@@ -215,7 +215,7 @@ def test_the_default_scheduler_knows_no_priorities_and_no_batches() -> None:
     order = []
     while executes := rig.executes():
         ((_, batch),) = executes
-        order += [each.work for each in batch.requests]
+        order += [each.data for each in batch.requests]
         assert len(batch.requests) == 1
         rig.finish(peer, batch)
     assert order == [b"w1", b"w2", b"w3", b"w4"]
@@ -228,6 +228,6 @@ def test_requests_are_numbered_as_they_come() -> None:
     works = []
     while executes := rig.executes():
         for _, batch in executes:
-            works += [each.work for each in batch.requests]
+            works += [each.data for each in batch.requests]
             rig.finish(peer, batch)
     assert works == [b"w%d" % number for number in itertools.islice(itertools.count(1), 5)]

@@ -120,7 +120,7 @@ def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
     def lines(waiting: int) -> int:
         rig = SequenceRig("oldest", rows=2)
         for sequence in range(1, waiting + 1):
-            message = m.Submit(sequence, 1, b"", 0, 0, 0, 0, b"w", "", START, sequence, "")
+            message = m.Submit(sequence, b"w", [], 0, 0, 0, 0, "", START, sequence, "")
             rig.scheduler.from_client(b"7009.ab", message, rig.now)
         rig.pass_time(0)
         rig._take()

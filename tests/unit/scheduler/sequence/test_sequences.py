@@ -419,7 +419,7 @@ def test_connections_of_a_gateway_take_turns() -> None:
 
 def submitted(sequence: int) -> m.Submit:
     """The first request of a sequence."""
-    return m.Submit(sequence, 1, b"", 0, 0, 0, 0, b"w", "", START, sequence, "")
+    return m.Submit(sequence, b"w", [], 0, 0, 0, 0, "", START, sequence, "")
 
 
 # --- 3.5: iterative sequences ---------------------------------------------------------------------
@@ -432,7 +432,7 @@ def test_3_5_iterative_requests_get_an_id_and_come_again(strategy: str) -> None:
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags) == (1, START)
     for _ in range(3):
-        rig.done(0, m.Reply(row.key, m.RESCHEDULED, "", b""))
+        rig.done(0, m.Reply(row.key, m.RESCHEDULED, ""))
         (row,) = rig.rows()
         assert (row.correlation_id, row.flags) == (1, 0)
     rig.done()
@@ -442,7 +442,7 @@ def test_3_5_iterative_requests_get_an_id_and_come_again(strategy: str) -> None:
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags, row.slot) == (2, START, 0)
     rig.client(m.Cancel(other))
-    rig.done(0, m.Reply(row.key, m.RESCHEDULED, "", b""))
+    rig.done(0, m.Reply(row.key, m.RESCHEDULED, ""))
     assert rig.outcomes() == {other: "request cancelled"}
     assert not rig.runs()
 
@@ -454,7 +454,7 @@ def test_3_5_iterative_and_decoupled() -> None:
     peer = rig.peers[0]
     rig.respond(peer, key)
     batch = rig._running.pop(peer)
-    rig.returned(peer, batch, m.Reply(key, m.RESCHEDULED, "", b""))
+    rig.returned(peer, batch, m.Reply(key, m.RESCHEDULED, ""))
     assert rig.rows()[0].flags == 0
     rig.respond(peer, key, final=True)
     rig.returned(peer, rig._running.pop(peer))
@@ -558,7 +558,7 @@ def test_3_5_the_worker_is_told_of_an_iterative_one() -> None:
     rig = SequenceRig(rows=1, iterative_sequence=True)
     rig.ask(0)
     key = rig.rows()[0].key
-    rig.done(0, m.Reply(key, m.RESCHEDULED, "", b""))
+    rig.done(0, m.Reply(key, m.RESCHEDULED, ""))
     assert ended(rig) == []
     rig.done()
     assert ended(rig) == [[0]]
