@@ -25,6 +25,7 @@ from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Respons
 from shmserve.ipc.memory.lent import releases, unread
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Answered, Refused
+from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.transport.dealer import Dealer
 
@@ -280,12 +281,13 @@ class SchedulerHandle:
     def discard(self, message: Response) -> None:
         """Release the outputs of a response that nobody reads: they take up a worker's memory."""
         if not isinstance(message, m.Failed):
-            for release in unread(message.body):
+            for release in unread(message.data):
                 self._release(release)
 
     def release_outputs(self, inferred: Inferred) -> None:
         """Tell the workers that their outputs have been read; clients' regions are not theirs."""
-        for release in releases(inferred.outputs):
+        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Place)]
+        for release in releases(places):
             self._release(release)
 
     def _release(self, release: m.Release) -> None:

@@ -11,8 +11,8 @@ from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.tensors.template_cache import BoundedCache
 
 _MOST_PREPARED = 256
 _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")

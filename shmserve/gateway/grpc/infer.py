@@ -80,7 +80,7 @@ class Submitted(GatewayRequest):
                 trace.answered(message)
             if isinstance(message, m.Failed):
                 raise failure(message)
-            response = self._encoded(message.body)
+            response = self._encoded(message)
         except ShmserveError as error:
             log_failure(self.model, self.submit.request_id, error, trace)
             if trace is not None:
@@ -90,28 +90,25 @@ class Submitted(GatewayRequest):
             trace.finish()
         return response
 
-    def _encoded(self, body: bytes) -> bytes:
-        templates = self.built.templates
-        if templates is not None and (known := templates.find(body)) is not None:
-            template, contents = known
-            filled: bytes = template.fill(self.submit.request_id, contents)
-            return filled
-        inferred = unpack(body)
-        if self.built.trace is not None:
-            inferred = self.built.trace.explain(inferred)
+    def _encoded(self, message: m.Finished | m.Responded) -> bytes:
+        built, schema = self.built, message.schema
+        if built.responses is not None and (known := built.responses.find(schema)) is not None:
+            filled: bytes | None = known.fill(self.submit.request_id, message.data)
+            if filled is not None:
+                return filled
+        inferred = unpack(schema, message.data)
+        if built.trace is not None:
+            inferred, schema = built.trace.explain(inferred), b""
         try:
-            message = self.inferences.encode(self.model, self.built.infer_request, inferred)
+            encoded = self.inferences.encode(self.model, built.infer_request, schema, inferred)
         finally:
             # The message is a copy: the worker's memory is free again.
             self.scheduler.release_outputs(inferred)
-        if templates is not None and _is_plain(self.built.infer_request, inferred):
-            sizes = [
-                len(tensor.data) if type(tensor.data) is bytes else None
-                for tensor in inferred.outputs
-            ]
-            template = self.inferences.encoder.template(self.model, inferred, sizes)
-            templates.learn(body, inferred, template)
-        return message
+        if built.responses is not None and _is_plain(built.infer_request, inferred):
+            placed = _placed(built.infer_request)
+            template = self.inferences.encoder.template(self.model, schema, inferred, placed)
+            built.responses.remember(schema, template)
+        return encoded
 
     @property
     def done(self) -> bool:
@@ -136,14 +133,16 @@ class Submitted(GatewayRequest):
 
 
 def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
-    """Whether a response is sent as it is: all of it in the message, or all in regions that the
-    client named."""
+    """Return whether a response is sent as it is, and all of it is in the message or in regions."""
     if not inferred.outputs or any(output.classes for output in request.outputs):
         return False
-    placed = {output.name for output in request.outputs if output.place is not None}
-    if placed:
-        return all(tensor.name in placed for tensor in inferred.outputs)
-    return all(type(tensor.data) is bytes for tensor in inferred.outputs)
+    placed = _placed(request)
+    return all(type(each.data) is bytes or each.name in placed for each in inferred.outputs)
+
+
+def _placed(request: InferRequest) -> set[str]:
+    """Return the names of the outputs that go to regions."""
+    return {output.name for output in request.outputs if output.place is not None}
 
 
 class RequestRefused(Exception):
@@ -210,18 +209,23 @@ class Inferences(ActiveCount):
             return self._submitted(model, built, submit)
         return submit_streaming(model, built, submit, on_response)
 
-    def encode(self, model: GatewayModel, request: InferRequest, inferred: Inferred) -> bytes:
-        """A worker's response as a serialized ModelInferResponse; raises InvalidArgument or
-        Internal."""
-        inferred = classified_as_requested(self.gateway, model, request, inferred)
-        placed = {out.name for out in request.outputs if out.place is not None}
+    def encode(
+        self, model: GatewayModel, request: InferRequest, schema: bytes, inferred: Inferred
+    ) -> bytes:
+        """Return a worker's response, whose schema this is, as a serialized ModelInferResponse.
+
+        Raises InvalidArgument or Internal.
+        """
+        shown = classified_as_requested(self.gateway, model, request, inferred)
+        placed = _placed(request)
         contents: list[bytes | memoryview] = []
-        for tensor in inferred.outputs:
+        for tensor in shown.outputs:
             if tensor.name in placed:
                 contents.append(b"")
                 continue
             contents.append(output_bytes(self.gateway, tensor))
-        return self.encoder.encode(model, request.id, inferred, contents)
+        kept = schema if shown is inferred else b""
+        return self.encoder.encode(model, request.id, kept, shown, contents)
 
     def awaits_load(self, raw: bytes | PlacedRequest) -> bool:
         """Whether a request that was refused is for a model that is to be loaded for it, with

@@ -259,7 +259,7 @@ class RequestSink:
             tensor_ref(resources, tensor, place)
             for tensor, place in zip(inputs, places, strict=True)
         ]
-        built, _ = check_request(model, request, tensors, resources)
+        built = check_request(model, request, tensors, resources)
         return _Room(model, built, resources, [resources.view(place) for place in places])
 
 

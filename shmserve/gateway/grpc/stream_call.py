@@ -22,7 +22,7 @@ from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
 from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.wire.response import (
-    StreamedTemplate,
+    GrpcResponseTemplate,
     streamed,
     streamed_end,
     streamed_error,
@@ -30,7 +30,7 @@ from shmserve.gateway.grpc.wire.response import (
 from shmserve.gateway.inference.submit import Message, StreamingRequest, is_last
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.tensors.template_cache import TemplateCache
+from shmserve.ipc.tensors.schemas import BoundedCache
 
 # The requests of one stream that are in flight may have so many bytes; those that come when they
 # have as many are not read yet. Others that call the same model wait behind them, too, and their
@@ -80,7 +80,7 @@ class StreamEntry:
         inferences.active += 1
         self.request = request
         self.size = size
-        self._templates: TemplateCache[StreamedTemplate] = TemplateCache(_MOST_TEMPLATES)
+        self._templates: BoundedCache[bytes, GrpcResponseTemplate] = BoundedCache(_MOST_TEMPLATES)
         # Whether a response has all that a worker gave, as it gave it.
         outputs = request.infer_request.outputs
         self._plain = not any(output.place or output.classes for output in outputs)
@@ -92,27 +92,28 @@ class StreamEntry:
         Raises the error that the response is, if the stream is `strict`.
         """
         final = is_last(message)
-        body = b"" if isinstance(message, m.Failed) or final else message.body
-        if (found := self._templates.find(body)) is not None:
-            template, contents = found
-            return template.fill(contents), None
         request, asked = self.request, self.request.infer_request
+        schema = b"" if isinstance(message, m.Failed) else message.schema
+        template = None if final else self._templates.find(schema)
+        if template is not None and isinstance(message, m.Responded):
+            filled = template.fill(asked.id, message.data)
+            if filled is not None:
+                return streamed(filled, final=False), None
         inferred: Inferred | None = None
         try:
             inferred = request.outputs(message)
             if inferred is None:
                 end = streamed_end(request.model.name, asked.version, asked.id)
                 return end if asked.empty_final else None, None
-            response = self._inferences.encode(request.model, asked, inferred)
+            response = self._inferences.encode(request.model, asked, schema, inferred)
         except ShmserveError as error:
             if strict:
                 raise
             name = request.model.name
             return streamed_error(error.message, asked.id, name, final=final), inferred
-        if body and self._plain and all(type(t.data) is bytes for t in inferred.outputs):
-            encoder = self._inferences.encoder
-            template = encoder.streamed_template(request.model, asked.id, inferred)
-            self._templates.learn(body, inferred, template)
+        if not final and template is None and self._plain:
+            template = self._inferences.encoder.template(request.model, schema, inferred, ())
+            self._templates.remember(schema, template)
         return streamed(response, final=final), inferred
 
     def leave(self) -> None:

@@ -459,7 +459,7 @@ def _room(
         for tensor, place in zip(infer_request.inputs, places, strict=True)
     ]
     # Before the body is read, so that a wrong request costs no upload's time.
-    built, _ = check_request(model, infer_request, tensors, resources)
+    built = check_request(model, infer_request, tensors, resources)
     views: list[memoryview] = []
     for tensor, place in zip(infer_request.inputs, places, strict=True):
         if tensor.data is not None:

@@ -30,14 +30,13 @@ from shmserve.gateway.http.response import JSON, HttpResponse, written
 from shmserve.gateway.http.streaming.infer_stream import infer_stream
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.inference.response import classified_as_requested, unpack
+from shmserve.gateway.inference.response import classified_as_requested, output_bytes, unpack
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit, still
 from shmserve.gateway.links import GatewayRequest, SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import awaits_load, loaded
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.descriptors import Place, described
 from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ async def infer(
         raise
     inference = _submitted(gateway, request, model, built, now.scheduler, submit)
     request.repeat = None
-    if built.templates is not None and _is_plain(request):
+    if built.responses is not None and _is_plain(request):
         request.repeat = RepeatedInference(gateway, request, model).begin
     return await inference.response()
 
@@ -173,23 +172,25 @@ class HttpInference(GatewayRequest):
             settle(self._waiter, None)
 
     def _filled(self, message: Response) -> bytes | None:
-        """The response, if its template is known and it goes as it is."""
+        """Return the response if its schema is known and all of it is in the message."""
         built = self.built
-        templates = built.templates
+        responses = built.responses
         if (
             type(message) is not m.Finished
             or built.trace is not None
-            or templates is None
+            or responses is None
             or self.gateway.draining
             or logger.isEnabledFor(logging.DEBUG)
-            or (known := templates.find(message.body)) is None
+            or (known := responses.find(message.schema)) is None
         ):
             return None
-        template, datas = known
         try:
-            json, binary = template.fill(built.infer_request.id, datas)
+            filled = known.fill(built.infer_request.id, message.data)
         except Exception:
-            return None  # what is wrong is said where it is filled again
+            return None  # the error is reported where the response is encoded again
+        if filled is None:
+            return None
+        json, binary = filled
         self._message = None
         return written(_headers(json, binary), (json, *binary))
 
@@ -202,14 +203,8 @@ class HttpInference(GatewayRequest):
                 built.trace.answered(message)
             if isinstance(message, m.Failed):
                 raise failure(message)
-            headers = self.request.headers
-            templates = built.templates if ACCEPT_ENCODING not in headers else None
-            if templates is not None and (known := templates.find(message.body)) is not None:
-                template, datas = known
-                response = _assemble(*template.fill(built.infer_request.id, datas))
-            else:
-                args = (self.gateway, self.model, self.request, built)
-                response = await _respond(*args, self.scheduler, message.body)
+            args = (self.gateway, self.model, self.request, built)
+            response = await _respond(*args, self.scheduler, message)
         except ShmserveError as error:
             _failed(self.model, built, error)
             raise
@@ -250,10 +245,16 @@ async def _respond(
     request: HttpRequest,
     built: BuiltRequest,
     scheduler: SchedulerHandle,
-    body: bytes,
+    message: m.Finished | m.Responded,
 ) -> HttpResponse:
-    """The response to a request, of a packed response that follows no template."""
-    inferred, asked = unpack(body), built.infer_request
+    """Return the response to a request. Raises what it cannot be encoded for."""
+    asked, responses = built.infer_request, built.responses
+    template = None if responses is None else responses.find(message.schema)
+    if template is not None and ACCEPT_ENCODING not in request.headers:
+        filled = template.fill(asked.id, message.data)
+        if filled is not None:
+            return _assemble(*filled)
+    inferred = unpack(message.schema, message.data)
     if built.trace is not None:
         inferred = built.trace.explain(inferred)
     lent = not _needs_no_release(asked, inferred)
@@ -261,11 +262,11 @@ async def _respond(
         scheduler.use()
     try:
         shown = classified_as_requested(gateway, model, asked, inferred)
-        template = _template(model, built, shown)
-        plain = template.whole and shown is inferred and ACCEPT_ENCODING not in request.headers
-        if built.templates is not None and plain and not lent:
-            built.templates.learn(body, inferred, template)
-        response = await _encode(gateway, request, asked.id, template, template.datas(shown))
+        if template is None:
+            template = JsonResponseTemplate(asked, model.name, model.version, shown)
+            if responses is not None and shown is inferred:
+                responses.remember(message.schema, template)
+        response = await _encode(gateway, request, asked.id, template, shown)
     except BaseException:
         if lent:
             _release(scheduler, inferred)
@@ -273,18 +274,6 @@ async def _respond(
     if lent:
         response.on_sent = partial(_release, scheduler, inferred)
     return response
-
-
-def _template(model: GatewayModel, built: BuiltRequest, response: Inferred) -> JsonResponseTemplate:
-    """The template of a response: that of one to such a request before it, from which it differs in
-    the bytes and the places of its tensors."""
-    form = (str(response.parameters), *map(described, response.outputs))
-    known = None if built.templates is None else built.templates.placed.find(form)
-    if known is None:
-        known = JsonResponseTemplate(built.infer_request, model.name, model.version, response)
-        if built.templates is not None:
-            built.templates.placed.remember(form, known)
-    return known
 
 
 def _release(scheduler: SchedulerHandle, inferred: Inferred) -> None:
@@ -303,22 +292,27 @@ async def _encode(
     request: HttpRequest,
     request_id: str,
     template: JsonResponseTemplate,
-    datas: Sequence[bytes | Place],
+    response: Inferred,
 ) -> HttpResponse:
-    """The same for tensors of any size, zero-copy where they are binary, compressed if the client
-    takes it."""
-    views = [data if isinstance(data, bytes) else gateway.mappings.view(data) for data in datas]
-    pairs = list(zip(template.outputs, views, strict=True))
+    """Return a response of any size, compressed if the client takes it. Binary data are views."""
     trim = gateway.malloc_trim
-    arrays = [await output_text(output, data, trim) for output, data in pairs if not output.binary]
-    binary = [data for output, data in pairs if output.binary]
-    response = _assemble(template.json(request_id, arrays), binary)
+    cuts: list[bytes] = []
+    binary: list[bytes | memoryview] = []
+    for output in template.outputs:
+        data = output_bytes(gateway, response.outputs[output.position])
+        if output.binary:
+            binary.append(data)
+            if output.byte_size < 0:
+                cuts.append(b"%d" % len(data))
+        else:
+            cuts.append(await output_text(output, data, trim))
+    made = _assemble(template.json(request_id, cuts), binary)
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
-            response.pieces = [await joined(deflated(response.pieces, encoding), trim)]
-            response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
-    return response
+            made.pieces = [await joined(deflated(made.pieces, encoding), trim)]
+            made.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
+    return made
 
 
 def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:

@@ -6,17 +6,18 @@ more                               one arena block, each tensor on its own 64-by
 in a region                        where they are: a place is passed on, nothing is copied
 
 Programs send the same header again and again with other numbers behind it. A header that came
-before needs no parsing, checking and placing: a `PreparedRequest` is filled with the tensors'
-bytes, as prepared statements are for a database.
+before needs no parsing and no checks: a `Prepared` request is filled with the tensors' bytes, as
+prepared statements are for a database.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from struct import Struct
 from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
@@ -28,18 +29,17 @@ from shmserve.gateway.region_table import GatewayRegion, RegionTable, Uses
 from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
-    PackedTemplate,
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.tensors.signature import BatchFit, Signature
-from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
+from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.signature import Signature
 
-_MOST_TEMPLATES = 8  # of responses to requests with one header
+_MOST_RESPONSES = 8  # heads of responses to requests with one header
 _ALIGNMENT = 64
 
 
@@ -47,72 +47,33 @@ def nothing() -> None:
     """The release of a request without resources."""
 
 
-class ResponseTemplates(TemplateCache[Any]):
-    """The templates of responses to requests with one header; in `placed` those of responses whose
-    tensors have places, by all else that these say."""
-
-    __slots__ = ("placed",)
-
-    def __init__(self) -> None:
-        super().__init__(_MOST_TEMPLATES)
-        self.placed: BoundedCache[Any, Any] = BoundedCache(_MOST_TEMPLATES)
-
-
 @dataclass(slots=True, eq=False)
 class BuiltRequest:
     """A request with its tensors in place, admitted to its model.
 
-    `work` is its packed `Inference`; `release` frees its resources, which may be
-    references to `regions`. `templates` are of responses, shared by all requests with its header.
-    It has a `trace` once it is submitted, if its times are wanted.
+    Attributes:
+        infer_request: The request as its protocol's parser has read it.
+        schema: Its schema, for `Submit`.
+        data: Its data, for `Submit`.
+        release: Frees its resources, which may be references to `regions`.
+        regions: The regions that it uses.
+        responses: The heads of responses by their schemas, shared by all requests with the same
+            header; None where there are no others.
+        trace: Its trace once it is submitted, if its times are wanted.
     """
 
     infer_request: InferRequest
-    fit: BatchFit
-    work: bytes
+    schema: bytes
+    data: list[Any]
     release: Callable[[], None]
     regions: Sequence[GatewayRegion] = ()
-    templates: ResponseTemplates | None = None
+    responses: BoundedCache[bytes, Any] | None = None
     trace: RequestTrace | None = None
 
     def identify(self, identity: RequestIdentity) -> None:
-        """Give it its own id and place in a sequence. What else it says it has from an earlier
-        request, whose header was the same but for these."""
+        """Set the id and the place in a sequence, which an equal header does not have."""
         if not identity.is_of(self.infer_request):
             self.infer_request = self.infer_request.identified(identity)
-
-
-class PreparedRequest:
-    """The template of the requests with one header, of small tensors and of places in regions."""
-
-    __slots__ = ("_fit", "_request", "_template", "_templates", "_uses")
-
-    def __init__(self, built: BuiltRequest, inference: Inference, uses: Uses | None) -> None:
-        self._request = built.infer_request
-        self._fit = built.fit
-        self._template = PackedTemplate(inference)
-        self._uses = uses.pattern() if uses is not None else None
-        self._templates = ResponseTemplates()
-
-    def fill(self, body: bytes, at: int) -> BuiltRequest | None:
-        """The request whose inline tensors are in `body` from `at`, one behind the other; as
-        `of`."""
-        return self.of(self._template.cut(body, at))
-
-    def of(self, datas: Iterable[bytes]) -> BuiltRequest | None:
-        """The request with these bytes of its inline tensors; None: its regions have changed.
-
-        Raises AlreadyExists when an output overlaps another one in flight and may not.
-        """
-        work = self._template.form % tuple(datas)
-        if self._uses is None:
-            return BuiltRequest(self._request, self._fit, work, nothing, (), self._templates)
-        uses = self._uses.again()
-        if uses is None:
-            return None
-        return BuiltRequest(
-            self._request, self._fit, work, uses.release, uses.regions, self._templates
-        )
 
 
 class Resources:
@@ -192,48 +153,80 @@ def resources_of(gateway: Gateway) -> Resources:
     return Resources(gateway.arena, gateway.body_budget, gateway.regions)
 
 
-class PlacedRequest:
-    """The template of requests with one header whose tensors are too large for the message, as
-    `PreparedRequest`: each has them in `resources` of its own."""
+class Prepared:
+    """The common part of requests with one header, which is not parsed or checked again.
 
-    __slots__ = ("_fit", "_inference", "_request", "_resources", "_sizes", "_templates")
+    The tensors in the body go into the message, or into one arena block where they are large.
+    Tensors in regions stay where they are.
+    """
+
+    __slots__ = (
+        *("_cut", "_data", "_request", "_resources", "_responses"),
+        *("_schema", "_sizes", "_slots", "_uses"),
+    )
 
     def __init__(
         self,
         built: BuiltRequest,
-        inference: Inference,
-        sizes: list[int],
-        resources: Callable[[], Resources],
+        sizes: Sequence[int | None],
+        uses: Uses | None,
+        resources: Callable[[], Resources] | None,
     ) -> None:
-        self._request = built.infer_request
-        self._fit = built.fit
-        self._inference = inference
-        self._sizes = sizes
-        self._resources = resources
-        self._templates = ResponseTemplates()
+        """Prepare requests like `built`.
 
-    def fill(self, body: bytes, at: int) -> BuiltRequest:
-        """The request whose tensors are in `body` from `at`, one behind the other; as `of`."""
+        Args:
+            built: The first of them.
+            sizes: The byte size of each input in the body; None: it is in a region.
+            uses: The references to regions.
+            resources: Makes the resources of a request with large tensors; None: they are small.
+        """
+        self._request = built.infer_request
+        self._schema = built.schema
+        self._slots = [index for index, size in enumerate(sizes) if size is not None]
+        # Where all data are in the body, there is nothing to be kept of the first request's.
+        self._data = built.data if len(self._slots) < len(built.data) else None
+        self._sizes = [size for size in sizes if size is not None]
+        layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
+        self._cut: Callable[[bytes, int], tuple[bytes, ...]] = layout.unpack_from
+        self._uses = uses.pattern() if uses is not None else None
+        self._resources = resources
+        self._responses: BoundedCache[bytes, Any] = BoundedCache(_MOST_RESPONSES)
+
+    def fill(self, body: bytes, at: int) -> BuiltRequest | None:
+        """Return the request whose tensors are in `body` from `at`, see `of`."""
+        if self._resources is None:
+            return self.of(self._cut(body, at))
         with memoryview(body) as whole:
             ends = list(accumulate(self._sizes, initial=at))
             return self.of([whole[start:end] for start, end in pairwise(ends)])
 
-    def of(self, datas: Iterable[bytes | memoryview]) -> BuiltRequest:
-        """The request with these tensors. Raises Unavailable when memory for them is full."""
-        resources = self._resources()
-        places = resources.allocate(self._sizes)
-        for place, data in zip(places, datas, strict=True):
-            resources.view(place)[:] = data
-        known = self._inference
-        tensors = [
-            TensorRef(tensor.name, tensor.datatype, tensor.shape, place)
-            for tensor, place in zip(known.inputs, places, strict=True)
-        ]
-        work = pack_inference(Inference(tuple(tensors), known.outputs, known.parameters))
-        return BuiltRequest(self._request, self._fit, work, resources.release, (), self._templates)
+    def of(self, datas: Sequence[bytes | memoryview]) -> BuiltRequest | None:
+        """Return the request with these tensors, or None if its regions have changed.
 
-
-Prepared = PreparedRequest | PlacedRequest
+        Raises:
+            AlreadyExists: An output overlaps another one in flight and may not.
+            Unavailable: Memory for tensors is full.
+        """
+        release: Callable[[], None] = nothing
+        regions: Sequence[GatewayRegion] = ()
+        data: list[Any] = list(datas)
+        if self._resources is not None:
+            resources = self._resources()
+            places = resources.allocate(self._sizes)
+            for place, given in zip(places, datas, strict=True):
+                resources.view(place)[:] = given
+            data = list(map(pack_place, places))
+            release = resources.release
+        elif self._uses is not None:
+            uses = self._uses.again()
+            if uses is None:
+                return None
+            release, regions = uses.release, uses.regions
+        if self._data is not None:
+            inputs, data = data, self._data.copy()
+            for slot, each in zip(self._slots, inputs, strict=True):
+                data[slot] = each
+        return BuiltRequest(self._request, self._schema, data, release, regions, self._responses)
 
 
 def build(
@@ -270,16 +263,19 @@ def build(
             tensor_ref(resources, tensor, data)
             for tensor, data in zip(request.inputs, stored, strict=True)
         ]
-        built, inference = check_request(model, request, tensors, resources)
+        built = check_request(model, request, tensors, resources)
     except BaseException:
         resources.release()
         raise
     if not prepare or (resources.placed and resources.regions):
         return built, None
-    if resources.placed:
-        sizes = [len(data or b"") for data in datas]
-        return built, PlacedRequest(built, inference, sizes, partial(resources_of, gateway))
-    return built, PreparedRequest(built, inference, resources.uses if resources else None)
+    sizes = [
+        None if tensor.data is None and tensor.place is not None else len(data or b"")
+        for tensor, data in zip(request.inputs, datas, strict=True)
+    ]
+    uses = resources.uses if resources.regions else None
+    large = partial(resources_of, gateway) if resources.placed else None
+    return built, Prepared(built, sizes, uses, large)
 
 
 def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Place | None]:
@@ -300,7 +296,7 @@ def tensor_ref(resources: Resources, tensor: InferInput, data: bytes | Place | N
 
 def check_request(
     model: GatewayModel, request: InferRequest, tensors: Sequence[TensorRef], resources: Resources
-) -> tuple[BuiltRequest, Inference]:
+) -> BuiltRequest:
     """Check a request against its model and the regions that its outputs go to.
 
     Raises InvalidArgument, NotFound or Internal.
@@ -313,14 +309,13 @@ def check_request(
         )
         for output in request.outputs
     ]
-    fit = signature.check(request.id, tensors, outputs)
+    batch_size = signature.check(request.id, tensors, outputs).batch_size
     for wanted in outputs:
         if wanted.place is not None:
-            check_room(signature, wanted.name, wanted.place.byte_size, fit.batch_size)
+            check_room(signature, wanted.name, wanted.place.byte_size, batch_size)
     inference = Inference(tuple(tensors), tuple(outputs), request.parameters)
     release = resources.release if resources else nothing
-    work = pack_inference(inference)
-    return BuiltRequest(request, fit, work, release, resources.regions), inference
+    return BuiltRequest(request, *pack_inference(inference), release, resources.regions)
 
 
 def check_room(signature: Signature, name: str, room: int, batch_size: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +21,21 @@ from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+from shmserve.ipc.tensors.inference import Inferred, ResponseSchema
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
 
-def unpack(body: bytes) -> Inferred:
-    """The outputs of a packed response; raises Internal when it is malformed."""
+# Of all models: what follows from a response's schema is the same for each.
+_SCHEMAS: Schemas[ResponseSchema] = Schemas(ResponseSchema)
+
+
+def unpack(schema: bytes, data: Sequence[Any]) -> Inferred:
+    """Return the outputs of a response. Raises Internal when it is malformed."""
     try:
-        return unpack_inferred(body)
+        return (_SCHEMAS.find(schema) or _SCHEMAS.learn(schema)).inferred(data)
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
         raise Internal("internal error") from None

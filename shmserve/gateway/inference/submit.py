@@ -75,12 +75,12 @@ def prepare_submit(
         if built.trace is not None:
             trace = built.trace.scheduler.message
             if built.trace.explained:
-                built.templates = None  # no other response is like it
+                built.responses = None  # no other response is like it
     submit = make_submit(
         gateway.dispatcher.next_number(),
-        built.fit,
+        built.schema,
+        built.data,
         arrived_ns,
-        built.work,
         request_id=request.id,
         priority=request.priority,
         timeout_us=request.timeout_us,
@@ -144,7 +144,8 @@ class StreamingRequest(GatewayRequest):
 
     def responded(self, message: Response) -> None:
         if isinstance(message, m.Finished):
-            message = m.Responded(message.id, "", "", message.body, True, spans=message.spans)
+            packed = (message.schema, message.data)
+            message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
         self._here += 1
         if self.over and self.trace is not None:
             self.trace.answered(message)
@@ -159,8 +160,9 @@ class StreamingRequest(GatewayRequest):
         try:
             if (error := error_of(message)) is not None:
                 raise error
-            body = b"" if isinstance(message, m.Failed) else message.body
-            inferred = unpack(body) if body else None
+            inferred: Inferred | None = None
+            if not isinstance(message, m.Failed) and message.schema:
+                inferred = unpack(message.schema, message.data)
             if self.trace is not None and self.trace.explained and is_last(message):
                 inferred = self.trace.explain(inferred or Inferred(()))
             return inferred

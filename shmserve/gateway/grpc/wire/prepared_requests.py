@@ -22,7 +22,7 @@ from shmserve.gateway.grpc.wire.response import varint
 from shmserve.gateway.inference.builder import BuiltRequest, Prepared
 from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
 from shmserve.gateway.model_table import GatewayModel, ModelTable
-from shmserve.ipc.tensors.template_cache import BoundedCache
+from shmserve.ipc.tensors.schemas import BoundedCache
 
 _MOST_KNOWN = 1024
 

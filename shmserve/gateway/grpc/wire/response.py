@@ -8,14 +8,13 @@ has it on the wire: a field is its tag, its length and its bytes, in any order.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from shmserve.errors import Internal
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.tensors.template_cache import BoundedCache
+from shmserve.ipc.tensors.inference import Inferred, tensor_schema
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.proto.grpc_service_pb2 import (
     InferParameter,
     ModelInferResponse,
@@ -26,53 +25,79 @@ LARGEST_MESSAGE = 2**31 - 1  # what protobuf and gRPC can carry
 
 _ID = b"\x1a"  # field 3, length-delimited
 _RAW_OUTPUT = b"\x32"  # field 6
+_NO_CONTENTS = _RAW_OUTPUT + b"\0"  # of an output in a region
 _INFER_RESPONSE = b"\x12"  # field 2 of ModelStreamInferResponse
 _MOST_HEADS = 256
 
-_Form = tuple[str, str, tuple[tuple[str, str, tuple[int, ...]], ...]]
-
 
 class GrpcResponseTemplate:
-    """A serialized response but for its request's id and its tensors' bytes, whose sizes are known;
-    those in regions have none."""
+    """The responses of one schema, but for the id and the tensors' bytes.
 
-    __slots__ = ("_before", "_form")
+    Args:
+        before: The serialized fields before the id.
+        sizes: The byte size of each output; -1 for BYTES, whose size varies; None for one in a
+            region, which has no contents.
+    """
 
-    def __init__(self, before: Sequence[bytes | memoryview], sizes: Sequence[int | None]) -> None:
-        pieces = [_RAW_OUTPUT + varint(size or 0) for size in sizes]
-        in_regions = [piece for piece, size in zip(pieces, sizes, strict=True) if size is None]
-        assert len(in_regions) in (0, len(pieces))  # they stand in the order of the outputs
-        self._before = b"".join((*before, *in_regions))
-        fields = [] if in_regions else [piece.replace(b"%", b"%%") + b"%b" for piece in pieces]
-        self._form = b"".join(fields)
+    __slots__ = ("_before", "_form", "_sizes")
 
-    def fill(self, request_id: str, contents: Sequence[bytes]) -> bytes:
-        """The response with these tensors to the request with this id."""
-        tail = self._form % tuple(contents)
+    def __init__(self, before: bytes, sizes: Sequence[int | None]) -> None:
+        self._before = before
+        self._sizes = sizes
+        self._form = None
+        if all(size is not None and size >= 0 for size in sizes):
+            fields = [_RAW_OUTPUT + varint(size or 0) for size in sizes]
+            self._form = b"".join([field.replace(b"%", b"%%") + b"%b" for field in fields])
+
+    def fill(self, request_id: str, data: Sequence[Any]) -> bytes | None:
+        """Return the response to the request with this id.
+
+        Returns:
+            None where an output is not in the message, or has another size than its shape.
+        """
+        form, pieces = self._form, []
+        for size, raw in zip(self._sizes, data, strict=True):
+            if size is None:
+                pieces.append(_NO_CONTENTS)
+                continue
+            if type(raw) is not bytes or len(raw) != size >= 0:
+                return None
+            if form is None:
+                pieces += (_RAW_OUTPUT, varint(len(raw)))
+            pieces.append(raw)
+        tail = b"".join(pieces) if form is None else form % tuple(pieces)
         if not request_id:
             return self._before + tail
         return b"".join((self._before, *_id(request_id), tail))
 
 
 class ResponseEncoder:
-    """Serializes responses, and their templates, behind heads that are cached."""
+    """Serializes responses, and their templates, behind heads that are kept by schema."""
 
     def __init__(self) -> None:
-        self._heads: BoundedCache[_Form, bytes] = BoundedCache(_MOST_HEADS)
+        self._heads: BoundedCache[tuple[str, str, bytes], bytes] = BoundedCache(_MOST_HEADS)
 
     def encode(
         self,
         model: GatewayModel,
         request_id: str,
+        schema: bytes,
         inferred: Inferred,
         contents: Sequence[bytes | memoryview],
     ) -> bytes:
-        """The serialized response; `contents` has the bytes of each output, empty for one in a
-        region.
+        """Return the serialized response.
 
-        Raises Internal when it is larger than a message can be.
+        Args:
+            model: The model that gave it.
+            request_id: The id of its request.
+            schema: Its schema; empty where it is not the one that its worker sent.
+            inferred: The response.
+            contents: The bytes of each output, empty for one in a region.
+
+        Raises:
+            Internal: It is larger than a message can be.
         """
-        pieces: list[bytes | memoryview] = self._before(model, request_id, inferred)
+        pieces: list[bytes | memoryview] = [self._head(model, schema, inferred), *_id(request_id)]
         for content in contents:
             pieces += (_RAW_OUTPUT, varint(len(content)), content)
         size = sum(map(len, pieces))
@@ -84,36 +109,29 @@ class ResponseEncoder:
         return b"".join(pieces)
 
     def template(
-        self, model: GatewayModel, inferred: Inferred, sizes: Sequence[int | None]
+        self, model: GatewayModel, schema: bytes, inferred: Inferred, placed: Container[str]
     ) -> GrpcResponseTemplate:
-        """The template of a response whose outputs have these sizes, in bytes; None for all, when
-        they are in regions."""
-        return GrpcResponseTemplate(self._before(model, "", inferred), sizes)
+        """Return the template of responses of a schema, whose `placed` outputs are in regions."""
+        sizes = [
+            None
+            if tensor.name in placed
+            else tensor_schema(tensor.name, tensor.datatype, tensor.shape).byte_size
+            for tensor in inferred.outputs
+        ]
+        return GrpcResponseTemplate(self._head(model, schema, inferred), sizes)
 
-    def streamed_template(
-        self, model: GatewayModel, request_id: str, inferred: Inferred
-    ) -> StreamedTemplate:
-        """The template of a response in a stream that is not the last to its request."""
-        return StreamedTemplate(b"".join(self._before(model, request_id, inferred)))
-
-    def _before(
-        self, model: GatewayModel, request_id: str, inferred: Inferred
-    ) -> list[bytes | memoryview]:
-        pieces: list[bytes | memoryview] = [self._head(model, inferred.outputs)]
-        if inferred.parameters:
-            pieces.append(_parameters(inferred.parameters))
-        pieces += _id(request_id)
-        return pieces
-
-    def _head(self, model: GatewayModel, outputs: Sequence[TensorRef]) -> bytes:
-        key = (model.name, model.version, tuple((t.name, t.datatype, t.shape) for t in outputs))
-        head = self._heads.find(key)
+    def _head(self, model: GatewayModel, schema: bytes, inferred: Inferred) -> bytes:
+        key = (model.name, model.version, schema)
+        head = self._heads.find(key) if schema else None
         if head is None:
             response = ModelInferResponse(model_name=model.name, model_version=model.version)
-            for name, datatype, shape in key[2]:
-                response.outputs.add(name=name, datatype=datatype, shape=shape)
+            for tensor in inferred.outputs:
+                response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            for name, value in inferred.parameters.items():
+                set_parameter(response.parameters[name], value)
             head = response.SerializeToString()
-            self._heads.remember(key, head)
+            if schema:
+                self._heads.remember(key, head)
         return head
 
 
@@ -158,24 +176,6 @@ def streamed(response: bytes, *, final: bool = True) -> bytes:
     """A ModelInferResponse as it stands in a stream: the last one to its request, or not."""
     end = FINAL if final else _NOT_FINAL
     return b"".join((_INFER_RESPONSE, varint(len(response) + len(end)), response, end))
-
-
-class StreamedTemplate:
-    """The responses to one request in a stream that differ only in their tensors' bytes; none of
-    them is the last."""
-
-    __slots__ = ("_fixed",)
-
-    def __init__(self, before: bytes) -> None:
-        self._fixed = before + _NOT_FINAL
-
-    def fill(self, contents: Sequence[bytes]) -> bytes:
-        """The response with these bytes of its outputs, which are small."""
-        pieces = [self._fixed]
-        for content in contents:
-            pieces += (_RAW_OUTPUT, varint(len(content)), content)
-        size = sum(map(len, pieces))
-        return b"".join((_INFER_RESPONSE, varint(size), *pieces))
 
 
 def streamed_end(model_name: str, asked_version: str, request_id: str) -> bytes:

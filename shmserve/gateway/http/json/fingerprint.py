@@ -30,7 +30,7 @@ from shmserve.gateway.inference.builder import BuiltRequest, Prepared
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
-from shmserve.ipc.tensors.template_cache import BoundedCache
+from shmserve.ipc.tensors.schemas import BoundedCache
 
 _ID = re.compile(rb'\{"id": ?"([ !#-\[\]-~]*)"')
 _PLACE = re.compile(

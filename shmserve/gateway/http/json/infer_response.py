@@ -13,84 +13,100 @@ import orjson
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.inference.body_arrival import MallocTrim
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.inference.response import check_size
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred, tensor_schema
 
 _CUT = b"\0"  # no JSON text has it
 _UNKNOWN = b"null"  # orjson's word for a number that is not finite
 
 
 class SentOutput(NamedTuple):
-    """An output that is sent, and whether it is binary; else it is an array in the JSON."""
+    """An output that is sent; `byte_size` is -1 for BYTES, whose size varies.
+
+    A `binary` one follows the JSON, any other is an array in it. `position` is its place in the
+    response.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    byte_size: int
     binary: bool
+    position: int
+    unpack: Callable[[bytes], tuple[Any, ...]] | None
 
 
 class JsonResponseTemplate:
-    """A response but for its request's id and its tensors' values.
+    """The head of responses of one schema: all but the id and the tensors' values.
 
-    `whole`: what is sent is all that the worker's response has inline, so that it follows from any
-    one of its form.
+    `outputs` are those that are sent; the others are in regions that the client named.
     """
 
-    __slots__ = ("_form", "_places", "_unpackers", "outputs", "whole")
+    __slots__ = ("_form", "outputs")
 
     def __init__(self, request: InferRequest, name: str, version: str, response: Inferred) -> None:
         asked = {output.name: output for output in request.outputs}
         self.outputs: list[SentOutput] = []
-        self._unpackers: list[Callable[[bytes], tuple[Any, ...]] | None] = []  # of their values
-        self._places: list[int] = []  # of those outputs in the response
         entries: list[dict[str, Any]] = []
-        for place, tensor in enumerate(response.outputs):
+        for index, tensor in enumerate(response.outputs):
             entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
             entry["shape"] = tensor.shape
             entries.append(entry)
             output = asked.get(tensor.name)
             if output is not None and output.place is not None:
-                continue  # it is in the client's region
-            data = tensor.data
-            size = len(data) if isinstance(data, bytes) else data.byte_size
-            check_size(tensor, size)
+                continue
             binary = output.binary if output is not None else request.binary
+            schema = tensor_schema(tensor.name, tensor.datatype, tensor.shape)
+            size = schema.byte_size
             if binary:
-                entry["parameters"] = {"binary_data_size": size}
+                hole = size if size >= 0 else orjson.Fragment(_CUT)
+                entry["parameters"] = {"binary_data_size": hole}
             else:
                 entry["data"] = orjson.Fragment(_CUT)
-            self.outputs.append(SentOutput(tensor.name, tensor.datatype, tensor.shape, binary))
-            self._unpackers.append(tensors.unpacker(tensor.datatype, tensor.shape))
-            self._places.append(place)
-        inline = sum(type(tensor.data) is bytes for tensor in response.outputs)
-        self.whole = inline == len(self.outputs)
+            unpack = tensors.unpacker(tensor.datatype, tensor.shape)
+            self.outputs.append(SentOutput(*schema, binary, index, unpack))
         text = _response_json(name, version, response, entries)
         self._form = text.replace(b"%", b"%%").replace(_CUT, b"%b")
 
-    def datas(self, response: Inferred) -> list[bytes | Place]:
-        """The data of a response of this form, one for each of `outputs`."""
-        return [response.outputs[place].data for place in self._places]
+    def json(self, request_id: str, cuts: Sequence[bytes]) -> bytes:
+        """Return the JSON, with the arrays of the outputs that are not binary, and sizes of BYTES.
 
-    def json(self, request_id: str, arrays: Sequence[bytes]) -> bytes:
-        """The JSON, with the arrays of the outputs that are not binary."""
-        text = self._form % tuple(arrays)
+        Args:
+            request_id: The request's id; it may be empty.
+            cuts: One for each output that is not binary, or is of BYTES, in their order.
+        """
+        text = self._form % tuple(cuts)
         return b'{"id":%b,%b' % (orjson.dumps(request_id), text) if request_id else b"{" + text
 
-    def fill(self, request_id: str, datas: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
-        """The JSON with these tensors, those that are sent, and what is binary of them; raises as
-        `tensors.encode`."""
-        arrays: list[bytes] = []
+    def fill(self, request_id: str, data: Sequence[Any]) -> tuple[bytes, list[bytes]] | None:
+        """Return the JSON of a response, and what is binary of it.
+
+        Args:
+            request_id: The request's id; it may be empty.
+            data: The data of the response's message.
+
+        Returns:
+            None where an output is not in the message, or has another size than its shape.
+
+        Raises:
+            Internal: As `tensors.encode` does.
+        """
+        cuts: list[bytes] = []
         binary: list[bytes] = []
-        for output, unpack, data in zip(self.outputs, self._unpackers, datas, strict=True):
-            if output.binary:
-                binary.append(data)
+        for name, datatype, shape, byte_size, is_binary, position, unpack in self.outputs:
+            raw = data[position]
+            if type(raw) is not bytes or len(raw) != byte_size >= 0:
+                return None
+            if is_binary:
+                binary.append(raw)
+                if byte_size < 0:
+                    cuts.append(b"%d" % len(raw))
                 continue
-            text = _UNKNOWN if unpack is None else orjson.dumps(unpack(data))
+            text = _UNKNOWN if unpack is None else orjson.dumps(unpack(raw))
             if _UNKNOWN in text:
-                text = tensors.encode(data, output.datatype, output.shape, output.name)
-            arrays.append(text)
-        return self.json(request_id, arrays), binary
+                text = tensors.encode(raw, datatype, shape, name)
+            cuts.append(text)
+        return self.json(request_id, cuts), binary
 
 
 def _response_json(
@@ -108,9 +124,13 @@ def _response_json(
 _LONG_TEXT = 64 * 1024
 
 
-async def output_text(output: SentOutput, data: bytes | memoryview, trim: MallocTrim) -> bytes:
-    """The array of an output's values; raises as `tensors.encode`. `trim` is told what a long one
-    took."""
+async def output_text(
+    output: SentOutput | TensorRef, data: bytes | memoryview, trim: MallocTrim
+) -> bytes:
+    """Return the JSON array of an output's values; raises as `tensors.encode`.
+
+    The memory that a long array took is reported to `trim`.
+    """
     arguments = (data, output.datatype, output.shape, output.name)
     if len(data) <= _LONG_TEXT:
         return tensors.encode(*arguments)

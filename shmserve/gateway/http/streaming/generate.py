@@ -28,7 +28,7 @@ from shmserve.gateway.http.json.infer_request import (
     take_sequence,
     tensor_bytes,
 )
-from shmserve.gateway.http.json.infer_response import SentOutput, output_text
+from shmserve.gateway.http.json.infer_response import output_text
 from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads
 from shmserve.gateway.http.request import CONTENT_ENCODING, HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse
@@ -148,8 +148,7 @@ class _Generation:
         outputs = []
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
-            output = SentOutput(tensor.name, tensor.datatype, tensor.shape, binary=False)
-            outputs.append((tensor, await output_text(output, data, self._gateway.malloc_trim)))
+            outputs.append((tensor, await output_text(tensor, data, self._gateway.malloc_trim)))
         model = self._model
         infer_request = self.responses.request.infer_request
         return response_json(infer_request, model.name, model.version, outputs, inferred.parameters)

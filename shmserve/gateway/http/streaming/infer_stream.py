@@ -14,12 +14,12 @@ from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.inference.response import classified_as_requested
+from shmserve.gateway.inference.response import classified_as_requested, output_bytes
 from shmserve.gateway.inference.submit import Message, error_of, is_last, log_failure, still
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.tensors.template_cache import TemplateCache
+from shmserve.ipc.tensors.schemas import BoundedCache
 
 _MOST_TEMPLATES = 8
 
@@ -56,7 +56,7 @@ class _Events:
         self._responses = responses
         self._framing = framing
         self._infer_request = _without_binary(responses.request.infer_request)
-        self._templates: TemplateCache[JsonResponseTemplate] = TemplateCache(_MOST_TEMPLATES)
+        self._templates: BoundedCache[bytes, JsonResponseTemplate] = BoundedCache(_MOST_TEMPLATES)
 
     async def next(self) -> tuple[bytes | None, Inferred | None]:
         message = self._responses.first
@@ -73,24 +73,22 @@ class _Events:
         return self._framing.frame(json), inferred
 
     def _known(self, message: Message) -> bytes | None:
-        """The text of a response whose template is known."""
+        """Return the text of a response whose schema is known, if all of it is in the message."""
         if not isinstance(message, m.Responded) or message.spans:
             return None
-        found = self._templates.find(message.body)
-        if found is None:
-            return None
-        template, datas = found
-        return template.fill(self._infer_request.id, datas)[0]
+        template = self._templates.find(message.schema)
+        filled = template and template.fill(self._infer_request.id, message.data)
+        return filled[0] if filled else None
 
     async def _json(self, inferred: Inferred) -> bytes:
         model, message = self._model, self._responses.first
         shown = classified_as_requested(self._gateway, model, self._infer_request, inferred)
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
-        if template.whole and shown is inferred and isinstance(message, m.Responded):
-            self._templates.learn(message.body, inferred, template)
+        if shown is inferred and isinstance(message, m.Responded):
+            self._templates.remember(message.schema, template)
         arrays: list[bytes] = []
-        for output, raw in zip(template.outputs, template.datas(shown), strict=True):
-            data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
+        for output in template.outputs:
+            data = output_bytes(self._gateway, shown.outputs[output.position])
             arrays.append(await output_text(output, data, self._gateway.malloc_trim))
         return template.json(self._infer_request.id, arrays)
 
