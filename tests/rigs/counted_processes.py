@@ -58,6 +58,7 @@ from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
     RequestedOutput,
+    Packed,
     pack_inference,
     pack_inferred,
     unpack_inference,
@@ -116,7 +117,7 @@ class Case:
 
     config: dict[str, Any]
     batch: int
-    works: Callable[[int, int], bytes]
+    works: Callable[[int, int], Packed]
     http: Callable[[int, int], dict[str, Any]]
     response: Callable[[Inference], Inferred]
 
@@ -125,9 +126,9 @@ class Case:
         """The name of one of the benchmark's models."""
         return str(self.config["name"])
 
-    def respond(self, work: bytes) -> bytes:
+    def respond(self, work: Packed) -> Packed:
         """The packed response to a packed request."""
-        return pack_inferred(self.response(unpack_inference(work)))
+        return pack_inferred(self.response(unpack_inference(*work)))
 
     def post(self, step: int, request: int) -> bytes:
         """A request as an HTTP client sends it."""
@@ -168,7 +169,7 @@ def inline() -> Case:
     """Two small tensors in the message, with other numbers in each step."""
     names = ("INPUT0", "INPUT1")
 
-    def work(step: int, request: int) -> bytes:
+    def work(step: int, request: int) -> Packed:
         numbers = np.full((1, 16), step, np.int32)
         return pack_inference(Inference(tuple(worker_rig.tensor(name, numbers) for name in names)))
 
@@ -184,7 +185,7 @@ def placed(region: worker_rig.Region) -> Case:
     """An input and an output in a region, alone in its execution."""
     shape = (_PLACE // 4,)
 
-    def work(step: int, request: int) -> bytes:
+    def work(step: int, request: int) -> Packed:
         tensor = TensorRef("INPUT0", "FP32", shape, region.place(2 * request * _PLACE, _PLACE))
         output = RequestedOutput("OUTPUT0", region.place((2 * request + 1) * _PLACE, _PLACE))
         return pack_inference(Inference((tensor,), (output,)))
@@ -221,7 +222,7 @@ def worker(folder: Path, case: Case) -> Calls:
         for step in range(_WARM_UPS + 1):
             for first in range(0, BATCH, case.batch):
                 together = range(first, first + case.batch)
-                works = [m.Work(at + 1, 4242, case.works(step, at), "") for at in together]
+                works = [m.Work(at + 1, 4242, *case.works(step, at), "") for at in together]
                 rig.scheduler.post(rig._peer, m.Execute(next(numbers), works))
                 rig.scheduler.flush()
                 with calls if step == _WARM_UPS else MagicMock():
@@ -261,8 +262,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     for step in range(_WARM_UPS + 1):
         counted = calls if step == _WARM_UPS else MagicMock()
         for at in range(BATCH):
-            work, rows = case.works(step, at), int(case.batch > 1)
-            client.post(m.Submit(next(numbers), rows, b"key", 1, 0, 0, 0, work))
+            client.post(m.Submit(next(numbers), *case.works(step, at), 1, 0, 0, 0))
         client.flush()
         with counted:
             _turn(host)
@@ -271,7 +271,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
         while len(responses) < BATCH:
             batches += [] if batches else arrived(worker)
             batch = batches.pop(0)
-            replies = [m.Reply(work.key, "", "", body) for work in batch.requests]
+            replies = [m.Reply(work.key, "", "", *body) for work in batch.requests]
             now_ns = time.monotonic_ns()
             times_ns = (now_ns, now_ns, now_ns, now_ns)
             worker.send(m.BatchFinished(batch.batch, *times_ns, replies))
@@ -398,7 +398,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         while len(submits) < BATCH:
             submits += arrived(schedulers)
         for peer, submit in submits:
-            schedulers.post(peer, m.Finished(submit.id, case.respond(submit.work), 1, 2, 3))
+            schedulers.post(peer, m.Finished(submit.id, *case.respond((submit.schema, submit.data)), 1, 2, 3))
         schedulers.flush()
         with counted:
             for _ in range(3):

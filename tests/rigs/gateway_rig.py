@@ -28,6 +28,7 @@ from shmserve.supervisor.models.registry import describe
 from tests.rigs.forker import GATEWAY, GRPC, Forked, forker
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
+from tests.support.messages import inference_of
 
 Compute = Callable[[Inference], Inferred]
 
@@ -114,8 +115,8 @@ class Scheduler:
                 self.others.append(message)
 
     def _answer(self, peer: bytes, submit: m.Submit) -> None:
-        body = pack_inferred(self.compute(unpack_inference(submit.work)))
-        self.puppet.router.post(peer, m.Finished(submit.id, body))
+        body = pack_inferred(self.compute(inference_of(submit)))
+        self.puppet.router.post(peer, m.Finished(submit.id, *body))
 
     def answer_all(self) -> None:
         """Answer what was kept."""

@@ -71,7 +71,7 @@ def asked(
     work: bytes = b"",
 ) -> Asked:
     """A request that is submitted."""
-    submit = m.Submit(number, 1, b"", 0, 0, 0, 0, work, "mine")
+    submit = m.Submit(number, *work, 0, 0, 0, 0, "mine")
     request = Asked(submit, scheduler.endpoint, scheduler, release)
     scheduler.submit(request)
     return request
@@ -79,7 +79,7 @@ def asked(
 
 def answer() -> m.Finished:
     place = Place(WORKER, 4096, 64)
-    return m.Finished(1, pack_inferred(Inferred((TensorRef("OUT", "INT8", (64,), place),))))
+    return m.Finished(1, *pack_inferred(Inferred((TensorRef("OUT", "INT8", (64,), place),))))
 
 
 @pytest.mark.parametrize("answered", ["before", "after"])
@@ -93,7 +93,7 @@ def test_an_answer_that_is_not_read_is_given_back(
     async def give_up() -> list[Any]:
         scheduler = SchedulerHandle("ipc://nowhere", lambda scheduler: None)
         built: Any = SimpleNamespace(trace=None)
-        submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
+        submit = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         how = (submit, scheduler.endpoint, scheduler, lambda: None)
         if kind is Submitted:
             request: Any = Submitted(*how, MagicMock(), MagicMock(), built)
@@ -160,7 +160,7 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
             for number, work in ((1, b""), (2, b""), (3, work_in_place()))
         ]
         link: Any = scheduler.link
-        link.last_words = [m.Finished(1, pack_inferred(Inferred(())))]
+        link.last_words = [m.Finished(1, *pack_inferred(Inferred(())))]
         dispatcher.lost("ipc://old", successor)
         return dispatcher, requests
 
@@ -246,12 +246,12 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in (1, 2):
             request = asked(scheduler, number, partial(released.append, f"of {number}"))
             request.heard = heard
-            scheduler._take(m.Responded(number, "", "", body, False))
+            scheduler._take(m.Responded(number, "", "", *body, False))
             request.grant(4)
             if number == 2:
                 request.give_up()
-            scheduler._take(m.Responded(number, "", "", body, False))
-            scheduler._take(m.Responded(number, "", "", b"", True))
+            scheduler._take(m.Responded(number, "", "", *body, False))
+            scheduler._take(m.Responded(number, "", "", b"", [], True))
             request.grant(5)  # too late: it has ended
         await asyncio.sleep(HELD_S)
         return heard, link.posted, released

@@ -92,15 +92,15 @@ def asked(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
 def response(number: int, value: int, *, final: bool = False) -> m.Responded:
     data = np.full(1, value, np.int32).tobytes()
     answer = Inferred((TensorRef("OUT", "INT32", (1,), data),))
-    return m.Responded(number, "", "", pack_inferred(answer), final)
+    return m.Responded(number, "", "", *pack_inferred(answer), final)
 
 
 def error(number: int, text: str, *, final: bool = False) -> m.Responded:
-    return m.Responded(number, NotFound.code, text, b"", final)
+    return m.Responded(number, NotFound.code, text, b"", [], final)
 
 
 def end(number: int) -> m.Responded:
-    return m.Responded(number, "", "", b"", True)
+    return m.Responded(number, "", "", b"", [], True)
 
 
 def values(responses: list[Any]) -> list[tuple[str, int, bool]]:
@@ -254,7 +254,7 @@ def test_who_does_not_read_gets_no_credit(gateway: Rig, repeat: Scheduler, tmp_p
     deaf.ask("deaf")
     ((peer, number),) = asked(repeat, 1)
     big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
-    message = m.Responded(number, "", "", pack_inferred(big), False)
+    message = m.Responded(number, "", "", *pack_inferred(big), False)
     credit, sent, others = FIRST_CREDIT, 0, 0
     while credit > sent and sent < 100_000:
         repeat.say(peer, *[message] * (credit - sent))
@@ -281,7 +281,7 @@ def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Str
         place = arena.allocate(len(data))
         arena.view(place)[:] = data
         answer = Inferred((TensorRef("OUT", "INT32", (len(data) // 4,), place),))
-        return m.Responded(number, "", "", pack_inferred(answer), False)
+        return m.Responded(number, "", "", *pack_inferred(answer), False)
 
     def released() -> int:
         releases = [message for message in repeat.others if isinstance(message, m.Release)]

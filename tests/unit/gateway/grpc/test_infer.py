@@ -10,7 +10,7 @@ import pytest
 from shmserve.gateway.grpc.infer import Inferences, Submitted
 from shmserve.ipc.messages import inference as m
 
-ANSWER = m.Finished(1, b"")
+ANSWER = m.Finished(1, b"", [])
 
 
 @pytest.mark.parametrize("answered", ["before", "after"])
@@ -20,7 +20,7 @@ def test_who_leaves_as_the_answer_comes_has_left_once(answered: str) -> None:
     discarded: list[Any] = []
     posted: list[Any] = []
     taken: list[str] = []
-    submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "1")
+    submit = m.Submit(1, b"", [], 0, 0, 0, 0, "1")
     inflight = SimpleNamespace(pending={1: None})
     scheduler: Any = SimpleNamespace(
         inflight=inflight, post=posted.append, discard=discarded.append

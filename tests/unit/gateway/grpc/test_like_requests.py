@@ -27,6 +27,7 @@ from shmserve.gateway.grpc import infer as grpc
 from shmserve.gateway.grpc.wire.fingerprint import split
 from shmserve.gateway.grpc.wire.prepared_requests import PreparedRequests
 from shmserve.proto import grpc_service_pb2 as pb
+from tests.support.messages import inference_of
 
 grpc_client = pytest.importorskip("tritonclient.grpc")
 
@@ -156,7 +157,7 @@ def test_a_message_that_is_written_otherwise_is_read_as_it_is(gateway: Any, form
             said = pb.ModelInferRequest.FromString(raw)
             built = inferences._read(raw, {}, False)[1]
             assert built.infer_request.id == said.id
-            (tensor,) = unpack_inference(built.work).inputs
+            (tensor,) = inference_of(built).inputs
             assert tensor.data == said.raw_input_contents[0]
 
 
@@ -173,7 +174,7 @@ def test_ids_and_values_are_cut_where_they_are(
             built = inferences._read(_of(request_id, value), {}, False)[1]
             asked += 1
             assert built.infer_request.id == request_id
-            (tensor,) = unpack_inference(built.work).inputs
+            (tensor,) = inference_of(built).inputs
             assert tensor.data == value
     assert split.count < asked / 3
     broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
@@ -235,4 +236,4 @@ def test_each_grpc_response_has_its_own_id(served: Rig) -> None:
             submit = scheduler.submits[-1]
             assert (submit.request_id, submit.flags) == (request_id, start | end * 2)
             assert (submit.correlation_text or submit.correlation_id) == sequence
-    assert len({submit.work for submit in scheduler.submits}) == 1
+    assert len({submit.data for submit in scheduler.submits}) == 1

@@ -21,7 +21,7 @@ from shmserve.gateway.http.json.fingerprint import (
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
-from shmserve.ipc.tensors.template_cache import BoundedCache
+from shmserve.ipc.tensors.schemas import BoundedCache
 
 LIMIT = 1 << 20
 

@@ -53,6 +53,7 @@ from tests.support.wire.raw_http import (
     read_reply,
     shm_input,
 )
+from tests.support.messages import inference_of
 
 MIB = 1024 * 1024
 ARENA = 32 * MIB
@@ -194,9 +195,9 @@ def test_a_malformed_answer_is_an_internal_error(gateway: Rig, simple: Scheduler
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
     peer, submit = simple.waiting.pop()
-    simple.say(peer, Finished(submit.id + 1, b""))
-    simple.say(peer, Finished(submit.id, b"garbage"))
-    simple.say(peer, Finished(submit.id, b"garbage"))
+    simple.say(peer, Finished(submit.id + 1, b"", []))
+    simple.say(peer, Finished(submit.id, b"garbage", [b"garbage"]))
+    simple.say(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     assert (caller.reply().status, caller.reply().error) == (500, "internal error")
     simple.held = False
     gateway.http.infer("simple", simple_body()).ok()
@@ -233,7 +234,7 @@ def test_the_deadline_is_the_tighter_one(
     assert before < submit.arrived_ns < time.monotonic_ns()
     assert submit.deadline_ns == (submit.arrived_ns + limit_us * 1000 if limit_us else 0)
     assert (submit.batch_size, submit.request_id) == (1, "7")
-    inference = unpack_inference(submit.work)
+    inference = inference_of(submit)
     if own_us:
         assert inference.parameters == {"other": "x"}
         assert submit.priority == 3
@@ -420,7 +421,7 @@ def test_large_tensors_go_through_the_arena(gateway: Rig, large: Scheduler, form
     large.held = True
     caller = ClientIdentity(gateway.port, "large", body, headers)
     until("the request is there", lambda: large.waiting, 20)
-    first, second = unpack_inference(large.waiting[0][1].work).inputs
+    first, second = inference_of(large.waiting[0][1]).inputs
     assert content(first.data) == a.tobytes()
     assert content(second.data) == strings
     assert first.data.offset % 64 == second.data.offset % 64 == 0  # type: ignore[union-attr]
@@ -440,7 +441,7 @@ def large_body(size: int) -> tuple[bytes, dict[str, str]]:
 
 
 def place_of(submit: Submit) -> Place:
-    place = unpack_inference(submit.work).inputs[0].data
+    place = inference_of(submit).inputs[0].data
     assert isinstance(place, Place)
     return place
 
@@ -661,7 +662,7 @@ def test_tensors_in_regions_are_passed_on_as_places(
     reply = gateway.http.infer("m", region_request()).ok()
     assert reply.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [10]}]
     (submit,) = through_regions.submits
-    inference = unpack_inference(submit.work)
+    inference = inference_of(submit)
     for place, offset in ((inference.inputs[0].data, 8), (inference.outputs[0].place, 96)):
         assert isinstance(place, Place)
         assert (place.offset, place.byte_size) == (4096 + offset, 40)
@@ -758,7 +759,7 @@ def test_what_came_before_a_region_changed_says_nothing_of_the_new_one(
             gateway.http.infer("m", body).ok()
         gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
     until("both are released", lambda: len(gateway.heard_of(m.RegionReleased)) == 2)
-    places = [unpack_inference(submit.work).outputs[0].place for submit in through_regions.submits]
+    places = [inference_of(submit).outputs[0].place for submit in through_regions.submits]
     assert [place and place.memory.id for place in places] == [5, 5, 5, 6, 6, 6]
 
 

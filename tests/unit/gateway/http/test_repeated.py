@@ -103,7 +103,7 @@ def test_a_malformed_answer_is_an_internal_error(asked: Asked) -> None:
     asked.hold(32)
     ((peer, submit),) = asked.scheduler.waiting
     asked.scheduler.waiting.clear()
-    asked.scheduler.say(peer, Finished(submit.id, b"garbage"))
+    asked.scheduler.say(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     reply = read_reply(asked.connection)
     assert (reply.status, reply.error) == (500, "internal error")
     assert asked.is_right(33)

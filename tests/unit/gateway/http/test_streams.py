@@ -21,6 +21,7 @@ from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, model_
 from tests.rigs.gateway_rig import tensor_config as tensor
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, join_bytes, read_reply
+from tests.support.messages import inference_of
 
 REPEAT = {
     **model_config(
@@ -65,15 +66,15 @@ def response(number: int, *values: int, final: bool = False, extra: str = "") ->
     outputs = [TensorRef("OUT", "INT32", (len(values),), data)]
     if extra:
         outputs.append(TensorRef("EXTRA", "BYTES", (1,), join_bytes([extra.encode()])))
-    return m.Responded(number, "", "", pack_inferred(Inferred(tuple(outputs))), final)
+    return m.Responded(number, "", "", *pack_inferred(Inferred(tuple(outputs))), final)
 
 
 def error(number: int, text: str, *, final: bool = False) -> m.Responded:
-    return m.Responded(number, NotFound.code, text, b"", final)
+    return m.Responded(number, NotFound.code, text, b"", [], final)
 
 
 def end(number: int) -> m.Responded:
-    return m.Responded(number, "", "", b"", True)
+    return m.Responded(number, "", "", b"", [], True)
 
 
 class Asked:
@@ -98,7 +99,7 @@ class Asked:
         self._peer, submit = scheduler.waiting[-1]
         self._scheduler = scheduler
         self.number = submit.id
-        self.inference = unpack_inference(submit.work)
+        self.inference = inference_of(submit)
 
     def say(self, *messages: m.Responded | m.Failed) -> None:
         """Have the model say this."""
@@ -397,7 +398,7 @@ def in_arena(arena: Arena, number: int, count: int, *, final: bool = False) -> m
     place = arena.allocate(len(data))
     arena.view(place)[:] = data
     answer = Inferred((TensorRef("OUT", "INT32", (count,), place),))
-    return m.Responded(number, "", "", pack_inferred(answer), final)
+    return m.Responded(number, "", "", *pack_inferred(answer), final)
 
 
 def released(scheduler: Scheduler) -> int:
