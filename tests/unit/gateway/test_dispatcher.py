@@ -234,7 +234,8 @@ def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_suc
 def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told, and the end; what comes after who waited has left is given back."""
     monkeypatch.setattr("shmserve.gateway.links.Link", Link)
-    body = answer().body
+    finished = answer()
+    body = (finished.schema, finished.data)
 
     async def stream() -> tuple[list[Any], list[Any], list[str]]:
         dispatcher = RequestDispatcher()

@@ -79,7 +79,7 @@ def check(asked: Callable[[Any], BuiltRequest]) -> None:
             wire = built.infer_request
             assert (wire.id, wire.flags) == (request_id, start | end * 2)
             assert (wire.correlation_id, wire.timeout_us) == (sequence, 5)
-            works.add(built.work)
+            works.add((built.schema, tuple(built.data)))
             built.release()
     assert len(works) == 1
 
@@ -236,4 +236,4 @@ def test_each_grpc_response_has_its_own_id(served: Rig) -> None:
             submit = scheduler.submits[-1]
             assert (submit.request_id, submit.flags) == (request_id, start | end * 2)
             assert (submit.correlation_text or submit.correlation_id) == sequence
-    assert len({submit.data for submit in scheduler.submits}) == 1
+    assert len({(submit.schema, *submit.data) for submit in scheduler.submits}) == 1

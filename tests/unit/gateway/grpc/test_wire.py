@@ -20,7 +20,7 @@ from shmserve.gateway.grpc.wire.response import (
 )
 from shmserve.gateway.inference.request import ANONYMOUS
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from shmserve.proto import grpc_service_pb2 as ours
 
 pytest.importorskip("grpc")
@@ -225,12 +225,13 @@ def test_a_template_gives_what_is_encoded(
     ]
     response = Inferred(tuple(outputs), parameters)
     encoder = ResponseEncoder()
-    template = encoder.template(model, response, [len(data) for data in contents])
+    schema, _ = pack_inferred(response)
+    template = encoder.template(model, schema, response, ())
     others = [bytes(byte ^ 255 for byte in data) for data in contents]
     for these in (contents, others):
         filled = template.fill(request_id, these)
-        encoded = encoder.encode(model, request_id, response, these)
-        assert len(filled) == len(encoded)  # the fields' order may be another
+        encoded = encoder.encode(model, request_id, schema, response, these)
+        assert filled is not None and len(filled) == len(encoded)  # the fields' order may be another
         assert theirs.ModelInferResponse.FromString(filled) == (
             theirs.ModelInferResponse.FromString(encoded)
         )

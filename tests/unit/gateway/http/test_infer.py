@@ -233,7 +233,7 @@ def test_the_deadline_is_the_tighter_one(
         (submit,) = scheduler.submits
     assert before < submit.arrived_ns < time.monotonic_ns()
     assert submit.deadline_ns == (submit.arrived_ns + limit_us * 1000 if limit_us else 0)
-    assert (submit.batch_size, submit.request_id) == (1, "7")
+    assert submit.request_id == "7"
     inference = inference_of(submit)
     if own_us:
         assert inference.parameters == {"other": "x"}
