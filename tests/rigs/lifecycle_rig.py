@@ -12,11 +12,11 @@ from typing import Any, cast
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.orders import LoadPlan, Order
 from shmserve.supervisor.models.publications import News
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 

@@ -22,7 +22,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.processes.control_socket import (
     Acknowledgements,
     Address,

@@ -14,12 +14,12 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import events
 from shmserve.ipc.messages.supervision import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import LoadPlan, ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.supervisor.models.loads import UPDATES, LifecycleActions, Loads, keep_wish, refusal
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
     FOLDER,
@@ -28,7 +29,6 @@ from shmserve.supervisor.models.orders import (
 )
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.statuses import statuses
-from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import GraphProblem, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
+from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
 from shmserve.supervisor.models.repository import CONFIG_FILE
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 
 if TYPE_CHECKING:
     from shmserve.common.accelerators import Accelerators

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.model_config import GraphProblem
+from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import (
     FOLDER,
     UNLOADED,
@@ -20,8 +22,6 @@ from shmserve.supervisor.models.orders import (
     differs,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)

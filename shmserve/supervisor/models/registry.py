@@ -10,12 +10,12 @@ from typing import Any
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.supervisor.models.instances import StepModel
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.publications import Audience, Publications
 from shmserve.supervisor.models.repository import ModelFolder, lacks_version
 from shmserve.supervisor.models.statuses import index_rows, is_ready, progress, statuses
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 

@@ -11,7 +11,7 @@ from shmserve.common.tasks import settle
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import SchedulerStart, WorkerStart, decode
-from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.models.instances import Instance
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
 from shmserve.supervisor.processes.table import Child
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.orders import LoadPlan, LoadSource
-from shmserve.supervisor.models.version.spec import VersionSpec
 from tests.simulation.world import World
 
 if TYPE_CHECKING:

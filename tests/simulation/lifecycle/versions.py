@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import Instance, InstanceState, bounds_of
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.instances import Instance, InstanceState, bounds_of
-from shmserve.supervisor.models.version.model_version import ModelVersion
 
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.processes import SimulatedChild

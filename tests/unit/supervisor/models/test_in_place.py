@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.repository import find, version_fingerprint
-from shmserve.supervisor.models.version.instances import (
+from shmserve.supervisor.models.instances import (
     Instance,
     InstanceState,
     InstanceUpdate,
+    VersionSpec,
     change_between,
     expand_instances,
 )
-from shmserve.supervisor.models.version.model_version import (
+from shmserve.supervisor.models.model_version import (
     ModelVersion,
     differs_in_instances_only,
 )
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.repository import find, version_fingerprint
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 

@@ -11,11 +11,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import InvalidArgument
+from shmserve.supervisor.models.instances import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
 

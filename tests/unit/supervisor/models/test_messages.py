@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import Processes, plan, turns

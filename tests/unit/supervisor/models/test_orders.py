@@ -16,12 +16,12 @@ import pytest
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models import instance_processes
+from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.version import instance_processes
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 from tests.rigs.process_rig import CONFIG, Processes, turns
 
 

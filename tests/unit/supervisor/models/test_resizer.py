@@ -13,12 +13,12 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.events import InstancesChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import resizer
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order, OrderKind
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.models.room import Room
 from shmserve.supervisor.models.sizing import Change, Sizing
-from shmserve.supervisor.models.version.model_version import ModelVersion
 from tests.rigs.process_rig import CONFIG, Made, Processes, plan, turns
 from tests.unit.supervisor.models.test_version import ALONE
 
@@ -181,11 +181,11 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
         await rig.look()
         instances, spec = rig.version.instances, rig.version.spec
         same = instances.update_to(spec, instances.config)
-        assert (same.added, same.leaving) == ([], [])
+        assert (same.added, same.removed) == ([], [])
         (group,) = instances.config.instance_group
         two = replace(instances.config, instance_group=(replace(group, count=2),))
         other = instances.update_to(spec, two)
-        assert (other.differs, other.added, other.leaving) == (True, [], [])
+        assert (other.differs, other.added, other.removed) == (True, [], [])
         anew = ModelVersion(rig.processes.context, spec, lambda _: None, ModelRegistry(), ALONE)
         assert anew.instances.count == 1
         anew.instances.begin_like(instances)

@@ -11,8 +11,8 @@ import pytest
 
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.version.spec import Lifetime, StepModel, VersionSpec
-from shmserve.supervisor.models.version.step_models import EnsembleInstances
+from shmserve.supervisor.models.instances import Lifetime, StepModel, VersionSpec
+from shmserve.supervisor.models.model_version import EnsembleInstances
 
 CONFIG: dict[str, Any] = {
     "name": "e",

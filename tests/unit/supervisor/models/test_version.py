@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import supervision as m
+from shmserve.supervisor.models import instance_processes
+from shmserve.supervisor.models.instances import InstanceState
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version import instance_processes
-from shmserve.supervisor.models.version.instances import InstanceState
-from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import Made, Processes, plan, turns
 

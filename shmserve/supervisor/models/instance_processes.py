@@ -25,19 +25,22 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.version.hangs import in_a_line, stacks_of, watched
-from shmserve.supervisor.models.version.instances import (
+from shmserve.supervisor.models.instances import (
     Instance,
     InstanceState,
     InstanceUpdate,
+    Lifetime,
+    VersionSpec,
     bounds_of,
     change_between,
     expand_instances,
     inbox,
+    one_line,
     sized,
+    stacks_of,
+    watched,
 )
-from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
-from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
+from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -193,8 +196,7 @@ class Instances:
         self._send(instance, m.LoadInstance(config, endpoint))
         message = await self._watched(instance, m.InstanceLoaded)
         self._refuse_if_over(instance)
-        instance.loaded(message.checks_ready)
-        instance.device_byte_size = message.device_byte_size
+        instance.loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
         if current != endpoint:  # the scheduler was replaced while the model loaded
             self._send(instance, m.Attach(current))
@@ -301,7 +303,7 @@ class Instances:
         fails."""
         self._scheduler.reserve(update.config, update.added)
         self._all += update.added
-        of = len(self._all) - len(update.leaving)
+        of = len(self._all) - len(update.removed)
         try:
             await self._load_all(update.added, update.config, of)
         except ExceptionGroup as failures:
@@ -311,7 +313,7 @@ class Instances:
         """Complete an update whose instances are added: its configuration holds from now on, and
         the instances that it does not ask for retire."""
         self.config = update.config
-        self.retire(update.leaving)
+        self.retire(update.removed)
 
     async def resize(self, count: int) -> None:
         """Have so many instances, of a version that has bounds; what is added serves at once, and
@@ -324,7 +326,7 @@ class Instances:
         except ShmserveError:
             self.retire(update.added)
             raise
-        self.retire(update.leaving)
+        self.retire(update.removed)
 
     def retire(self, instances: list[Instance]) -> None:
         """Have these finish what they have, and end."""
@@ -393,7 +395,7 @@ class Instances:
 
     @staticmethod
     async def _kill(instance: Instance, child: Child) -> None:
-        stacks = in_a_line(await stacks_of(instance))
+        stacks = one_line(await stacks_of(instance))
         logger.error("instance '%s' is killed: %s; it is in %s", instance.name, child.cause, stacks)
         child.kill()
 

@@ -22,8 +22,7 @@ from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLi
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import counted
-from shmserve.supervisor.models.version.instances import Instance
-from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
+from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
 from shmserve.supervisor.resources.rate_limiter import Needs
 
