@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import events
 from shmserve.ipc.messages.supervision import SchedulerLost
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
@@ -138,12 +139,16 @@ class LifecycleExecutor:
             if spec.model_dir not in used:
                 self._planner.discard(spec)
 
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """As `LifecycleActions`."""
+        return self._planner.complete(spec, completed)
+
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         """As `LifecycleActions`."""
-        changed = self.lifecycle.changed
-        return ModelVersion(self.context, spec, changed, self._registry, group)
+        events = self.lifecycle.changed, self.lifecycle.config_completed
+        return ModelVersion(self.context, spec, group, self._registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:
         """As `LifecycleActions`."""

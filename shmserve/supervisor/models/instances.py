@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from shmserve.common.model_settings import MAX_INSTANCES, MIN_INSTANCES, instance_bound
 from shmserve.errors import Unavailable
 from shmserve.ipc.model_spec import ModelSpec, RateLimit
+from shmserve.supervisor.models.repository import ReadConfig
 from shmserve.supervisor.processes.table import Child, RestartBackoff
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,7 @@ class VersionSpec:
 
     Attributes:
         config: The configuration, normalised and validated before auto-completion.
-        complete: Merges the properties that the model reports, validates the result and returns
-            the final configuration. An ensemble's argument is {"steps": the configuration of each
-            step's model or None, "elsewhere": whether any version of each model is available}.
+        read: The source of `config`, with which it is completed.
         labels: The label texts of each output that has labels.
         files: A fingerprint of the version's files without its configuration.
     """
@@ -70,9 +69,9 @@ class VersionSpec:
     model_dir: Path
     repository: Path
     config: ModelSpec
-    complete: Callable[[dict[str, Any]], ModelSpec]
     labels: dict[str, list[str]] = field(default_factory=dict)
     files: str = ""
+    read: ReadConfig | None = field(default=None, compare=False)
 
     @property
     def steps(self) -> list[StepModel]:

@@ -153,8 +153,8 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         """It is watched."""
-        changed = self.lifecycle.changed
-        version = ObservedVersion(self.registry, self.context, spec, changed, self.registry, group)
+        events = self.lifecycle.changed, self.lifecycle.config_completed
+        version = ObservedVersion(self.context, spec, group, self.registry.serving, *events)
         self.alive.append(version)
         return version
 

@@ -134,15 +134,16 @@ class DrawnRepository:
             versions = {"1": folder.name}
             self.folders[folder] = 0
 
-        def complete(completed: dict[str, Any]) -> ModelSpec:
-            if None in completed.get("steps", ()):
-                raise InvalidArgument("a model of its steps is not available")
-            return config
-
         return [
-            VersionSpec(name, version, folder, folder, config, complete, files=files)
+            VersionSpec(name, version, folder, folder, config, files=files)
             for version, files in versions.items()
         ]
+
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """As `LoadPlanner.complete`."""
+        if None in completed.get("steps", ()):
+            raise InvalidArgument("a model of its steps is not available")
+        return spec.config
 
     def discard(self, spec: VersionSpec) -> None:
         """As `LoadPlanner.discard`."""

@@ -84,12 +84,6 @@ class Repository:
         """As `LoadPlanner.plan`."""
         self.read.append(name)
         config = self._config(name, override)
-
-        def complete(completed: dict[str, Any]) -> ModelSpec:
-            if None in completed.get("steps", ()):
-                raise InvalidArgument("a step's model is not available")
-            return config
-
         folder = Path("/")
         return [
             VersionSpec(
@@ -98,11 +92,16 @@ class Repository:
                 folder,
                 folder,
                 config,
-                complete,
                 files=self.files.get(version, ""),
             )
             for version in self.versions
         ]
+
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """As `LoadPlanner.complete`."""
+        if None in completed.get("steps", ()):
+            raise InvalidArgument("a step's model is not available")
+        return spec.config
 
     def discard(self, plan: VersionSpec) -> None:
         """As `LoadPlanner.discard`."""
