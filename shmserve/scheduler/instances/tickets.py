@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from shmserve.ipc.messages.supervision import AskTicket, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.outboxes import ControlLink
 
