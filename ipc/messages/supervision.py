@@ -366,7 +366,7 @@ class KillInstance:
 @message
 class StatisticsSnapshot:
     """A snapshot of what the scheduler has counted, before it tells anybody else; its successor
-    restores it. `statistics` are those of scheduler/statistics, `metrics` its model's own, as
+    restores it. `statistics` are those of scheduler/statistics.py, `metrics` its model's own, as
     common/model_metrics.py has them. What is left out of `statistics` is as it was in the last."""
 
     statistics: dict[str, Any]
