@@ -30,8 +30,7 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.waiting import Waiter
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 from shmserve.scheduler.settings import Settings
 
 _GATEWAY = b"7000.ab"

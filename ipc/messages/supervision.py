@@ -349,7 +349,7 @@ class SnapshotStatistics:
 class StatisticsSnapshot:
     """A scheduler's counters, which its successor restores. It is sent before they are published.
 
-    `statistics` are those of scheduler/statistics, and `metrics` the model's own, encoded as in
+    `statistics` are those of scheduler/statistics.py, and `metrics` the model's own, encoded as in
     common/model_metrics.py. An entry that is missing in `statistics` has not changed.
     """
 

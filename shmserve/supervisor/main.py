@@ -66,7 +66,7 @@ from shmserve.supervisor.supervisor import Supervisor, taken_signals
 
 _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),
-    "shmserve.scheduler.main",
+    "shmserve.scheduler.hosting.host",
 )
 
 

@@ -38,7 +38,7 @@ from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 from shmserve.ipc.trace import TraceContext, is_trace
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, first_number
-from shmserve.scheduler.outboxes import ControlLink
+from shmserve.scheduler.requests.request import ControlLink
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096

@@ -20,7 +20,7 @@ from shmserve.supervisor.processes.settings_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 
-_ENTRY = "shmserve.scheduler.main:run"
+_ENTRY = "shmserve.scheduler.hosting.host:run"
 STOP_PATIENCE_S = 5.0
 
 

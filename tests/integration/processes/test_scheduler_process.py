@@ -49,7 +49,8 @@ from tests.support.waiting import until
 PATIENCE_MS = 10_000
 NUMBER = 3
 BOOT = (
-    "import ast, sys; from shmserve.scheduler.main import run; run(ast.literal_eval(sys.argv[1]))"
+    "import ast, sys; from shmserve.scheduler.hosting.host import run; "
+    "run(ast.literal_eval(sys.argv[1]))"
 )
 MODEL = {
     "name": "m",

@@ -19,10 +19,10 @@ from shmserve.ipc.messages.supervision import (
     InstanceGone,
     KillInstance,
 )
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     LIFE,
     OVER,
+    Client,
     Event,
     IllegalEvent,
     ScheduledRequest,
