@@ -13,8 +13,8 @@ from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.messages.supervision import InstanceExpected, ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -30,8 +30,7 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.waiting import Waiter
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 from shmserve.scheduler.settings import Settings
 
 _GATEWAY = b"7000.ab"

@@ -30,7 +30,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
-from shmserve.scheduler.statistics.generation_stats import GenerationStats
+from shmserve.scheduler.tables import GenerationStats
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint

@@ -16,6 +16,7 @@ from typing import Any, assert_never
 from shmserve.errors import QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
+from shmserve.ipc.messages.control_requests import TicketGranted
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
     CountChange,
@@ -23,7 +24,6 @@ from shmserve.ipc.messages.supervision import (
     InstanceGone,
     InstanceRetired,
     RetireInstance,
-    TicketGranted,
 )
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.recovery import Recovery
@@ -31,22 +31,26 @@ from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.pool import Pool
-from shmserve.scheduler.instances.tickets import InstanceTickets
-from shmserve.scheduler.outboxes import ControlLink, Peers
-from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import (
+    CACHED,
+    Client,
+    ControlLink,
     Event,
     Lookup,
+    Peers,
     ScheduledRequest,
     State,
+    Timing,
 )
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics.counters import Reason, Statistics
-from shmserve.scheduler.statistics.timing import CACHED, Timing
+from shmserve.scheduler.statistics import (
+    Reason,
+    Statistics,
+)
 
 logger = logging.getLogger(__name__)
 

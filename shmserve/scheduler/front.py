@@ -30,23 +30,24 @@ from shmserve.ipc.messages.inference import (
     StatisticsReported,
     Submit,
 )
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     BaseCounters,
     Drain,
     Drained,
-    ProcessExited,
     ResizeCache,
     SnapshotStatistics,
     StatisticsSnapshot,
     Stop,
 )
 from shmserve.ipc.transport.router import last_number
-from shmserve.scheduler.outboxes import ClientLinks, ControlLink
-from shmserve.scheduler.requests.client import Client, ClientTable
 from shmserve.scheduler.requests.queue import believable
-from shmserve.scheduler.requests.request import NEVER, Lookup
+from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
-from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics import (
+    Reason,
+    Statistics,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,40 @@ logger = logging.getLogger(__name__)
 # Of a snapshot, as it is this moment.
 _NOW = ("pending", "executing", "open_sequences", "live", "instances")
 _DEAD_REMEMBERED = 64
+_MOST_CLIENTS = 1024  # beyond that, clients without requests are removed
 
 R = TypeVar("R")
+
+
+class ClientLinks(Protocol):
+    """The links to clients. `malformed` counts their unreadable frames."""
+
+    @property
+    def malformed(self) -> int:
+        """The number of unreadable frames so far."""
+
+    def to(self, peer: bytes) -> Callable[[Any], object]:
+        """Return the function that queues a message for the client at this address."""
+
+
+class ClientTable(dict[bytes, Client[R]]):
+    """The clients by address. A lookup of an unknown address adds the client."""
+
+    def __init__(self, links: ClientLinks) -> None:
+        super().__init__()
+        self._links = links
+
+    def __missing__(self, peer: bytes) -> Client[R]:
+        if len(self) >= _MOST_CLIENTS:
+            for known in [each for each in self.values() if not each.requests]:
+                del self[known.peer]
+        client: Client[R] = Client(peer, self._links.to(peer))
+        self[peer] = client
+        return client
+
+    def of_process(self, pid: int) -> list[Client[R]]:
+        """Return the clients of one process."""
+        return [client for client in self.values() if client.pid == pid]
 
 
 @dataclass(eq=False)

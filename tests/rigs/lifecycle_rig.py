@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from shmserve.errors import Internal
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle

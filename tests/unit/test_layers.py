@@ -63,7 +63,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "model_config": ("ipc", "common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
-    "scheduler.requests": (*("ipc.*", "scheduler", "scheduler.statistics"),),
+    "scheduler.requests": ("ipc.*", "scheduler"),
     "scheduler.batchers": ("ipc.*", "scheduler.*"),
     "scheduler.batchers.sequence": (
         "ipc.*",
@@ -71,9 +71,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "scheduler.batchers",
         "scheduler.instances",
         "scheduler.requests",
-        "scheduler.statistics",
     ),
-    "scheduler.statistics": ("ipc.*", "common.*", "scheduler.*"),
     "scheduler.instances": ("ipc.*", "scheduler.*"),
     "scheduler.generative": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),

@@ -3,7 +3,7 @@
 Nothing is kept on disk, and nothing is lost with a gateway. The families of models are tables of
 counters and gauges, histograms, and summaries with the quantiles of the last minute. Names and
 labels of nv_* are Triton's; what Triton does not have is called shmserve_*, of models that generate
-text shmserve_llm_* (shmserve/scheduler/statistics has what is counted).
+text shmserve_llm_* (shmserve/scheduler/statistics.py has what is counted).
 """
 
 from __future__ import annotations

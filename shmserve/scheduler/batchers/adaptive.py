@@ -34,8 +34,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shmserve.ipc.transport.records import record
-from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
-from shmserve.scheduler.batchers.dynamic import QueueHead, closed, gather
+from shmserve.scheduler.batchers.dynamic import (
+    Batch,
+    Batcher,
+    Closed,
+    Pending,
+    QueueHead,
+    WaitUntil,
+    closed,
+    gather,
+)
 from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching

@@ -9,18 +9,19 @@ from typing import Any, NamedTuple
 
 from shmserve.ipc.messages.inference import Submit
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, PendingRequests, WaitUntil
-from shmserve.scheduler.batchers.dynamic import DynamicBatcher
+from shmserve.scheduler.batchers.dynamic import (
+    Batch,
+    Batcher,
+    Closed,
+    DynamicBatcher,
+    WaitUntil,
+)
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.pool import Lost, Pool, Slot
-from shmserve.scheduler.instances.tickets import InstanceTickets
-from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.instances.pool import InstanceTickets, Lost, Pool, Slot
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
-from shmserve.scheduler.requests.request import NEVER, ScheduledRequest
+from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
-
-_ONE = Batch(1, Closed.IDLE)
 
 
 class SequenceKey(NamedTuple):
@@ -106,18 +107,6 @@ class Dispatcher(ABC):
         return False
 
 
-class DefaultBatcher(Batcher):
-    """The default batcher: one request an execution, in order, without a wait (pure)."""
-
-    def decide(self, now_ns: int, pending: PendingRequests, reserve_ns: int) -> Batch | None:
-        """As `Batcher` says."""
-        return _ONE if pending else None
-
-    def closed(self, pending: PendingRequests) -> Batch | None:
-        """As `Batcher` says."""
-        return _ONE if pending else None
-
-
 @dataclass(eq=False)
 class Dispatch(Dispatcher):
     """Starts what can run. An instance that is free gets a batch at once, one that is busy only
@@ -195,7 +184,7 @@ class Dispatch(Dispatcher):
 def batcher_of(settings: Settings) -> Batcher:
     """The batcher of a model."""
     if settings.batching is None:
-        return DefaultBatcher()
+        return Batcher()
     if settings.batching.target_ns:
         return AdaptiveBatcher(settings.batching)
     return DynamicBatcher(settings.batching)

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from shmserve.ipc.messages.supervision import InstanceServed, KillInstance
 from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
-from shmserve.scheduler.outboxes import ControlLink
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import AT_WORK, ScheduledRequest, State
+from shmserve.scheduler.requests.request import AT_WORK, ControlLink, ScheduledRequest, State
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics import (
+    Reason,
+    Statistics,
+)
 
 _DIED_OPEN = "the model's worker died before this request's last response"
 

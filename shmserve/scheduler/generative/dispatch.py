@@ -33,16 +33,20 @@ from shmserve.ipc.messages.generation import (
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
-from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.engine import Engine
-from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
+from shmserve.scheduler.generative.sequences import Beams, Generation, Place, Sequence
 from shmserve.scheduler.instances.executions import work_of
 from shmserve.scheduler.instances.pool import Lost, Slot
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import AT_WORK, NEVER, ScheduledRequest, State
-from shmserve.scheduler.statistics.counters import Reason
-from shmserve.scheduler.statistics.generation_stats import GenerationStats
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.requests.request import (
+    AT_WORK,
+    NEVER,
+    Client,
+    ScheduledRequest,
+    State,
+    Timing,
+)
+from shmserve.scheduler.statistics import Reason
+from shmserve.scheduler.tables import GenerationStats
 
 logger = logging.getLogger(__name__)
 

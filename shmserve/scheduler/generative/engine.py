@@ -17,13 +17,17 @@ from typing import Generic, TypeVar
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
-from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.blocks import BlockPool
-from shmserve.scheduler.generative.pace import CHUNK, PROBE_STEPS, Acceptance, StepTimes
-from shmserve.scheduler.generative.policies import ranking
-from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
-from shmserve.scheduler.generative.step_plan import Running, StepPlan
-from shmserve.scheduler.statistics.generation_stats import GenerationStats
+from shmserve.scheduler.generative.sequences import Beams, Generation, Place, Sequence, ranking
+from shmserve.scheduler.generative.steps import (
+    CHUNK,
+    PROBE_STEPS,
+    Acceptance,
+    Running,
+    StepPlan,
+    StepTimes,
+)
+from shmserve.scheduler.tables import GenerationStats
 
 T = TypeVar("T")
 
@@ -293,8 +297,11 @@ class Engine(Generic[T]):
             if seats < 0 or plan.tokens < 1:
                 return
             free = self.pool.available - promised - (len(inside) and self.pool.count // 64)
-            enter = self._swap_in if sequence.place is Place.SWAPPED else self._begin_prompt
-            if not enter(plan, sequence, free):
+            if sequence.place is Place.SWAPPED:
+                entered = self._swap_in(plan, sequence, free)
+            else:
+                entered = self._begin_prompt(sequence, free)
+            if not entered:
                 return
             inside.append(outside.pop(0))
             sequence.place = Place.RUNNING
@@ -323,7 +330,7 @@ class Engine(Generic[T]):
         held = min(len(sequence.table), shared) + own
         return max(shared + sequence.seats * (most - shared) - held, 0)
 
-    def _begin_prompt(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
+    def _begin_prompt(self, sequence: Sequence[T], free: int) -> bool:
         """Give a sequence that has nothing the cached blocks of its beginning; whether what it
         needs besides is `free`."""
         size = self.settings.block_size
@@ -455,7 +462,7 @@ class Engine(Generic[T]):
         self._seal(sequence)
         beams = self._beams[sequence.generation.key]
         sequence.held = True
-        beams.heard(sequence, result)
+        beams.add(sequence, result)
         if any(not each.held for each in sequence.generation.sequences):
             return
         before = sequence.generation.sequences[:]

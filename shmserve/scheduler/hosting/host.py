@@ -2,7 +2,7 @@
 opens and closes them as the supervisor says.
 
 One model is one scheduler in a process of its own, except that the steps of an ensemble are
-scheduled beside it: then a step is a call (in_process.py).
+scheduled beside it: then a step is a call (event_loop.py).
 """
 
 from __future__ import annotations
@@ -10,28 +10,48 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import time
+from typing import assert_never, get_args
 
 from shmserve import logs
 from shmserve.errors import ShmserveError
-from shmserve.ipc import endpoints
-from shmserve.ipc.messages.start import HostStart, SchedulerStart, decode
+from shmserve.ipc import endpoints, processes
+from shmserve.ipc.memory.c_library import keep_no_large_memory
+from shmserve.ipc.messages import SupervisorToHost
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
+    HostStart,
     OpenScheduler,
     Ping,
     SchedulerClosed,
+    SchedulerStart,
     SetLogging,
     Started,
     Stop,
+    decode_start,
 )
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 from shmserve.scheduler.hosting.hosted import KINDS, HostedScheduler
-from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.waiting import Waiter
 from shmserve.scheduler.requests.request import NEVER
 
 logger = logging.getLogger(__name__)
+
+_FROM_SUPERVISOR = frozenset(get_args(SupervisorToHost))
+
+
+def run(data: bytes) -> None:
+    """Host schedulers until the supervisor sends `Stop`; `data` is an encoded `HostStart`."""
+    start = decode_start(HostStart, data)
+    logs.configure(start.title, start.log)
+    processes.name_process(start.title)
+    # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.exact_timers()
+    keep_no_large_memory()
+    Host(start).run()
 
 
 class Host:
@@ -92,17 +112,23 @@ class Host:
 
     def _from_supervisor(self) -> None:
         for message in self._control.receive():
-            match message:
-                case OpenScheduler():
-                    self._open(decode(SchedulerStart, message.start))
-                case SetLogging():
-                    logs.apply(logs.LogSettings(**message.settings))
-                case Ping(number):
-                    self._control.send(Acknowledged(number))
-                case Stop():
-                    self._stopped = True
-                case _:
-                    logger.warning("unexpected %s", type(message).__name__)
+            if type(message) in _FROM_SUPERVISOR:
+                self._handle(message)
+            else:
+                logger.warning("unexpected %s", type(message).__name__)
+
+    def _handle(self, message: SupervisorToHost) -> None:
+        match message:
+            case OpenScheduler():
+                self._open(decode_start(SchedulerStart, message.start))
+            case SetLogging():
+                logs.apply(logs.LogSettings(**message.settings))
+            case Ping(number):
+                self._control.send(Acknowledged(number))
+            case Stop():
+                self._stopped = True
+            case _:
+                assert_never(message)
 
     def _open(self, start: SchedulerStart) -> None:
         try:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, Protocol, get_args
 
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import FIRST
@@ -32,9 +32,14 @@ from shmserve.ipc.messages import (
     WorkerToScheduler,
 )
 from shmserve.ipc.messages.inference import MetricsReported, Submit
-from shmserve.ipc.messages.memory import MemoryDropped
-from shmserve.ipc.messages.start import CacheStart, SchedulerStart
-from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady, SetTracing
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
+from shmserve.ipc.messages.supervision import (
+    CacheStart,
+    Drain,
+    SchedulerReady,
+    SchedulerStart,
+    SetTracing,
+)
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.batching import BatchingCore
@@ -42,10 +47,12 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Core, Front
-from shmserve.scheduler.hosting.in_process import InProcessLinks
+from shmserve.scheduler.hosting.event_loop import (
+    InProcessLinks,
+    Take,
+    Waiter,
+)
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
-from shmserve.scheduler.hosting.waiting import Take, Waiter
-from shmserve.scheduler.outboxes import Outbox
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -54,9 +61,23 @@ _PARTING_S = 0.3  # for the last responses to leave
 _MOST_READS = 1024  # before a drain begins: some client may never end
 
 
+class Outbox(Protocol):
+    """A link whose `pending` messages are sent by `flush` at the end of a turn."""
+
+    @property
+    def pending(self) -> Sized:
+        """The messages that `flush` sends."""
+
+    def flush(self) -> object:
+        """Send the pending messages."""
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the link after at most `linger_s` for the delivery of sent messages."""
+
+
 class Parts(NamedTuple):
-    """The parts that differ by kind: the core, what takes from its own peers, by descriptor, and
-    all links with messages to send, in the order in which they leave."""
+    """The parts of a scheduler that differ by kind: its core, the handlers of its own peers'
+    messages by descriptor, and all its links in the order in which they are flushed."""
 
     core: Core[Any]
     inboxes: dict[int, Take]

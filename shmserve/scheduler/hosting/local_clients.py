@@ -26,8 +26,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
-from shmserve.ipc.messages.start import SchedulerStart
-from shmserve.ipc.messages.supervision import RequestTraced, SetTracing
+from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.inference import (
     LONGEST_CORRELATION_ID,
@@ -39,7 +38,7 @@ from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 from shmserve.ipc.trace import TraceContext, is_trace
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, first_number
-from shmserve.scheduler.outboxes import ControlLink
+from shmserve.scheduler.requests.request import ControlLink
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096

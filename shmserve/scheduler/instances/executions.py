@@ -28,15 +28,23 @@ from shmserve.ipc.messages.inference import (
     SequenceRow,
     Work,
 )
-from shmserve.scheduler.batchers.base import Batcher, Closed
+from shmserve.scheduler.batchers.dynamic import (
+    Batcher,
+    Closed,
+)
 from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
-from shmserve.scheduler.outboxes import Peers
-from shmserve.scheduler.requests.request import AT_WORK, Event, ScheduledRequest, State
+from shmserve.scheduler.requests.request import (
+    AT_WORK,
+    Event,
+    Peers,
+    ScheduledRequest,
+    State,
+    Timing,
+)
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics.counters import Statistics
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 

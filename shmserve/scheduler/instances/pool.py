@@ -21,14 +21,16 @@ returned, and goes on with the requests that are open there until their last res
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from shmserve.scheduler.batchers.base import Closed
-from shmserve.scheduler.requests.request import NEVER, ScheduledRequest, Worker
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
 
 class SlotState(StrEnum):
@@ -127,17 +129,70 @@ class Lost(NamedTuple):
     open: list[ScheduledRequest]
 
 
-class Ticketing(Protocol):
-    """The accounting of an instance's tickets to execute, where that is limited."""
+class InstanceTickets:
+    """The rate limiter's tickets of this model version's instances, by index.
+
+    An instance executes only with a ticket. A ticket is requested once a batch could run, so that
+    no resources are reserved while requests are still awaited. Unused tickets are returned at the
+    end of the dispatch. Used ones are returned at the end of the turn: an instance that goes on has
+    requested its next ticket by then, and keeps its turn among other instances.
+    """
+
+    def __init__(self, control: ControlLink) -> None:
+        self._control = control
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, int] = {}
+        self._granted: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._done: list[int] = []
+
+    def granted(self, ticket: int) -> None:
+        """Record a grant of the supervisor; ignore it if the request was withdrawn."""
+        for index, asked in self._asked.items():
+            if asked == ticket:
+                del self._asked[index]
+                self._granted[index] = ticket
+                return
+
+    def find(self, slots: Iterable[Slot]) -> Slot | None:
+        """Return the first of these instances that has a ticket."""
+        return next((slot for slot in slots if slot.index in self._granted), None)
+
+    def ask(self, slots: Iterable[Slot], most: int) -> None:
+        """Request tickets for the first `most` of these instances."""
+        for slot in itertools.islice(slots, most):
+            if slot.index not in self._asked and slot.index not in self._granted:
+                ticket = self._asked[slot.index] = next(self._numbers)
+                self._control.post(AskTicket(ticket, slot.index))
 
     def use(self, slot: Slot) -> None:
-        """The instance executes."""
+        """Record that the instance executes."""
+        self._used[slot.index] = self._granted.pop(slot.index)
 
     def done(self, slot: Slot) -> None:
-        """The instance has executed."""
+        """Record that the instance has executed."""
+        ticket = self._used.pop(slot.index, 0)
+        if ticket:
+            self._done.append(ticket)
+
+    def end_turn(self) -> None:
+        """Return the used tickets."""
+        for ticket in self._done:
+            self._control.post(TicketReturned(ticket, True))
+        self._done.clear()
 
     def gone(self, index: int) -> None:
-        """The instance is gone, whatever it had."""
+        """Return the tickets of an instance that is gone."""
+        for tickets in (self._asked, self._granted, self._used):
+            ticket = tickets.pop(index, 0)
+            if ticket:
+                self._control.post(TicketReturned(ticket, tickets is self._used))
+
+    def give_back(self) -> None:
+        """Return the granted tickets that were not used."""
+        for ticket in self._granted.values():
+            self._control.post(TicketReturned(ticket, False))
+        self._granted.clear()
 
 
 @dataclass(eq=False)
@@ -151,7 +206,7 @@ class Pool:
     """
 
     _limit_ns: int
-    _tickets: Ticketing | None = None
+    _tickets: InstanceTickets | None = None
     _most_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 retries   alone, one an execution: their worker died; always first
 queue     by priority and in order of arrival; any request can leave from the middle
-timers    deadlines and queue limits (timers.py)
+timers    deadlines and queue limits
 
 No operation but `all` and the rare sweep of timers, which is paid for by those that came since the
 last one, takes longer the more requests wait (a heap's logarithm apart).
@@ -18,23 +18,72 @@ behind those that are in time. There is no ageing: a low level may starve.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Generic, TypeVar
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import LevelPolicy
 from shmserve.ipc.tensors.signature import id_prefix
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
-from shmserve.scheduler.requests.timers import Timers
+from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
 EXPIRED = "Request timeout expired"
+# A sweep visits every timer and keeps those of live requests. The next sweep comes when there are
+# twice as many timers as were kept, and this many more.
+_MOST_STALE = 1024
+
+R = TypeVar("R")
+
+
+class Timers(Generic[R]):
+    """Deadlines of requests (monotonic ns), any number for each request.
+
+    `done` reports whether a request has ended. No timer expires before `due_ns`. The timers of a
+    request that has ended stay in the heap, because finding them would cost as much as the request:
+    they are skipped when they expire, or removed by a sweep when there are many.
+    """
+
+    def __init__(self, done: Callable[[R], bool]) -> None:
+        self._done = done
+        self._heap: list[tuple[int, int, R]] = []
+        self._numbers = itertools.count()
+        self._sweep_at = _MOST_STALE
+        self.due_ns = NEVER
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, until_ns: int, request: R) -> None:
+        """Add a timer of a request."""
+        heap = self._heap
+        if len(heap) >= self._sweep_at:
+            self._sweep()
+        heapq.heappush(heap, (until_ns, next(self._numbers), request))
+        # A timer expires once more than its time has passed.
+        self.due_ns = heap[0][0] + 1
+
+    def over(self, now_ns: int) -> list[R]:
+        """Remove the expired timers and return their requests, except those that have ended."""
+        heap, over = self._heap, []
+        while heap and (heap[0][0] < now_ns or self._done(heap[0][2])):
+            request = heapq.heappop(heap)[2]
+            if not self._done(request):
+                over.append(request)
+        self.due_ns = heap[0][0] + 1 if heap else NEVER
+        return over
+
+    def _sweep(self) -> None:
+        heap, done = self._heap, self._done
+        heap[:] = [timer for timer in heap if not done(timer[2])]
+        heapq.heapify(heap)
+        self._sweep_at = 2 * len(heap) + _MOST_STALE
 
 
 class _Level:

@@ -1,25 +1,89 @@
-"""A request inside the scheduler, and the states of its life as a table (pure).
+"""A request inside the scheduler, its state machine, and the processes that take part in it (pure).
 
-Every request ends once for its client: with its response, with the last of its responses, or with
-an error; and there is one `Settled` besides when that came while a worker still had it. The states
-say who owes what: a worker may still be reading a request's memory long after its client stopped
+The client of a request receives one end: the response, the last of the responses, or an error. If a
+worker still has the request then, the client also receives a `Settled` later. The state says which
+of these messages are still owed. A worker may read a request's memory long after its client stopped
 waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shmserve.ipc.memory.lent import Block
-from shmserve.ipc.messages.inference import Submit
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.ipc.messages.inference import BatchFinished, Submit
+from shmserve.ipc.transport.router import first_number
 
 NEVER = 1 << 63  # later than any time
-OVER = Submit(0, 0, b"", 0, 0, 0, 0, b"")  # of a request that is done: nothing is kept
+OVER = Submit(0, 0, b"", 0, 0, 0, 0, b"")  # replaces the message of a request that is done
+CACHED = "cached"  # `Timing.closed` of a request that was answered from the response cache
+
+R = TypeVar("R")
+
+
+class Peers(Protocol):
+    """The link to workers. `malformed` counts their unreadable frames."""
+
+    @property
+    def malformed(self) -> int:
+        """The number of unreadable frames so far."""
+
+    def post(self, peer: bytes, message: Any) -> None:
+        """Queue a message for the worker at this address."""
+
+
+class ControlLink(Protocol):
+    """The link to the supervisor. `malformed` counts its unreadable frames."""
+
+    malformed: int
+
+    def post(self, message: Any) -> None:
+        """Queue a message."""
+
+
+class Client(Generic[R]):
+    """A submitter of requests: its address, its pid (0: unknown), its requests by number, and
+    `post`, which queues a message for it."""
+
+    __slots__ = ("peer", "pid", "post", "requests")
+
+    def __init__(self, peer: bytes, post: Callable[[Any], object]) -> None:
+        self.peer = peer
+        self.pid = first_number(peer)
+        self.post = post
+        self.requests: dict[int, R] = {}
+
+
+class Timing(NamedTuple):
+    """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns). The
+    execution had `rows` rows; `closed` is the reason why it took no more. `spans` are those of the
+    requests that its model made."""
+
+    compute_start_ns: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+    rows: int = 0
+    closed: str = ""
+    spans: bytes = b""
+
+    @classmethod
+    def of(
+        cls, message: BatchFinished, sent_ns: int, now_ns: int, rows: int = 0, closed: str = ""
+    ) -> Timing:
+        """Return the phases that a worker reports, clamped to `sent_ns` .. `now_ns`."""
+        start, input_end = message.compute_start_ns, message.input_end_ns
+        output_start, end = message.output_start_ns, message.compute_end_ns
+        if not sent_ns <= start <= input_end <= output_start <= end <= now_ns:
+            start = min(max(start, sent_ns), now_ns)
+            input_end = min(max(input_end, start), now_ns)
+            output_start = min(max(output_start, input_end), now_ns)
+            end = min(max(end, output_start), now_ns)
+        phases = (input_end - start, output_start - input_end, end - output_start)
+        return cls(start, *phases, rows, closed, message.spans)
 
 
 class State(StrEnum):

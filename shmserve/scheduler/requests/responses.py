@@ -22,25 +22,30 @@ from shmserve.ipc.messages.inference import (
     Reply,
     Responded,
     Settled,
+    Submit,
 )
-from shmserve.scheduler.outboxes import Peers
+from shmserve.ipc.trace import Span, TraceContext
 from shmserve.scheduler.requests.request import (
     AT_WORK,
     OVER,
     Event,
     Outcome,
+    Peers,
     ScheduledRequest,
     State,
+    Timing,
 )
-from shmserve.scheduler.requests.spans import spans_of
 from shmserve.scheduler.response_cache import ResponseCache
-from shmserve.scheduler.statistics.counters import Reason, Statistics
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.statistics import (
+    Reason,
+    Statistics,
+)
 
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
 _UNDECIDED = AT_WORK | {State.QUEUED}
 _IN_ORDER = _UNDECIDED | {State.HELD}
+_NOT_EXECUTED = Timing(0, 0, 0, 0)
 
 
 @dataclass(eq=False)
@@ -219,3 +224,38 @@ class Responses:
         self.live -= 1
         request.submit = OVER
         del request.client.requests[request.id]
+
+
+def spans_of(
+    statistics: Statistics,
+    submit: Submit,
+    arrived_ns: int,
+    enqueued_ns: int,
+    timing: Timing | None,
+    now_ns: int,
+) -> bytes:
+    """Return the packed span of a request that ends now, followed by the spans of its execution.
+
+    Returns:
+        The `spans` of `Finished`; empty if the request is not traced.
+    """
+    if not submit.trace:
+        return b""
+    start_ns, input_ns, infer_ns, output_ns, rows, closed, spans = timing or _NOT_EXECUTED
+    context = TraceContext.of(submit.trace)
+    span = Span(
+        context.span_id,
+        context.parent_id,
+        *statistics.model,
+        submit.request_id,
+        arrived_ns,
+        enqueued_ns,
+        start_ns,
+        start_ns + input_ns,
+        start_ns + input_ns + infer_ns,
+        start_ns + input_ns + infer_ns + output_ns,
+        now_ns,
+        rows,
+        closed,
+    )
+    return span.packed() + spans

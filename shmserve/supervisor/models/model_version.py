@@ -20,7 +20,7 @@ from typing import Any
 from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.messages.publications import MemoryDropped, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.instance_processes import CompleteConfig, Instances, first_of
@@ -136,10 +136,10 @@ class ModelVersion:
         """Check whether this is an ensemble with a step that runs the named model."""
         return any(step.name == name for step in self.spec.steps)
 
-    def publication(self, latest: bool) -> m.ModelPublished:
+    def publication(self, latest: bool) -> ModelPublished:
         """Return the message that publishes this version; `latest` is whether it is the newest."""
         checks_ready, labels = self.instances.checks_ready, self.instances.labels
-        return m.ModelPublished(
+        return ModelPublished(
             name=self.spec.name,
             version=self.spec.version,
             config=self.config,
@@ -307,7 +307,7 @@ class ModelVersion:
         # Messages to the successor are flushed first: local clients have sockets of their own and
         # resubmit at once.
         self._context.control.flush()
-        self._context.broadcast(m.SchedulerLost(endpoint, successor), *roles)
+        self._context.broadcast(SchedulerLost(endpoint, successor), *roles)
 
     def _on_scheduler_message(self, message: Any) -> None:
         match message:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.supervisor.models.instances import InstanceState, VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.model_version import ModelVersion, differs_in_instances_only

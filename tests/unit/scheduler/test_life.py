@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
     InstanceExpected,
     InstanceGone,
     KillInstance,
-    ProcessExited,
 )
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     LIFE,
     OVER,
+    Client,
     Event,
     IllegalEvent,
     ScheduledRequest,

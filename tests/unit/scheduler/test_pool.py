@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.scheduler.batchers.base import Closed
+from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import NEVER, OVER, ScheduledRequest
+from shmserve.scheduler.requests.request import NEVER, OVER, Client, ScheduledRequest
 
 NOW = 1_000_000
 LIMIT = 500

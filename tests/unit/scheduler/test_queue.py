@@ -8,11 +8,10 @@ import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
+from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
 NOW = 1_000_000_000

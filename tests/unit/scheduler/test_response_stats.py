@@ -6,7 +6,7 @@ from typing import Any
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
-from shmserve.scheduler.statistics.counters import LAST_INDEX
+from shmserve.scheduler.tables import LAST_INDEX
 from shmserve.supervisor.models.scheduler_process import CarryOver
 from tests.rigs.scheduler_rig import MS, Rig
 

@@ -16,8 +16,8 @@ from shmserve.ipc.messages.supervision import (
     StatisticsSnapshot,
 )
 from shmserve.scheduler.instances.executions import ServiceTime
-from shmserve.scheduler.statistics.table import Histogram
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.requests.request import Timing
+from shmserve.scheduler.tables import Histogram
 from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok
 
 

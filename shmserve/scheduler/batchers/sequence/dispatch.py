@@ -12,15 +12,14 @@ from shmserve.ipc.inflight import correlation_fields
 from shmserve.ipc.messages.inference import SequenceRow, Submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import id_prefix
-from shmserve.scheduler.batchers.base import WaitUntil
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
+from shmserve.scheduler.batchers.dynamic import WaitUntil
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, Sequence, decide
 from shmserve.scheduler.instances.pool import Slot
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest
-from shmserve.scheduler.statistics.counters import Reason
+from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
+from shmserve.scheduler.statistics import Reason
 
 logger = logging.getLogger(__name__)
 

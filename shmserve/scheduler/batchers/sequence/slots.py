@@ -24,9 +24,12 @@ from itertools import islice
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.transport.records import record
 from shmserve.scheduler.batchers import dynamic
-from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import ScheduledRequest
+from shmserve.scheduler.batchers.dynamic import (
+    Batch,
+    Closed,
+    WaitUntil,
+)
+from shmserve.scheduler.requests.request import Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 
 # Who began a sequence: a client of the scheduler's, and who that says it comes from.

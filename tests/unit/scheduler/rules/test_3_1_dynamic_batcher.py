@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Drain
-from shmserve.scheduler.batchers.base import Closed
+from shmserve.scheduler.batchers.dynamic import Closed
 from tests.rigs.scheduler_rig import MS, Rig
 
 DELAY = {"max_queue_delay_microseconds": 1000}
