@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.start import WorkerStart
+from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.workers.batch.request import Copied
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace

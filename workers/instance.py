@@ -19,8 +19,8 @@ from typing import Any
 
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs, Work
-from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
-from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
+from shmserve.ipc.messages.supervision import Attach, CheckMemory, CheckReady, ReadyChecked, Stop
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.samples import Sample, warmup_samples

@@ -25,8 +25,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.memory import MemoryDropped
-from shmserve.ipc.messages.start import WorkerStart, decode
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import (
     Attach,
     CompleteConfig,
@@ -34,9 +33,10 @@ from shmserve.ipc.messages.supervision import (
     InstanceLoaded,
     LoadFailed,
     LoadInstance,
-    ProcessExited,
     Stop,
+    WorkerStart,
     WorkerStarted,
+    decode_start,
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import end_sooner, name_process
@@ -61,7 +61,7 @@ OOM_SCORE_ADJ = 400
 
 def run(data: bytes) -> None:
     """The entry point; `data` is an encoded `WorkerStart`. Returns when the process should end."""
-    start = decode(WorkerStart, data)
+    start = decode_start(WorkerStart, data)
     model, index = start.model_name, start.index
     logs.configure(f"worker {model}.{index}", start.log)
     stacks_fd = _set_signals()

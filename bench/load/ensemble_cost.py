@@ -13,8 +13,8 @@ from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.messages.supervision import InstanceExpected, ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (

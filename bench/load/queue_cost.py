@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.messages.supervision import InstanceExpected
+from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front

@@ -12,7 +12,7 @@ from shmserve.gateway.settings import GatewaySettings
 from shmserve.gateway.tracing.tracer import Tracer
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages.publications import HealthChanged
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ import time
 
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.messages.supervision import WantModel
+from shmserve.ipc.messages.control_requests import WantModel
 
 
 def awaits_load(gateway: Gateway, name: str, version: str) -> bool:

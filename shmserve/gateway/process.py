@@ -32,12 +32,18 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.memory import (
+from shmserve.ipc.messages.control_requests import RegionReleased
+from shmserve.ipc.messages.publications import (
+    HealthChanged,
+    ModelOnDemand,
+    ModelPublished,
+    ModelWithdrawn,
+    ProcessExited,
+    ReadinessChanged,
     RegionDrained,
     RegionPublished,
-    RegionReleased,
     RegionWithdrawn,
+    SchedulerLost,
 )
 from shmserve.ipc.processes import name_process
 from shmserve.logs import LogSettings
@@ -204,18 +210,18 @@ class _Process:
     def _take(self, message: Any) -> None:
         gateway = self._gateway
         match message:
-            case m.ModelPublished():
+            case ModelPublished():
                 gateway.models.publish(message)
                 self._acknowledge(message.acknowledge)
-            case m.ModelOnDemand(name, acknowledge):
+            case ModelOnDemand(name, acknowledge):
                 gateway.models.on_demand.add(name)
                 self._acknowledge(acknowledge)
-            case m.ReadinessChanged(name, version, ready):
+            case ReadinessChanged(name, version, ready):
                 gateway.models.set_ready(name, version, ready)
-            case m.ModelWithdrawn(name, version, acknowledge):
+            case ModelWithdrawn(name, version, acknowledge):
                 gateway.models.withdraw(name, version)
                 self._acknowledge(acknowledge)
-            case m.SchedulerLost(endpoint, successor):
+            case SchedulerLost(endpoint, successor):
                 gateway.dispatcher.lost(endpoint, successor)
             case RegionPublished():
                 gateway.regions.publish(message)
@@ -230,7 +236,7 @@ class _Process:
                 gateway.health = message
                 self._front.health_changed()
                 self._informed.set()
-            case m.ProcessExited(process=pid):
+            case ProcessExited(process=pid):
                 # Responses of it may be here, and still to be read: they lie in its memory.
                 later = asyncio.get_running_loop().call_later
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)

@@ -17,6 +17,7 @@ from typing import Any, assert_never
 from shmserve.errors import QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
+from shmserve.ipc.messages.control_requests import TicketGranted
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
     CountChange,
@@ -24,7 +25,6 @@ from shmserve.ipc.messages.supervision import (
     InstanceGone,
     InstanceRetired,
     RetireInstance,
-    TicketGranted,
 )
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch

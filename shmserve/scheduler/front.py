@@ -30,11 +30,11 @@ from shmserve.ipc.messages.inference import (
     StatisticsReported,
     Submit,
 )
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     BaseCounters,
     Drain,
     Drained,
-    ProcessExited,
     ResizeCache,
     SnapshotStatistics,
     StatisticsSnapshot,

@@ -30,7 +30,7 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,

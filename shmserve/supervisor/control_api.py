@@ -10,10 +10,9 @@ from typing import Any
 
 from shmserve.common.access.shm_access import Peer
 from shmserve.errors import Internal, ShmserveError
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import (
+from shmserve.ipc.messages import control_requests as m
+from shmserve.ipc.messages.control_requests import (
     LeaseWorkspace,
-    MemoryChecked,
     RegionAbandoned,
     RegionReleased,
     RegisterCudaRegion,
@@ -21,6 +20,7 @@ from shmserve.ipc.messages.memory import (
     ReturnWorkspace,
     UnregisterRegion,
 )
+from shmserve.ipc.messages.supervision import MemoryChecked, ReadyChecked, RequestTraced
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.manager import ModelManager
@@ -47,7 +47,7 @@ _Requests = (
     | m.AskReady
 )
 _Workspace = LeaseWorkspace | ReturnWorkspace
-_Notifications = RegionReleased | RegionAbandoned | MemoryChecked | m.ReadyChecked
+_Notifications = RegionReleased | RegionAbandoned | MemoryChecked | ReadyChecked
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class ControlApi:
     def __post_init__(self) -> None:
         self._context.control.serve(typing.get_args(_Notifications), self._notified)
         self._context.control.serve(typing.get_args(_Workspace), self._context.workspaces.handle)
-        self._context.control.serve([m.RequestTraced], self._context.tracing.on_traced)
+        self._context.control.serve([RequestTraced], self._context.tracing.on_traced)
         self._context.control.serve(typing.get_args(_Requests), self._requested)
 
     def _notified(self, pid: int, message: Any) -> None:
@@ -76,7 +76,7 @@ class ControlApi:
                 self._context.background(self._regions.abandoned(pid, memory_id))
             case MemoryChecked():
                 self._handles.checked(pid, message)
-            case m.ReadyChecked():
+            case ReadyChecked():
                 self._readiness.checked(pid, message)
 
     def _requested(self, pid: int, message: Any) -> None:

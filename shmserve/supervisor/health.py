@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.supervision import Ping
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.service_manager import ServiceManager

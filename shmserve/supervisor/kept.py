@@ -25,8 +25,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import WorkspaceAllocated
-from shmserve.ipc.messages.start import WorkspaceStart, encode
+from shmserve.ipc.messages.supervision import WorkspaceAllocated, WorkspaceStart, encode_start
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners
@@ -153,7 +152,7 @@ class Gateways(KeptProcesses):
         )
         entry = _GRPC_ENTRY if is_grpc else _HTTP_ENTRY
         fds = [sock.fileno() for sock in sockets]
-        return await self._context.front_zygote.spawn(title, entry, encode(start), fds)
+        return await self._context.front_zygote.spawn(title, entry, encode_start(start), fds)
 
     def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
         match message:
@@ -247,7 +246,7 @@ class WorkspaceHolders(KeptProcesses):
     async def _spawn(self, name: str, title: str) -> Child:
         context = self._context
         start = WorkspaceStart(_number(name), self._sizes[name], context.run_dir, context.log)
-        return await context.front_zygote.spawn(title, _ENTRY, encode(start))
+        return await context.front_zygote.spawn(title, _ENTRY, encode_start(start))
 
     def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
         match message:

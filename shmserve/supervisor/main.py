@@ -20,8 +20,8 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
 from shmserve.ipc.memory.c_library import past_the_caches
-from shmserve.ipc.messages.events import ProcessStarted
-from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.ipc.messages.publications import ProcessExited, ProcessStarted
 from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.places import tcp_listeners, wanted_run_directory

@@ -20,8 +20,7 @@ from shmserve.common.tasks import end_all
 from shmserve.config.options import FLAGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages.events import ProcessEnded
-from shmserve.ipc.messages.supervision import ProcessExited
+from shmserve.ipc.messages.publications import ProcessEnded, ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.handover import Handover

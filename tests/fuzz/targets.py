@@ -30,7 +30,7 @@ from shmserve.gateway.inference.request import InferRequest, RegionRange
 from shmserve.gateway.region_table import GatewayRegion, Spans
 from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import memory as messages
+from shmserve.ipc.messages import publications as messages
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes

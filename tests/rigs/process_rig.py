@@ -17,7 +17,7 @@ from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.start import SchedulerStart, decode
+from shmserve.ipc.messages.supervision import SchedulerStart, decode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
@@ -135,7 +135,7 @@ class Processes:
         answer: Any = None
         pid = pid_of(address)
         if isinstance(message, m.OpenScheduler):
-            address = SchedulerAddress(pid, decode(SchedulerStart, message.start).number)
+            address = SchedulerAddress(pid, decode_start(SchedulerStart, message.start).number)
             answer = m.SchedulerReady(pid)
         elif isinstance(message, m.Stop) and isinstance(address, SchedulerAddress):
             answer, address = m.SchedulerClosed(address.number, ""), pid

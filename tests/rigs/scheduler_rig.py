@@ -9,8 +9,7 @@ from typing import Any
 
 from shmserve.common import model_settings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.messages.supervision import InstanceExpected, StatisticsSnapshot
+from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits, StatisticsSnapshot
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
-from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.scheduler.batching import BatchingCore

@@ -17,7 +17,7 @@ from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace
+from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Place, unpack_place
 from shmserve.workers.links.supervisor import SupervisorLink
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Cuda, CudaError, Driver, address_of
-from shmserve.ipc.messages.memory import CheckMemory, MemoryChecked
+from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.workers.memory.device_errors import DeviceLost, lost
 from shmserve.workers.user_code import in_words

@@ -15,7 +15,7 @@ from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailabl
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import describe
 from shmserve.gateway.on_demand import loaded
-from shmserve.ipc.messages.supervision import AskReady, ChangeLogging, ChangeTracing
+from shmserve.ipc.messages.control_requests import AskReady, ChangeLogging, ChangeTracing
 
 EXTENSIONS = (
     "classification",

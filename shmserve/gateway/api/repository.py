@@ -11,7 +11,7 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import PermissionDenied, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.ipc.messages.supervision import IndexRepository, LoadModel, UnloadModel
+from shmserve.ipc.messages.control_requests import IndexRepository, LoadModel, UnloadModel
 
 
 async def index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:

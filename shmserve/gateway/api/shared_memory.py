@@ -22,7 +22,7 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.region_table import GatewayRegion
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
-from shmserve.ipc.messages.memory import (
+from shmserve.ipc.messages.control_requests import (
     RegionAbandoned,
     RegisterCudaRegion,
     RegisterRegion,

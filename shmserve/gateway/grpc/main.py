@@ -21,13 +21,13 @@ from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
-from shmserve.ipc.messages.start import decode
+from shmserve.ipc.messages.supervision import decode_start
 
 
 def run(data: bytes, *fds: int) -> None:
     """Be a gRPC gateway until told to stop; `data` is an encoded `GatewayStart`, `fds` its
     sockets."""
-    start = decode(GatewayStart, data)
+    start = decode_start(GatewayStart, data)
     process.prepare(f"gateway {start.name}", f"gateway {start.name}", start.log)
     settings = start.grpc
     assert settings is not None

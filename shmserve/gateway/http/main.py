@@ -22,13 +22,13 @@ from shmserve.gateway.http.dashboard.live import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart
-from shmserve.ipc.messages.start import decode
+from shmserve.ipc.messages.supervision import decode_start
 
 
 def run(data: bytes, *fds: int) -> None:
     """Be an HTTP gateway until told to stop; `data` is an encoded `GatewayStart`, `fds` its
     sockets."""
-    start = decode(GatewayStart, data)
+    start = decode_start(GatewayStart, data)
     process.prepare(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in fds]

@@ -15,7 +15,8 @@ from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Uns
 from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
-from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
+from shmserve.ipc.messages.publications import ModelPublished, SchedulerLost
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import unpack_inference
 from shmserve.ipc.tensors.signature import Signature, id_prefix

@@ -12,20 +12,24 @@ import logging
 import os
 import signal
 import time
+from typing import assert_never, get_args
 
 from shmserve import logs
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.memory.c_library import keep_no_large_memory
-from shmserve.ipc.messages.start import HostStart, SchedulerStart, decode
+from shmserve.ipc.messages import SupervisorToHost
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
+    HostStart,
     OpenScheduler,
     Ping,
     SchedulerClosed,
+    SchedulerStart,
     SetLogging,
     Started,
     Stop,
+    decode_start,
 )
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
@@ -34,10 +38,12 @@ from shmserve.scheduler.requests.request import NEVER
 
 logger = logging.getLogger(__name__)
 
+_FROM_SUPERVISOR = frozenset(get_args(SupervisorToHost))
+
 
 def run(data: bytes) -> None:
     """Host schedulers until the supervisor sends `Stop`; `data` is an encoded `HostStart`."""
-    start = decode(HostStart, data)
+    start = decode_start(HostStart, data)
     logs.configure(start.title, start.log)
     processes.name_process(start.title)
     # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
@@ -106,17 +112,23 @@ class Host:
 
     def _from_supervisor(self) -> None:
         for message in self._control.receive():
-            match message:
-                case OpenScheduler():
-                    self._open(decode(SchedulerStart, message.start))
-                case SetLogging():
-                    logs.apply(logs.LogSettings(**message.settings))
-                case Ping(number):
-                    self._control.send(Acknowledged(number))
-                case Stop():
-                    self._stopped = True
-                case _:
-                    logger.warning("unexpected %s", type(message).__name__)
+            if type(message) in _FROM_SUPERVISOR:
+                self._handle(message)
+            else:
+                logger.warning("unexpected %s", type(message).__name__)
+
+    def _handle(self, message: SupervisorToHost) -> None:
+        match message:
+            case OpenScheduler():
+                self._open(decode_start(SchedulerStart, message.start))
+            case SetLogging():
+                logs.apply(logs.LogSettings(**message.settings))
+            case Ping(number):
+                self._control.send(Acknowledged(number))
+            case Stop():
+                self._stopped = True
+            case _:
+                assert_never(message)
 
     def _open(self, start: SchedulerStart) -> None:
         try:

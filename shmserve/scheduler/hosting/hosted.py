@@ -32,9 +32,14 @@ from shmserve.ipc.messages import (
     WorkerToScheduler,
 )
 from shmserve.ipc.messages.inference import MetricsReported, Submit
-from shmserve.ipc.messages.memory import MemoryDropped
-from shmserve.ipc.messages.start import CacheStart, SchedulerStart
-from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady, SetTracing
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
+from shmserve.ipc.messages.supervision import (
+    CacheStart,
+    Drain,
+    SchedulerReady,
+    SchedulerStart,
+    SetTracing,
+)
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.batching import BatchingCore

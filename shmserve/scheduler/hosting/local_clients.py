@@ -26,8 +26,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
-from shmserve.ipc.messages.start import SchedulerStart
-from shmserve.ipc.messages.supervision import RequestTraced, SetTracing
+from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.inference import (
     LONGEST_CORRELATION_ID,

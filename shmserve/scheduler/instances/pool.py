@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from shmserve.ipc.messages.supervision import AskTicket, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 

@@ -19,7 +19,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from shmserve.ipc.messages.events import (
+from shmserve.ipc.messages.publications import (
     COUNTERS,
     RECENT,
     SEQUENCES,

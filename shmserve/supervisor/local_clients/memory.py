@@ -16,9 +16,13 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.memory.posix_shm import SharedObject, described
-from shmserve.ipc.messages.events import RegionUnregistered
-from shmserve.ipc.messages.local_clients import ShareDeviceMemory
-from shmserve.ipc.messages.memory import MemoryDropped, RegionDrained, RegionPublished
+from shmserve.ipc.messages.control_requests import ShareDeviceMemory
+from shmserve.ipc.messages.publications import (
+    MemoryDropped,
+    RegionDrained,
+    RegionPublished,
+    RegionUnregistered,
+)
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import fits, whole
 from shmserve.supervisor.local_clients.connections import LocalClient, is_memory

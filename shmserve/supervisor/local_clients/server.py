@@ -25,16 +25,19 @@ from shmserve.common.tasks import in_background
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.local_clients import (
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import (
+    Answered,
     Hello,
-    OwnerExited,
-    ServerEnding,
+    Refused,
     ShareDeviceMemory,
     ShareMemory,
+    WantModel,
     Welcome,
     WithdrawMemory,
 )
+from shmserve.ipc.messages.publications import OwnerExited, ServerEnding
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
@@ -138,21 +141,21 @@ class LocalClientServer:
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for item in (welcome, *self._snapshot()):
                     self.connections.send(client, self._packet(item))
-            case m.Acknowledged(number=number) if client.welcomed:
+            case Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.acknowledged(client.number, number)
             case ShareMemory(number, size, pin) if client.welcomed:
                 response: Any
                 try:
-                    response = m.Answered(
+                    response = Answered(
                         number,
                         {"memory": self._memory.share(client, size, pin, fds)},
                     )
                 except ShmserveError as error:
-                    response = m.Refused(number, error.code, error.message)
+                    response = Refused(number, error.code, error.message)
                 self.connections.send(client, frames.pack([response]))
             case ShareDeviceMemory() if client.welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
-            case m.WantModel(number, name, patience_s) if client.welcomed:
+            case WantModel(number, name, patience_s) if client.welcomed:
                 self._respond(client, number, self._want(name, patience_s))
             case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
@@ -167,9 +170,9 @@ class LocalClientServer:
         async def respond() -> None:
             response: Any
             try:
-                response = m.Answered(number, await work)
+                response = Answered(number, await work)
             except ShmserveError as error:
-                response = m.Refused(number, error.code, error.message)
+                response = Refused(number, error.code, error.message)
             if client.number in self.connections:
                 self.connections.send(client, frames.pack([response]))
 

@@ -11,8 +11,8 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import events
-from shmserve.ipc.messages.supervision import SchedulerLost
+from shmserve.ipc.messages import publications
+from shmserve.ipc.messages.publications import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -77,7 +77,7 @@ class LifecycleExecutor:
     def answer(self, order: Order) -> None:
         """As `LifecycleActions`; a load that failed is an event, too."""
         if order.kind is OrderKind.LOAD and order.error is not None:
-            refused = events.LoadRefused(order.model.name, order.error.message)
+            refused = publications.LoadRefused(order.model.name, order.error.message)
             self.context.events.publish(refused)
         event = self._over.pop(order, None)
         if event is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shmserve.common.model_names import check_model_name
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.messages.supervision import SchedulerLost
+from shmserve.ipc.messages.publications import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.executor import LifecycleExecutor
 from shmserve.supervisor.models.load_planner import LoadPlanner

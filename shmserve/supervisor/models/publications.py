@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from shmserve.ipc.messages.supervision import (
+from shmserve.ipc.messages.publications import (
     ModelNews,
     ModelPublished,
     ModelWithdrawn,

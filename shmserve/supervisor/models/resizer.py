@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from shmserve.common import model_settings
 from shmserve.common.host import processors
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages.events import InstancesChanged
+from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.messages.supervision import CountChange
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
+from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
 from shmserve.supervisor.processes.control_socket import ControlSocket, SchedulerAddress
 from shmserve.supervisor.processes.settings_control import LogControl
 from shmserve.supervisor.processes.table import Child
@@ -88,7 +88,7 @@ class SchedulerHosts:
             raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
         hosted = host.hosted[start.number] = HostedHandle(host, start.config.name, start.number)
         self._control.enrol(hosted.address, start.kind, on_message)
-        self._control.send(host.child.pid, m.OpenScheduler(encode(start)))
+        self._control.send(host.child.pid, m.OpenScheduler(encode_start(start)))
         return hosted
 
     def misplaced(self, hosted: HostedHandle, group: Group) -> bool:
@@ -114,7 +114,7 @@ class SchedulerHosts:
                 known.names |= group.names
                 return known
             start = HostStart(group.title, self._run_dir, self._logging.settings)
-            child = await self._zygote.spawn(group.title, _ENTRY, encode(start))
+            child = await self._zygote.spawn(group.title, _ENTRY, encode_start(start))
             host = _Host(child)
             if len(group.names) > 1:
                 host.names = group.names

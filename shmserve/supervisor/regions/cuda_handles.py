@@ -16,7 +16,7 @@ from typing import Any
 
 from shmserve.common.accelerators import CUDA_INVALID
 from shmserve.errors import InvalidArgument, Unavailable, from_code
-from shmserve.ipc.messages.memory import CheckMemory, MemoryChecked
+from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import Memory
 
 logger = logging.getLogger(__name__)

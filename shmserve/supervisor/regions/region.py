@@ -13,8 +13,7 @@ from shmserve.common.accelerators import CUDA_INVALID
 from shmserve.common.access.shm_access import Ownership
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages.events import RegionRegistered
-from shmserve.ipc.messages.memory import RegionPublished
+from shmserve.ipc.messages.publications import RegionPublished, RegionRegistered
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, pack_place
 
 

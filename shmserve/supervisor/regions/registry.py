@@ -34,11 +34,12 @@ from shmserve.common.access.shm_access import EVERYONE, Peer
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages.events import RegionBlamed, RegionUnregistered
-from shmserve.ipc.messages.memory import (
+from shmserve.ipc.messages.publications import (
     MemoryDropped,
+    RegionBlamed,
     RegionDrained,
     RegionPublished,
+    RegionUnregistered,
     RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory

@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketGranted, TicketReturned
 from shmserve.ipc.model_spec import RateLimit
 from shmserve.supervisor.processes.control_socket import Address, pid_of
 

@@ -25,13 +25,18 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
-from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace, WorkspaceAllocated
-from shmserve.ipc.messages.start import WorkspaceStart, decode
-from shmserve.ipc.messages.supervision import (
+from shmserve.ipc.messages.control_requests import (
     Answered,
+    LeaseWorkspace,
     Refused,
+    ReturnWorkspace,
+)
+from shmserve.ipc.messages.supervision import (
     SetLogging,
     Stop,
+    WorkspaceAllocated,
+    WorkspaceStart,
+    decode_start,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
 from shmserve.ipc.transport.dealer import Dealer
@@ -239,7 +244,7 @@ def run(data: bytes, cuda: Callable[[], Exporting] = Driver) -> None:
     Raises InvalidArgument for a device that is not there, Unavailable where there is no CUDA, or
     the device has not so much memory.
     """
-    start = decode(WorkspaceStart, data)
+    start = decode_start(WorkspaceStart, data)
     title = f"workspace cuda:{start.device_id}"
     logs.configure(title, start.log)
     processes.name_process(title)

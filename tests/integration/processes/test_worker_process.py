@@ -28,8 +28,8 @@ from shmserve.ipc.messages.inference import (
     Reply,
     Work,
 )
-from shmserve.ipc.messages.memory import MemoryDropped
-from shmserve.ipc.messages.start import WorkerStart, encode
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
+from shmserve.ipc.messages.supervision import WorkerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
 from shmserve.ipc.transport import zmtp
@@ -101,7 +101,7 @@ class Worker:
             **changes,
         }
         with self.log.open("wb") as log:
-            self.process = forker(WORKER).fork(encode(WorkerStart(**args)), log.fileno(), [])
+            self.process = forker(WORKER).fork(encode_start(WorkerStart(**args)), log.fileno(), [])
         self.pid = self.process.pid
         started = self.expect(m.WorkerStarted)
         assert started.pid == self.pid
@@ -236,7 +236,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
     send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
-    router.post(peer, m.ProcessExited(1, ""))
+    router.post(peer, ProcessExited(1, ""))
     router.post(peer, Execute(1, [Work(1, 1, b"garbage")]))
     router.flush()
     worker.batches = 1

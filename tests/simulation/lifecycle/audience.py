@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from shmserve.ipc.messages.supervision import ModelPublished, ReadinessChanged
+from shmserve.ipc.messages.publications import ModelPublished, ReadinessChanged
 from shmserve.supervisor.models.publications import News
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from tests.simulation.world import SECOND, World

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.orders import ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.version.instances import Instance, InstanceState, bounds_of

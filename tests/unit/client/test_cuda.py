@@ -31,10 +31,9 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.local_clients import ShareDeviceMemory
-from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.control_requests import ShareDeviceMemory
+from shmserve.ipc.messages.publications import HealthChanged, MemoryDropped, ModelPublished
+from shmserve.ipc.messages.supervision import CheckMemory
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference

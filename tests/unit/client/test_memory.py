@@ -32,7 +32,7 @@ from shmserve.client.request.results import read
 from shmserve.client.server.state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.capabilities import FIRST, Capabilities
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference

@@ -14,7 +14,7 @@ import pytest
 
 from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
-from shmserve.ipc.messages.memory import MemoryDropped, RegionPublished, RegionWithdrawn
+from shmserve.ipc.messages.publications import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.tensors.descriptors import unpack_place
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.regions.cuda_handles import HandleCheck

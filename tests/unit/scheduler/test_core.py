@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
@@ -17,7 +18,6 @@ from shmserve.ipc.messages.supervision import (
     InstanceRetired,
     InstanceServed,
     KillInstance,
-    ProcessExited,
     RetireInstance,
     StatisticsSnapshot,
     Stop,

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import (
-    Drain,
-    Drained,
-    KillInstance,
-    ProcessExited,
-    Stop,
-)
+from shmserve.ipc.messages.publications import ProcessExited
+from shmserve.ipc.messages.supervision import Drain, Drained, KillInstance, Stop
 from shmserve.scheduler.requests.request import NEVER
 from tests.rigs.scheduler_rig import MS, Rig, body_in_arena
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
     InstanceExpected,
     InstanceGone,
     KillInstance,
-    ProcessExited,
 )
 from shmserve.scheduler.requests.request import (
     LIFE,

@@ -8,7 +8,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import LevelPolicy, ModelSpec
 from shmserve.scheduler.settings import Batching, QueuePolicies, Settings
 

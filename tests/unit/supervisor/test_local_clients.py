@@ -19,9 +19,10 @@ from shmserve.common import fd_limits
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.local_clients import Hello, ShareMemory
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import Hello, ShareMemory
+from shmserve.ipc.messages.publications import HealthChanged
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.supervisor.local_clients.memory import LocalMemory
@@ -125,7 +126,7 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
             local_clients.announce(replace(wide, acknowledge=number))
             (news,) = await _told(there, 1, hello=False)
             assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
-            there.send(frames.pack([m.Acknowledged(news.acknowledge)]))
+            there.send(frames.pack([Acknowledged(news.acknowledge)]))
             while not known.know(number):
                 await known.news()
             models.insert(0, wide)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketGranted, TicketReturned
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.resources.rate_limiter import (
     GLOBAL,

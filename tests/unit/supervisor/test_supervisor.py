@@ -13,7 +13,7 @@ import pytest
 from shmserve.common.tasks import in_background
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
-from shmserve.ipc.messages.supervision import ProcessExited
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.processes.table import Child

@@ -19,7 +19,7 @@ import torch
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Driver
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.memory import CheckMemory
+from shmserve.ipc.messages.supervision import CheckMemory
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,

@@ -15,7 +15,7 @@ import torch
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace
+from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Memory
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc.messages.supervision import AskReady, FindModel, LoadModel, UnloadModel
+from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import events as m
+from shmserve.ipc.messages import publications as m
 from shmserve.ipc.transport.frames import unpack
 
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)

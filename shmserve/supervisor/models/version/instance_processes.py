@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 from shmserve.common.tasks import either
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.start import WorkerStart, encode
+from shmserve.ipc.messages.publications import ProcessExited
+from shmserve.ipc.messages.supervision import WorkerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.hangs import in_a_line, stacks_of, watched
@@ -222,7 +223,7 @@ class Instances:
             log=self._context.log,
         )
         instance.inbox = inbox()
-        child = await self._context.worker_zygote.spawn(title, _ENTRY, encode(start))
+        child = await self._context.worker_zygote.spawn(title, _ENTRY, encode_start(start))
         instance.child = child
         child.exited.add_done_callback(partial(self._exited, instance, child))
 
@@ -364,7 +365,7 @@ class Instances:
         """Tell a scheduler that was started with the processes `known` what happened since, and
         what it should expect."""
         for pid in set(known) - set(self.pids()):
-            self._scheduler.tell(m.ProcessExited(pid, ""))
+            self._scheduler.tell(ProcessExited(pid, ""))
         for instance in self._all:
             if instance.state is InstanceState.RETIRING:
                 # What it runs, nobody waits for: it runs elsewhere.

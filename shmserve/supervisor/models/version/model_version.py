@@ -21,7 +21,7 @@ from typing import Any
 from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.messages.publications import MemoryDropped, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances, first_of
@@ -275,7 +275,7 @@ class ModelVersion:
         # What the successor was told leaves before: programs on this host have other sockets, and
         # submit again at once.
         self._context.control.flush()
-        self._context.broadcast(m.SchedulerLost(endpoint, successor), *roles)
+        self._context.broadcast(SchedulerLost(endpoint, successor), *roles)
 
     # --- events
 

@@ -18,7 +18,7 @@ from shmserve.common.tasks import either, settle
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits
+from shmserve.ipc.messages.supervision import CacheStart, SchedulerStart, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import counted

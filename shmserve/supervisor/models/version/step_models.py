@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.spec import StepModel

@@ -21,8 +21,8 @@ from shmserve.errors import PermissionDenied, QueueFull
 from shmserve.gateway.api import statistics
 from shmserve.gateway.http.dashboard import live, page
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import events as m
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from tests.unit.gateway.test_figures import report
 

@@ -12,12 +12,12 @@ import pytest
 from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
     InstanceGone,
     KillInstance,
-    ProcessExited,
     RetireInstance,
 )
 from tests.rigs.scheduler_rig import GATEWAY, MS, PLANNING_NS, Rig

@@ -13,8 +13,8 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import CacheStart
-from shmserve.ipc.messages.supervision import ProcessExited, ResizeCache, StatisticsSnapshot
+from shmserve.ipc.messages.publications import ProcessExited
+from shmserve.ipc.messages.supervision import CacheStart, ResizeCache, StatisticsSnapshot
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,

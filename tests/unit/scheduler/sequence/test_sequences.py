@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
     InstanceGone,
     InstanceRetired,
-    ProcessExited,
     RetireInstance,
 )
 from tests.rigs.scheduler_rig import MS, Rig

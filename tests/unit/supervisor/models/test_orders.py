@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry

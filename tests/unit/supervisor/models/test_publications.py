@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shmserve.ipc.messages.supervision import (
+from shmserve.ipc.messages.publications import (
     ModelNews,
     ModelOnDemand,
     ModelPublished,

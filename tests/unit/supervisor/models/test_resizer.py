@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import InstancesChanged
+from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import resizer
 from shmserve.supervisor.models.orders import Order, OrderKind

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.version.spec import Lifetime, StepModel, VersionSpec
 from shmserve.supervisor.models.version.step_models import EnsembleInstances

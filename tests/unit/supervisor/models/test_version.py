@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.publications import ProcessExited, SchedulerLost
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.version import instance_processes
 from shmserve.supervisor.models.version.instances import InstanceState
@@ -104,7 +105,7 @@ def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_non
         assert told == [m.InstanceGone(0, text)] and model.instances.failure
         told.clear()
         model.instances.introduce([second.pid])
-        assert told == [m.ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
+        assert told == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
         await processes.end()
 
     asyncio.run(live())
@@ -237,7 +238,7 @@ def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
         await turns(40)
         await processes.end()
         expected = m.InstanceExpected(0, processes.started[0].pid)
-        assert order == [expected, "flushed", m.SchedulerLost(lost, model.endpoint)]
+        assert order == [expected, "flushed", SchedulerLost(lost, model.endpoint)]
 
     asyncio.run(live())
 

@@ -29,7 +29,9 @@ from shmserve.gateway.grpc.admin import AdminCall
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.gateway.region_table import RegionTable, Uses
 from shmserve.gateway.settings import GatewaySettings
-from shmserve.ipc.messages import memory as m
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import RegisterCudaRegion, UnregisterRegion
+from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import (
     CudaHandle,
     Memory,
@@ -314,15 +316,15 @@ class Workers:
     def __init__(self, devices: dict[int, list[int]], answers: dict[int, str | None]) -> None:
         self._devices = devices
         self._answers = answers
-        self.asked: list[tuple[int, m.CheckMemory]] = []
+        self.asked: list[tuple[int, CheckMemory]] = []
         self.handles = HandleCheck(2, lambda device: self._devices.get(device, []), self._send)
 
-    def _send(self, pid: int, message: m.CheckMemory) -> None:
+    def _send(self, pid: int, message: CheckMemory) -> None:
         self.asked.append((pid, message))
         code = self._answers[pid]
         if code is not None:
             loop = asyncio.get_running_loop()
-            loop.call_soon(self.handles.checked, pid, m.MemoryChecked(message.id, code, "reason"))
+            loop.call_soon(self.handles.checked, pid, MemoryChecked(message.id, code, "reason"))
 
     def check(self, device: int, uuid: bytes = b"") -> None:
         memory = Memory.on_device(1, 64, CudaHandle(HANDLE, device, uuid))
@@ -333,10 +335,10 @@ def test_the_workers_on_the_device_are_asked() -> None:
     workers = Workers({0: [10, 11], 1: [12]}, {10: None, 11: "", 12: ""})
     workers.check(0, UUID)
     assert [pid for pid, _ in workers.asked] == [10, 11]
-    assert workers.asked[0][1] == m.CheckMemory(1, HANDLE, 0, UUID, 64)
+    assert workers.asked[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
     workers.check(1)
     assert workers.asked[-1][0] == 12
-    workers.handles.checked(10, m.MemoryChecked(1, "", ""))  # late: nobody waits
+    workers.handles.checked(10, MemoryChecked(1, "", ""))  # late: nobody waits
 
 
 def test_who_was_not_asked_is_not_heard() -> None:
@@ -344,8 +346,8 @@ def test_who_was_not_asked_is_not_heard() -> None:
     workers = Workers({0: [10]}, {10: ""})
     ask = workers.handles._send
 
-    def lie(pid: int, message: m.CheckMemory) -> None:
-        workers.handles.checked(12, m.MemoryChecked(message.id, "INVALID_ARG", "a lie"))
+    def lie(pid: int, message: CheckMemory) -> None:
+        workers.handles.checked(12, MemoryChecked(message.id, "INVALID_ARG", "a lie"))
         ask(pid, message)
 
     workers.handles._send = lie
@@ -384,7 +386,7 @@ def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.Monkey
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One that believes to have two CUDA devices."""
     with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as made:
-        made.payloads = {m.RegisterCudaRegion: {}, m.UnregisterRegion: {}}
+        made.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
         made.open()
         yield made
 
@@ -421,17 +423,17 @@ def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
     assert (reply.status, reply.body) == (200, b"")
     uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     gateway.http.post(f"{PATH}/region/r/register", body(offset=8, device_uuid=uuid)).ok()
-    asked = gateway.heard_of(m.RegisterCudaRegion)
+    asked = gateway.heard_of(RegisterCudaRegion)
     groups = asked[0].groups
     assert os.getgid() in groups
     assert asked == [
-        m.RegisterCudaRegion(asked[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
-        m.RegisterCudaRegion(asked[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0),
+        RegisterCudaRegion(asked[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
+        RegisterCudaRegion(asked[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0),
     ]
     for name in ("r", ""):
         part = f"/region/{name}" if name else ""
         gateway.http.post(f"{PATH}{part}/unregister").ok()
-        (told,) = gateway.heard_of(m.UnregisterRegion)
+        (told,) = gateway.heard_of(UnregisterRegion)
         assert (told.name, told.cuda) == (name, True)
         gateway.heard.clear()
 
@@ -484,7 +486,7 @@ def test_what_is_wrong_with_a_registration(
     reply = gateway.http.post(f"{PATH}/region/r/register", sent)
     assert reply.status == status
     assert reply.error.startswith(error) if status == 400 else reply.error == error
-    assert gateway.heard_of(m.RegisterCudaRegion) == []
+    assert gateway.heard_of(RegisterCudaRegion) == []
 
 
 def test_a_name_is_needed(gateway: Rig) -> None:
@@ -495,7 +497,7 @@ def test_a_name_is_needed(gateway: Rig) -> None:
 
 def test_refusals_of_the_supervisor_reach_the_client(gateway: Rig) -> None:
     text = "shared memory region 'r' already in manager"
-    gateway.refusals = {m.RegisterCudaRegion: ("ALREADY_EXISTS", text)}
+    gateway.refusals = {RegisterCudaRegion: ("ALREADY_EXISTS", text)}
     reply = gateway.http.post(f"{PATH}/region/r/register", body())
     assert (reply.status, reply.error) == (400, text)
     gateway.refusals.clear()
@@ -584,7 +586,7 @@ def json_tensor() -> TensorRef:
 
 def test_without_a_device_every_call_answers_as_a_triton_that_finds_none(tmp_path: Path) -> None:
     with rig(tmp_path) as gateway:
-        gateway.payloads = {m.UnregisterRegion: {}}
+        gateway.payloads = {UnregisterRegion: {}}
         gateway.open()
         none = "(failed to register CUDA shared memory region: 'r', GPUs not supported)"
         for sent, text in (
@@ -610,7 +612,7 @@ def test_tritonclient(gateway: Rig) -> None:
         client.register_cuda_shared_memory("r", base64.b64encode(HANDLE), 0, 64)
         assert client.get_cuda_shared_memory_status() == []
         client.unregister_cuda_shared_memory("r")
-    (asked,) = gateway.heard_of(m.RegisterCudaRegion)
+    (asked,) = gateway.heard_of(RegisterCudaRegion)
     assert (asked.handle, asked.device_id, asked.byte_size) == (HANDLE, 0, 64)
 
 
@@ -649,7 +651,7 @@ def test_grpc() -> None:
             told = pb.CudaSharedMemoryUnregisterRequest(name=name)
             await call.cuda_unregister(told)
             asked = stub.asked.pop()
-            assert asked == m.UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+            assert asked == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
         everything = pb.SystemSharedMemoryStatusRequest()
         system = await call.system_status(everything)
         assert list(system.regions) == ["host"]
@@ -660,7 +662,7 @@ def test_grpc() -> None:
         )
         await call.cuda_register(request)
         whose = (ME.uid, list(ME.groups))
-        assert stub.asked == [m.RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
+        assert stub.asked == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
         for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
             bad = pb.CudaSharedMemoryRegisterRequest()
             bad.CopyFrom(request)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator
 
 from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
-from shmserve.ipc.messages.memory import RegionPublished
+from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.supervisor.host.handover_link import HandoverLink
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
