@@ -47,11 +47,7 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Core, Front
-from shmserve.scheduler.hosting.event_loop import (
-    InProcessLinks,
-    Take,
-    Waiter,
-)
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Take, Waiter
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
@@ -253,7 +249,9 @@ class BatchingScheduler(HostedScheduler):
     def _parts(self) -> Parts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, last_number)
-        core = BatchingCore(self._settings, workers, self._control, self._cache)
+        core = BatchingCore(
+            self._settings, workers, self._control, time.perf_counter_ns, self._cache
+        )
 
         def from_workers() -> None:
             self._touched[self] = None
@@ -262,7 +260,7 @@ class BatchingScheduler(HostedScheduler):
                 if type(message) is MetricsReported:
                     self._front.metrics_reported(peer, message)
                 elif type(message) in _FROM_WORKER:
-                    core.executions.handle(peer, message, now_ns)
+                    core.results.handle(peer, message, now_ns)
                 else:
                     self._front.misplaced()
 
