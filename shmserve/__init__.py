@@ -23,7 +23,7 @@ reads folder and configuration, version/model_version.py starts scheduler_proces
 instance_processes.py.
 
 A worker's death: supervisor/processes/table.py notices, version/instance_processes.py
-tells its scheduler and starts another one with a backoff; scheduler/batchers/recovery.py decides
+tells its scheduler and starts another one with a backoff; scheduler/instances/results.py decides
 which of its requests run again, alone, and which fail. A scheduler's: version/model_version.py.
 
 The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),

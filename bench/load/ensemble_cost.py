@@ -118,7 +118,7 @@ class Chain:
         }
         clients, workers, control = _Outbox(name, self._neighbours), _Outbox(), _Outbox()
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
-        core = BatchingCore(settings, workers, control)
+        core = BatchingCore(settings, workers, control, time.perf_counter_ns)
         front = Front(core, clients, control, time.time_ns, name)
 
         def from_neighbour(peer: bytes, message: Any) -> None:
@@ -128,7 +128,7 @@ class Chain:
         self._neighbours.enter(name, from_neighbour)
         peer, now_ns = b"0.%d" % (100 + index), time.monotonic_ns()
         front.from_control(InstanceExpected(0, 100 + index), now_ns)
-        core.executions.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
+        core.results.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
         self._workers.append((core, front, peer, workers))
         ensemble.from_control(
             ModelPublished(name, "1", ModelSpec.of(config), {}, name, True, True, 0.0, 0), now_ns
@@ -151,7 +151,7 @@ class Chain:
                     message = workers.posted.popleft()
                     if isinstance(message, m.Execute):
                         self._touched[front] = None
-                        core.executions.handle(peer, self._executed(message), time.monotonic_ns())
+                        core.results.handle(peer, self._executed(message), time.monotonic_ns())
         (finished,) = self._clients.posted
         assert isinstance(finished, m.Finished), finished
         self._clients.posted.clear()

@@ -17,11 +17,10 @@ batchers/               dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
                         estimates.py    what the adaptive batcher learns
                         dispatch.py     from the queue to the instances
-                        recovery.py     workers that died, overran or sent garbage: retries
                         sequence/       the sequence batcher: slots, strategies, its dispatch.py
 instances/              pool.py         slots: which instances are ready, free, busy; tickets
-                        executions.py   batches and responses between the scheduler and workers, and
-                                        the recent service time
+                        executions.py   messages to workers, and the recent service time
+                        results.py      messages of workers; retries of what lost workers had
 response_cache.py       responses of earlier requests
 statistics.py           the counters of a model version and their report
 tables.py               tables of counters, histograms, quantiles

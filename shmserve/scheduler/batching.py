@@ -11,6 +11,7 @@ What is to be sent is posted to outboxes, which the loop flushes once a turn.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, assert_never
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable
@@ -26,12 +27,12 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
 )
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
-from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
+from shmserve.scheduler.instances.results import Results
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import (
     CACHED,
@@ -47,10 +48,7 @@ from shmserve.scheduler.requests.request import (
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics import (
-    Reason,
-    Statistics,
-)
+from shmserve.scheduler.statistics import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +62,7 @@ class BatchingCore(Core[ScheduledRequest]):
         settings: Settings,
         workers: Peers,
         control: ControlLink,
+        clock: Callable[[], int],
         cache: ResponseCache | None = None,
     ) -> None:
         self._to_workers = workers
@@ -75,30 +74,31 @@ class BatchingCore(Core[ScheduledRequest]):
         self._queue = RequestQueue(settings)
         self._tickets = InstanceTickets(control) if settings.rate_limited else None
         self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
-        self._recovery = Recovery(
-            settings, self._pool, control, self._queue, self._responses, self.statistics
+        self.executions = Executions(
+            settings, self._pool, workers, control, self._responses, self.statistics
         )
         batcher = batcher_of(settings)
-        self.executions = Executions(
-            settings,
-            self._pool,
-            workers,
-            self._responses,
-            self.statistics,
-            self._recovery,
-            batcher,
-        )
         parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
         self._dispatch: Dispatcher
         if settings.engine is not None:
             self._dispatch = GenerativeDispatch(
-                settings, *parts, settings.engine, self.statistics.generation
+                settings, *parts, settings.engine, self.statistics.generation, clock
             )
         elif settings.sequences is not None:
             self._dispatch = SequenceDispatch(settings, *parts)
         else:
             self._dispatch = Dispatch(settings, *parts, batcher)
-        self.executions.dispatcher = self._dispatch
+        self.results = Results(
+            settings,
+            self._pool,
+            control,
+            self._queue,
+            self._responses,
+            self.statistics,
+            self.executions,
+            batcher,
+            self._dispatch,
+        )
         self._awaits_sequences = False
 
     # --- clients ----------------------------------------------------------------------------------
@@ -214,8 +214,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._to_control.post(InstanceRetired(process))
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
-        lost = self._dispatch.kept(self._pool.process_exited(pid))
-        self._recovery.exited(lost, reason, self._dispatch.lost_text, now_ns)
+        self.results.process_exited(pid, reason, now_ns)
         self.executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:
@@ -244,7 +243,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._expire(now_ns)
         if now_ns >= pool.due_ns:
             for slot in pool.overdue(now_ns):
-                self._recovery.overrun(slot, now_ns)
+                self.results.overrun(slot, now_ns)
         if pool.failure:
             self._refuse_waiting(pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
@@ -294,5 +293,5 @@ class BatchingCore(Core[ScheduledRequest]):
             "instances": self._pool.counts(),
             "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
-            "malformed": self._to_workers.malformed + self.executions.misplaced,
+            "malformed": self._to_workers.malformed + self.results.misplaced,
         }

@@ -293,7 +293,8 @@ class ExecutionStats(Table):
         _, *phases, _, _, _ = zip(*timings, strict=True)
         self.execution_count += len(noted)
         for reason, count in Counter(reasons).items():
-            self.batches_closed[reason] += count
+            if reason is not None:
+                self.batches_closed[reason] += count
         for size, input_ns, infer_ns, output_ns in zip(units, *phases, strict=True):
             row = self.batch_sizes.get(size)
             if row is None:

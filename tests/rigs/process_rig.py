@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 from shmserve.common.trace_settings import TraceSettings
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
-from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import SchedulerStart, decode_start
 from shmserve.ipc.model_spec import ModelSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
 MS = 1_000_000
+PLANNING_NS = 1_000
 GATEWAY = b"7000.ab"
 REPORTER = b"6999.cd"
 WALL_NS = 1_700_000_000_000_000_000
@@ -95,6 +97,7 @@ class Rig:
             Settings.read(ModelSpec.of(config), "1", SchedulingLimits(**server)),
             self.workers,
             self.control,
+            itertools.count(0, PLANNING_NS).__next__,
             cache,
         )
         self.scheduler = Front(self.core, self.clients, self.control, lambda: WALL_NS, "m", cache)
@@ -147,7 +150,7 @@ class Rig:
         if isinstance(message, m.MetricsReported):
             self.scheduler.metrics_reported(peer, message)
         else:
-            self.core.executions.handle(peer, message, self.now)
+            self.core.results.handle(peer, message, self.now)
         self.pass_time(0)
 
     def start(self, index: int = 0, pid: int = 100) -> bytes:

@@ -58,8 +58,8 @@ _KEPT = {
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
 # Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
 # which there is one a graph.
-_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "reports", "pace")
-_STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature")
+_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
+_STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature", "StepTimes")
 
 
 class Scheduler:
@@ -91,10 +91,8 @@ class Scheduler:
             core = EnsembleCore(settings, spec, peers, control, held, cache)
             self.from_peer: Any = core.from_step
         else:
-            core = BatchingCore(settings, peers, control, cache)
-            self.from_peer = core.executions.handle
-            if settings.engine is not None:
-                core._dispatch._clock = lambda: world.now_ns
+            core = BatchingCore(settings, peers, control, lambda: world.now_ns, cache)
+            self.from_peer = core.results.handle
         self.front: Front[Any] = Front(
             *(core, clients, control, world.wall_clock, model.name, cache)
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,7 +89,7 @@ class GenerativeDispatch(Dispatcher):
 
     _engine_settings: EngineSettings
     _counts: GenerationStats
-    _clock: Callable[[], int] = time.perf_counter_ns  # for what planning takes
+    _clock: Callable[[], int]  # ns, for the duration of planning
 
     def __post_init__(self) -> None:
         self._engines: dict[bytes, Engine[Ongoing]] = {}  # by the peer that is their worker

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, get_args
 
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import (
     ClientToScheduler,
@@ -47,11 +47,7 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Core, Front
-from shmserve.scheduler.hosting.event_loop import (
-    InProcessLinks,
-    Take,
-    Waiter,
-)
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Take, Waiter
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
@@ -211,7 +207,7 @@ class HostedScheduler(ABC):
     def to(self, peer: bytes) -> Callable[[Any], object]:
         """What queues a message for the client with this address: a program on this host, a
         scheduler in this process, or a gateway or a model."""
-        if first_number(peer) >= FIRST:
+        if first_number(peer) >= FIRST_LOCAL_CLIENT:
             return partial(self._to_local_client, peer)
         if self._neighbours.has(peer):
             return partial(self._neighbours.post, peer, self.endpoint)
@@ -253,7 +249,9 @@ class BatchingScheduler(HostedScheduler):
     def _parts(self) -> Parts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, last_number)
-        core = BatchingCore(self._settings, workers, self._control, self._cache)
+        core = BatchingCore(
+            self._settings, workers, self._control, time.perf_counter_ns, self._cache
+        )
 
         def from_workers() -> None:
             self._touched[self] = None
@@ -262,7 +260,7 @@ class BatchingScheduler(HostedScheduler):
                 if type(message) is MetricsReported:
                     self._front.metrics_reported(peer, message)
                 elif type(message) in _FROM_WORKER:
-                    core.executions.handle(peer, message, now_ns)
+                    core.results.handle(peer, message, now_ns)
                 else:
                     self._front.misplaced()
 

@@ -80,7 +80,7 @@ class Execution:
 
     id: int
     requests: list[ScheduledRequest]
-    reason: Closed
+    reason: Closed | None  # None: a step of a generative model
     sent_ns: int
     started_ns: int
     rows: int = 0

@@ -12,7 +12,7 @@ from shmserve.common.trace_settings import TraceSettings
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import ShmserveError
-from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext

@@ -289,7 +289,7 @@ def test_what_is_late_makes_room_in_a_full_queue_and_does_not_begin() -> None:
     (late,) = rig.submit(timeout_ns=5 * MS)
     rig.now += 6 * MS
     rig.core.from_control(InstanceExpected(0, 100), rig.now)
-    rig.core.executions.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
+    rig.core.results.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
     (number,) = rig.submit()
     assert rig.answers() == [failed(late, "UNAVAILABLE", EXPIRED)]
     rig.finish(*rig.execute())

@@ -20,7 +20,7 @@ from shmserve.ipc.messages.supervision import (
     KillInstance,
     RetireInstance,
 )
-from tests.rigs.scheduler_rig import GATEWAY, MS, Rig
+from tests.rigs.scheduler_rig import GATEWAY, MS, PLANNING_NS, Rig
 from tests.support.generative_worker import GenerativeWorker, alone
 
 PROMPT = array("i", [3, 1, 4, 1, 5, 9, 2, 6])
@@ -133,6 +133,9 @@ def test_requests_are_prepared_and_run_to_their_end() -> None:
     statistics = rig.snapshot()
     assert (statistics["success"], statistics["executing"]) == (3, 0)
     assert statistics["execution_count"] > 3
+    assert not any(statistics["batches_closed"].values())  # its steps are no batches
+    plans = statistics["scheduler_seconds"]["count"]
+    assert statistics["phases"]["schedule"] == plans * PLANNING_NS > 0
 
 
 def test_what_waits_for_an_instance_is_prepared_once_there_is_one() -> None:
