@@ -165,6 +165,14 @@ class LifecycleRig:
         """Counted."""
         self.discarded += len(list(specs))
 
+    def publish(self, model: Any) -> None:
+        """As the server does."""
+        self.registry.publish(model)
+
+    def is_known(self, model: Any) -> bool:
+        """Whether the gateway knows what serves of it."""
+        return self.registry.known(model)
+
     def answer(self, order: Order) -> None:
         """Kept."""
         self.answers.append(order)

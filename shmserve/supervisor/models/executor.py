@@ -92,6 +92,14 @@ class LifecycleExecutor:
             await self.context.control.acknowledgements.news()
             self.lifecycle.acknowledged()
 
+    def publish(self, model: ModelEntry) -> None:
+        """As `LifecycleActions`."""
+        self._registry.publish(model)
+
+    def is_known(self, model: ModelEntry) -> bool:
+        """As `LifecycleActions`."""
+        return self._registry.known(model)
+
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
         """As `LifecycleActions`."""
         same = successor is not None and (

@@ -92,7 +92,7 @@ class OnDemand:
         outcome: ShmserveError | None = Unavailable("the server ends")
         try:
             await asyncio.sleep(again_at - time.monotonic())
-            order = self._executor.lifecycle.want(name)
+            order = self._executor.lifecycle.load_on_demand(name)
             if order is not None:
                 await self._executor.over(order)
             outcome = None

@@ -38,9 +38,10 @@ _GONE = Status(ModelState.UNAVAILABLE, UNLOADED.reason)
 def statuses(model: ModelEntry) -> dict[str, Status]:
     """The status of each version of a model, as it is this moment. One on demand that was not
     loaded yet has the version ""."""
+    retiring = [version.spec.version for version in model.retiring]
     found = {
         **{number: _ended(model, outcome) for number, outcome in model.outcomes.items()},
-        **dict.fromkeys(model.leaving, Status(ModelState.UNLOADING)),
+        **dict.fromkeys(retiring, Status(ModelState.UNLOADING)),
         **dict.fromkeys(model.coming, Status(ModelState.LOADING)),
         **{number: _of(model.shown[number]) for number in model.serving},
     }

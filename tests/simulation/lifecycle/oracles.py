@@ -198,7 +198,7 @@ class LifecycleOracles:
             return
         if number not in served:
             return
-        replaced = order is not None and order.phase is OrderPhase.TELLING
+        replaced = order is not None and order.phase is OrderPhase.PUBLISHING
         if order is None or not replaced or number in {spec.version for spec in order.specs}:
             self.broke(f"10: {name} {number} is withdrawn, and no order says so")
 
