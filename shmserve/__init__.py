@@ -17,9 +17,9 @@ A local client's request: client/session.py finds the server and client/connecti
 (supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors
 in shared memory, client/inflight/ submits; scheduler/hosting/local_clients.py checks it.
 
-A model's load: supervisor/models/manager.py takes the request; lifecycle.py executes the orders
-of each model in turn, orders.py has the steps of a load, and executor.py what these need:
-load_planner.py reads folder and configuration, model_version.py starts scheduler_process.py and
+A model's load: supervisor/models/manager.py takes the request and executes what lifecycle.py
+decides, which has the orders of each model; orders.py has the steps of a load. load_planner.py
+reads folder and configuration, model_version.py starts scheduler_process.py and
 instance_processes.py.
 
 A worker's death: supervisor/processes/table.py notices, instance_processes.py tells its scheduler

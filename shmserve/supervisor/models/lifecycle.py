@@ -31,8 +31,7 @@ from shmserve.supervisor.models.orders import (
     OrderKind,
     OrderPhase,
 )
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.statuses import statuses
+from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)

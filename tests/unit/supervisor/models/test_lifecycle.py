@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.supervisor.models.orders import LoadSource, OrderPhase
-from shmserve.supervisor.models.statuses import statuses
+from shmserve.supervisor.models.registry import statuses
 from tests.rigs.lifecycle_rig import LifecycleRig
 
 EVENTS = ("read", "start", "known", "end", "move")
