@@ -25,8 +25,7 @@ from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag
 from tests.simulation.lifecycle.loop import SimulatedLoop
