@@ -14,7 +14,7 @@ from shmserve.common.model_settings import (
     TARGET,
 )
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.class_places import class_places
+from shmserve.ipc.model_spec import source_positions
 from shmserve.model_config.diagnostics import Key, Source, located, member
 from shmserve.model_config.rules.padding import PADDING
 from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
@@ -101,7 +101,7 @@ _KEYS: dict[str, tuple[Key, ...]] = {
 def class_source(text: str, name: str, origin: str) -> Source:
     """The places of a class `name` in the text of its file (pure); `origin` names the file."""
     places: dict[Key, str] = {}
-    for attribute, place in class_places(text, name).items():
+    for attribute, place in source_positions(text, name).items():
         for key in _KEYS.get(attribute, ((attribute,),)):
             places[key] = place
     return Source(origin, places)

@@ -14,7 +14,7 @@ from typing import Any
 
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
-from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages.publications import (
     ModelNews,
     ModelPublished,

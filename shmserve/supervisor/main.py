@@ -18,11 +18,10 @@ from shmserve import logs
 from shmserve.common import accelerators, fd_limits
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
-from shmserve.ipc.memory.c_library import past_the_caches
+from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.ipc.messages.publications import ProcessExited, ProcessStarted
-from shmserve.ipc.processes import marked, name_process
+from shmserve.ipc.processes import marked, name_process, with_large_copies
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.places import tcp_listeners, wanted_run_directory
 from shmserve.supervisor.context import SupervisorContext
@@ -317,7 +316,7 @@ def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
 def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
     clean = {**_left_nothing_behind(run_dir), **_soon_asleep(os.environ), **os.environ}
-    copying = marked(past_the_caches(clean), os.getpid(), run_dir.path)
+    copying = marked(with_large_copies(clean), os.getpid(), run_dir.path)
     devices = accelerators.accelerators(visible=config.visible_devices).count > 0
     # Of a device they have it from torch, and of what comes later it is not known.
     torch = devices or bool(config.model_files) or config.model_control_mode != "none"

@@ -44,7 +44,7 @@ from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import KEY_SIZE
+from shmserve.ipc.endpoints import KEY_SIZE
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m

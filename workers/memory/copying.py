@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from shmserve.ipc.memory.c_library import LARGE_COPY
+from shmserve.ipc.processes import LARGE_COPY
 from shmserve.workers.batch.request import Array
 
 _WORTH_HELP = 4 * 1024 * 1024  # bytes; below it the wake-up costs as much as it saves

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Iterable
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import Readers, Token
 from shmserve.ipc.tensors.descriptors import Place
@@ -60,7 +60,7 @@ class OutputMemory:
         """A block for a process and its bytes. Raises Unavailable when memory is full, or the share
         of a local client, InvalidArgument for what never fits."""
         held = self._held.get(reader, 0)
-        if held and reader >= FIRST:
+        if held and reader >= FIRST_LOCAL_CLIENT:
             self._check_share(held, byte_size)
         place = self._arena.allocate(byte_size)
         self._fresh[place.offset] = _Output(self, place, reader)

@@ -17,7 +17,6 @@ from typing import assert_never, get_args
 from shmserve import logs
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.memory.c_library import keep_no_large_memory
 from shmserve.ipc.messages import SupervisorToHost
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
@@ -50,7 +49,7 @@ def run(data: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     processes.exact_timers()
-    keep_no_large_memory()
+    processes.keep_no_large_memory()
     Host(start).run()
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, get_args
 
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import (
     ClientToScheduler,
@@ -207,7 +207,7 @@ class HostedScheduler(ABC):
     def to(self, peer: bytes) -> Callable[[Any], object]:
         """What queues a message for the client with this address: a program on this host, a
         scheduler in this process, or a gateway or a model."""
-        if first_number(peer) >= FIRST:
+        if first_number(peer) >= FIRST_LOCAL_CLIENT:
             return partial(self._to_local_client, peer)
         if self._neighbours.has(peer):
             return partial(self._neighbours.post, peer, self.endpoint)

@@ -23,7 +23,7 @@ from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
+from shmserve.ipc.endpoints import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing

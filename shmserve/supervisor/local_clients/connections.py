@@ -32,7 +32,7 @@ from shmserve.common import fd_limits
 from shmserve.common.access.peer_credentials import admit_group, credentials
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import Listener, listening, no_room
@@ -175,7 +175,7 @@ class LocalClientConnections:
         self._on_message = on_message
         self._on_disconnect = on_disconnect
         self._clients: dict[int, LocalClient] = {}
-        self._numbers = itertools.count(FIRST)
+        self._numbers = itertools.count(FIRST_LOCAL_CLIENT)
         self._loop = asyncio.get_running_loop()
         self._most = min(_MOST_CLIENTS, fd_limits.for_local_clients())
         path = endpoints.listener(run_dir)

@@ -13,7 +13,7 @@ from typing import Any
 
 from shmserve.common.access.shm_access import Peer
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.memory.posix_shm import SharedObject, described
 from shmserve.ipc.messages.control_requests import ShareDeviceMemory

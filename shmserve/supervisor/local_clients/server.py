@@ -24,7 +24,7 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import (
     Answered,

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import KEY_SIZE
+from shmserve.ipc.endpoints import KEY_SIZE
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import HealthChanged, ProcessExited
 from shmserve.ipc.messages.supervision import (

@@ -28,7 +28,7 @@ from shmserve.client.sync import Server
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import FIRST, Capabilities
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, Capabilities
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import ShareDeviceMemory
@@ -337,7 +337,7 @@ def test_pinned_host_memory(
             client.allocate(TENSORS, pin=True)
         forged = dataclasses.replace(region.place("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.listener._rules._check_owner(FIRST, Place(forged, 0, 16))
+            host.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Place(forged, 0, 16))
     until("workers are told", lambda: bool(host.processes.workers))
     host.drop()
     assert not cuda.pinned
@@ -429,7 +429,7 @@ def test_a_local_client_uses_no_handle_that_it_did_not_share(
 
 def test_the_same_handle_shared_again_is_another_memory() -> None:
     handle = CudaHandle(bytes(64), 0)
-    ids = {SEALS.device_memory_id(FIRST, serial, 64, handle) for serial in (1, 2, 3)}
+    ids = {SEALS.device_memory_id(FIRST_LOCAL_CLIENT, serial, 64, handle) for serial in (1, 2, 3)}
     assert len(ids) == 3 and all(0 < memory_id < 1 << 62 for memory_id in ids)
 
 

@@ -18,7 +18,7 @@ import pytest
 from shmserve.common import fd_limits
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import Hello, ShareMemory
 from shmserve.ipc.messages.publications import HealthChanged

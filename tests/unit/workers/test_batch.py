@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
-from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
@@ -829,19 +829,19 @@ def test_local_clients_that_keep_their_outputs_leave_memory_to_others() -> None:
         memory.delivered()
         return offsets
 
-    first = fill(FIRST)
+    first = fill(FIRST_LOCAL_CLIENT)
     assert len(first) == 32
-    assert [len(fill(FIRST + other)) for other in (1, 2)] == [16, 8]
+    assert [len(fill(FIRST_LOCAL_CLIENT + other)) for other in (1, 2)] == [16, 8]
     memory.allocate(CLIENT_PID, 8 * block)  # a gateway may have all that is left
     assert arena.used == MIB
-    memory.release(FIRST, first)
-    assert len(fill(FIRST)) == 16
-    for reader in (FIRST, FIRST + 1, FIRST + 2, CLIENT_PID):
+    memory.release(FIRST_LOCAL_CLIENT, first)
+    assert len(fill(FIRST_LOCAL_CLIENT)) == 16
+    for reader in (FIRST_LOCAL_CLIENT, FIRST_LOCAL_CLIENT + 1, FIRST_LOCAL_CLIENT + 2, CLIENT_PID):
         memory.drop_reader(reader)
     assert arena.used == 0
-    assert len(fill(FIRST)) == 32, "who has ended holds nothing"
-    memory.drop_reader(FIRST)
-    memory.allocate(FIRST, MIB)  # one output may be larger than a share
+    assert len(fill(FIRST_LOCAL_CLIENT)) == 32, "who has ended holds nothing"
+    memory.drop_reader(FIRST_LOCAL_CLIENT)
+    memory.allocate(FIRST_LOCAL_CLIENT, MIB)  # one output may be larger than a share
     arena.close()
 
 

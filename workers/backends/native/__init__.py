@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from shmserve.errors import InvalidArgument, suggestion
-from shmserve.ipc.class_places import class_places
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec, source_positions
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.model import Context, TensorType
@@ -193,7 +192,7 @@ class NativeBackend(Backend):
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{near}")
             self._class = found
             self._file = file
-            self._places = class_places(path.read_text(encoding="utf-8"), name)
+            self._places = source_positions(path.read_text(encoding="utf-8"), name)
         return self._class
 
     def _at(self, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from shmserve.ipc.memory.c_library import LARGE_COPY, past_the_caches
+from shmserve.ipc.processes import LARGE_COPY, with_large_copies
 from shmserve.workers.memory import copying
 from tests.support.servers import ROOT
 
@@ -14,7 +14,7 @@ _SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 # Halves of frames come over several connections at a time, and each has small things beside it.
 _FRAMES = """
 from pathlib import Path
-from shmserve.ipc.memory.c_library import keep_no_large_memory
+from shmserve.ipc.processes import keep_no_large_memory
 
 def resident():
     status = Path("/proc/self/status").read_text()
@@ -45,18 +45,18 @@ def test_large_memory_is_given_back_when_it_is_freed() -> None:
 
 def test_what_is_there_stays() -> None:
     before = {"HOME": "/root"}
-    assert past_the_caches(before) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
+    assert with_large_copies(before) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
     assert before == {"HOME": "/root"}
 
 
 def test_other_tunables_stay() -> None:
     before = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
-    assert past_the_caches(before)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{_SETTING}"
+    assert with_large_copies(before)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{_SETTING}"
 
 
 def test_an_operators_own_threshold_stays() -> None:
     before = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
-    assert past_the_caches(before) == before
+    assert with_large_copies(before) == before
 
 
 def test_the_pieces_of_a_large_copy_are_large() -> None:
