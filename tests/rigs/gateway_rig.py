@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.transport.router import Router
-from shmserve.supervisor.models.registry import describe
+from shmserve.supervisor.models.model_version import describe
 from tests.rigs.forker import GATEWAY, GRPC, Forked, forker
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http

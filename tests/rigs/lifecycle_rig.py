@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from shmserve.errors import Internal
+from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.orders import LoadPlan, Order
 from shmserve.supervisor.models.publications import News
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
@@ -25,10 +26,9 @@ class Generation:
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
-        self.instances = SimpleNamespace(labels={}, checks_ready=False, begin_like=lambda _: None)
+        self.instances = SimpleNamespace(begin_like=lambda _: None)
         self.ready = False
         self.problem = ""
-        self.load_seconds = 0.0
         self._rig = rig
 
     @property
@@ -39,6 +39,12 @@ class Generation:
     def uses(self, name: str) -> bool:
         """Whether a step of it is this model."""
         return any(step.name == name for step in self.spec.steps)
+
+    def publication(self, latest: bool) -> ModelPublished:
+        """Return the message that publishes it."""
+        name, version = self.spec.name, self.spec.version
+        parts = (self.endpoint, self.ready, latest, 0.0, 0)
+        return ModelPublished(name, version, self.config, {}, *parts)
 
     def update_to(self, spec: VersionSpec) -> None:
         """It always needs another generation."""
@@ -108,7 +114,7 @@ class LifecycleRig:
         if step:
             written["ensemble_scheduling"] = {"step": step}
         config = ModelSpec.of(written)
-        spec = VersionSpec(name, "1", folder, folder, config, lambda _: config)
+        spec = VersionSpec(name, "1", folder, folder, config)
         plan = LoadPlan("", [spec], self.steps)
         self.pending.append(("read", lambda: self.lifecycle.was_read(order, plan)))
 
@@ -127,6 +133,10 @@ class LifecycleRig:
             self.lifecycle.started(version, error)
 
         self.pending.append((f"start {version.spec.name}", started))
+
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """The model adds nothing."""
+        return spec.config
 
     def update(self, order: Order) -> None:
         """No generation is updated."""

@@ -22,14 +22,15 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.processes.control_socket import (
     Acknowledgements,
     Address,
     SchedulerAddress,
     pid_of,
 )
-from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
+from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
@@ -40,6 +41,7 @@ CONFIG = {
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
+ALONE = Group("scheduler m", frozenset({"m"}))
 STACKS_FD = 7  # of every worker
 # The kernel gives no process a higher number: none that there is can be meant.
 _HIGHEST_PID = 1 << 22
@@ -48,7 +50,7 @@ _HIGHEST_PID = 1 << 22
 def plan(version: str = "1") -> VersionSpec:
     """A version of the model "m"."""
     folder = Path("/tmp")
-    return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG), ModelSpec.of)
+    return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG))
 
 
 class ToldProcesses:
@@ -117,6 +119,12 @@ class Processes:
             hosts=SchedulerHosts(fake, fake, folder, LogControl(fake, LogSettings())),
         )
         self._handlers: dict[Address, Callable[[Any], None]] = {}
+
+    def version(self, spec: VersionSpec, group: Group = ALONE) -> ModelVersion:
+        """Return a version without processes, whose model completes nothing."""
+        nothing: Any = MagicMock(return_value=None)
+        complete = lambda spec, completed: spec.config  # noqa: E731
+        return ModelVersion(self.context, spec, group, nothing, nothing, complete)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         """As a zygote does."""

@@ -119,13 +119,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("supervisor.host", "supervisor.processes", "supervisor.regions"),
     ),
     "supervisor.checks": ("ipc.*", "common.*", "config", "supervisor.host"),
-    "supervisor.models.version": (
-        *("ipc.*", "common.*", "supervisor", "supervisor.events", "supervisor.processes"),
-        "supervisor.resources",
-    ),
     "supervisor.models": (
-        *("ipc.*", "common.*", "config", "model_config", "supervisor.models.version"),
-        *("supervisor", "supervisor.events", "supervisor.host", "supervisor.processes"),
+        *("ipc.*", "common.*", "config", "model_config", "supervisor", "supervisor.events"),
+        *("supervisor.host", "supervisor.processes", "supervisor.resources"),
     ),
     "supervisor": ("ipc.*", "common.*", "config", "supervisor.*"),
     # a program that uses a server, and the command

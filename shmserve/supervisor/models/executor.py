@@ -13,13 +13,14 @@ from typing import Any, Concatenate, ParamSpec
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import publications
 from shmserve.ipc.messages.publications import SchedulerLost
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import LoadPlan, ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
@@ -138,12 +139,16 @@ class LifecycleExecutor:
             if spec.model_dir not in used:
                 self._planner.discard(spec)
 
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """As `LifecycleActions`."""
+        return self._planner.complete(spec, completed)
+
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         """As `LifecycleActions`."""
-        changed = self.lifecycle.changed
-        return ModelVersion(self.context, spec, changed, self._registry, group)
+        events = self.lifecycle.changed, self.lifecycle.config_completed
+        return ModelVersion(self.context, spec, group, self._registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:
         """As `LifecycleActions`."""

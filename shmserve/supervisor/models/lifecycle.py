@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.loads import UPDATES, LifecycleActions, Loads, keep_wish, refusal
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
     FOLDER,
@@ -28,7 +32,6 @@ from shmserve.supervisor.models.orders import (
 )
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.statuses import statuses
-from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
@@ -224,6 +227,26 @@ class Lifecycle:
             if coming is not None:
                 order.before.append(coming)
         return None
+
+    def config_completed(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """Decide on the final configuration of a version whose first worker has completed it.
+
+        An ensemble has no worker: its configuration is completed with the models that serve.
+
+        Args:
+            spec: The version that is loaded, or that a serving version may be updated to.
+            completed: The properties that the model has reported.
+
+        Raises:
+            InvalidArgument: The configuration is invalid.
+        """
+        if not spec.steps:
+            return self._executor.complete(spec, completed)
+        find = self._registry.serving
+        models = [find(*step) for step in spec.steps]
+        elsewhere = [find(step.name, "") is not None for step in spec.steps]
+        configs = [None if model is None else model.config for model in models]
+        return self._executor.complete(spec, {"steps": configs, "elsewhere": elsewhere})
 
     def started(self, version: ModelVersion, error: BaseException | None) -> None:
         """A version was started, or could not be: then it has ended."""

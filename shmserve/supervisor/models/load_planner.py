@@ -10,27 +10,22 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf import text_format
 
 from shmserve import model_config
+from shmserve.common.accelerators import Accelerators
 from shmserve.common.model_names import check_model_name
+from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.model_config import GraphProblem, read_json
+from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.repository import CONFIG_FILE
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
-
-if TYPE_CHECKING:
-    from shmserve.common.accelerators import Accelerators
-    from shmserve.config.server import ServerConfig
-    from shmserve.model_config import ModelConfig, Source
-    from shmserve.supervisor.models.repository import ModelFolder
+from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
+from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder, ReadConfig
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +117,6 @@ class LoadPlanner:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")
         spec = ModelSpec.of(model_config.to_dict(config))
-        ensemble = config.HasField("ensemble_scheduling")
-        complete = partial(
-            self._complete_ensemble if ensemble else partial(self._complete, written),
-            *(config, folder, source),
-        )
         return [
             VersionSpec(
                 name=name,
@@ -134,9 +124,9 @@ class LoadPlanner:
                 model_dir=folder.path,
                 repository=folder.path.parent,
                 config=spec,
-                complete=complete,
                 labels=labels,
                 files=repository.version_fingerprint(folder, version),
+                read=ReadConfig(folder, written, config, source),
             )
             for version in versions
         ]
@@ -181,15 +171,22 @@ class LoadPlanner:
             source=source,
         )
 
-    def _complete(
-        self,
-        written: ModelConfig,
-        config: ModelConfig,
-        folder: ModelFolder,
-        source: Source,
-        completed: dict[str, Any],
-    ) -> ModelSpec:
-        """The final configuration, after the model said its part; raises InvalidArgument."""
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """Return the final configuration of a version.
+
+        Args:
+            spec: The version, from `plan`.
+            completed: The properties that the model reported. An ensemble's are {"steps": the
+                configuration of each step's model or None, "elsewhere": whether any version of
+                each model serves}.
+
+        Raises:
+            InvalidArgument: The configuration is invalid.
+        """
+        assert spec.read is not None
+        folder, written, config, source = spec.read
+        if spec.steps:
+            return self._complete_ensemble(config, folder, source, completed)
         count = self._accelerators.count
         merged = config
         if config.backend == "native":
@@ -210,8 +207,6 @@ class LoadPlanner:
     def _complete_ensemble(
         self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
     ) -> ModelSpec:
-        """The final configuration of an ensemble, after a look at its steps' models; raises
-        InvalidArgument."""
         self._validate(config, folder, source, complete=True)
         steps = [each and model_config.from_json(each.source) for each in completed["steps"]]
         try:

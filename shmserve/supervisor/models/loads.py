@@ -7,10 +7,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import GraphProblem
+from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import (
     FOLDER,
     UNLOADED,
@@ -20,8 +23,6 @@ from shmserve.supervisor.models.orders import (
     differs,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,10 @@ class LifecycleActions(Protocol):
         """A version without any process: `Lifecycle.changed`, whenever it has."""
 
     def start(self, version: ModelVersion) -> None:
-        """Start a version: `Lifecycle.started`."""
+        """Start a version: `Lifecycle.config_completed`, then `Lifecycle.started`."""
+
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """Return the final configuration of a version; raises InvalidArgument."""
 
     def update(self, order: Order) -> None:
         """Add the instances of an order's updates: `Lifecycle.updated`."""

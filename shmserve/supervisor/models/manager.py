@@ -15,11 +15,11 @@ from shmserve.ipc.messages.publications import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.executor import LifecycleExecutor
 from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.on_demand import OnDemand
 from shmserve.supervisor.models.orders import FOLDER, LoadSource
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import CONFIG_FILE
-from shmserve.supervisor.models.version.model_version import ModelVersion
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.executor import LifecycleExecutor
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.residency import MemoryUse, Resident, leaving
-from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)

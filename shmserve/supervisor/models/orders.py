@@ -16,9 +16,8 @@ from shmserve.errors import ShmserveError
 from shmserve.supervisor.models.repository import IN_SEVERAL
 
 if TYPE_CHECKING:
-    from shmserve.supervisor.models.version.instances import InstanceUpdate
-    from shmserve.supervisor.models.version.model_version import ModelVersion
-    from shmserve.supervisor.models.version.spec import VersionSpec
+    from shmserve.supervisor.models.instances import InstanceUpdate, VersionSpec
+    from shmserve.supervisor.models.model_version import ModelVersion
 
 
 class LoadSource(NamedTuple):

@@ -4,18 +4,16 @@ process is started or ended here).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import publications as m
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.publications import Audience, Publications
 from shmserve.supervisor.models.repository import ModelFolder, lacks_version
 from shmserve.supervisor.models.statuses import index_rows, is_ready, progress, statuses
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
@@ -68,27 +66,10 @@ class ModelRegistry:
             "checks_ready": found.instances.checks_ready,
         }
 
-    def _serving(self, name: str, version: str) -> ModelVersion | None:
+    def serving(self, name: str, version: str) -> ModelVersion | None:
+        """Return the published version of a model, or None; version "" is the latest."""
         model = self.models.get(name)
         return None if model is None else model.shown.get(version or model.latest)
-
-    def published_now(self, step: StepModel) -> m.ModelPublished | None:
-        """The publication of a model version now, or None where it does not serve."""
-        found = self._serving(*step)
-        return None if found is None else _publication(self.models[step.name], found)
-
-    def failure_now(self, step: StepModel) -> str:
-        """Why a model version serves no request, and will not; empty: it does, or will."""
-        found = self._serving(*step)
-        if found is None:
-            return f"model '{step.name}' is not available"
-        problem = found.instances.problem
-        return f"model '{step.name}' failed: {problem}" if problem else ""
-
-    def ready_now(self, step: StepModel) -> bool:
-        """Whether a model version takes requests now."""
-        found = self._serving(*step)
-        return found is not None and found.ready
 
     def configurations(self, name: str) -> dict[str, dict[str, Any]]:
         """Of the versions that serve, apart from what may change while they do."""
@@ -142,7 +123,7 @@ class ModelRegistry:
 
     def asked_whether_ready(self, name: str, version: str) -> list[int]:
         """The workers that say whether a version is ready; none where it is not, or not there."""
-        found = self._serving(name, version)
+        found = self.serving(name, version)
         return found.instances.checking_ready() if found is not None and found.ready else []
 
     def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
@@ -185,7 +166,7 @@ class ModelRegistry:
     def publish(self, model: ModelEntry) -> None:
         """Have everybody know what serves of a model, where that differs from what they know."""
         published: dict[str, m.ModelNews] = {
-            number: _publication(model, each) for number, each in model.shown.items()
+            number: each.publication(number == model.latest) for number, each in model.shown.items()
         }
         if model.on_demand:
             published[""] = m.ModelOnDemand(model.name, 0)
@@ -195,44 +176,6 @@ class ModelRegistry:
             if number or lacks_version(status.reason)
         ]
         self.publications.update(self.audience, model.name, published, absent)
-
-
-def _publication(model: ModelEntry, version: ModelVersion) -> m.ModelPublished:
-    """The message about a version that serves."""
-    return m.ModelPublished(
-        name=model.name,
-        version=version.spec.version,
-        config=version.config,
-        metadata={
-            **describe(version.config),
-            "labels": version.instances.labels,
-            "checks_ready": version.instances.checks_ready,
-        },
-        endpoint=version.endpoint,
-        ready=version.ready,
-        latest=version.spec.version == model.latest,
-        load_seconds=version.load_seconds,
-        acknowledge=0,
-    )
-
-
-def describe(config: ModelSpec) -> dict[str, Any]:
-    """The metadata of a model, as GET /v2/models/NAME shows it, but for its versions; shapes start
-    with -1 where it batches."""
-    batch = [-1] if config.max_batch_size >= 1 else []
-
-    def shown(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
-        return [
-            {"name": each.name, "datatype": each.datatype, "shape": [*batch, *each.dims]}
-            for each in tensors
-        ]
-
-    return {
-        "name": config.name,
-        "platform": config.platform or config.backend,
-        "inputs": shown(config.input),
-        "outputs": shown(config.output),
-    }
 
 
 def _component(needs: Mapping[str, list[str]], name: str) -> set[str]:

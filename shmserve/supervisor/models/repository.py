@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shmserve.common.model_names import CLASS_IN_FILE, check_model_name, is_checkpoint
 from shmserve.errors import InvalidArgument, clip, refused
@@ -58,6 +59,15 @@ class ModelFolder:
         """The names in a version's folder; raises InvalidArgument when it cannot be read."""
         with refused(f"{self.name}/{version}"):
             return sorted(os.listdir(self.path / str(version)))
+
+
+class ReadConfig(NamedTuple):
+    """A configuration as it was read: as `written`, and `filled` with what files and host say."""
+
+    folder: ModelFolder
+    written: ModelConfig
+    filled: ModelConfig
+    source: Source
 
 
 def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, ModelFolder]:

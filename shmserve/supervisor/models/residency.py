@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.room import private_bytes
-from shmserve.supervisor.models.version.model_version import ModelVersion
 
 
 class Resident(NamedTuple):

@@ -19,12 +19,12 @@ from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.messages.supervision import CountChange
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.instances import Bounds, bounds_of
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.room import Room
 from shmserve.supervisor.models.sizing import LOOK_EVERY_S, Change, LoadSample, Sizing
-from shmserve.supervisor.models.version.instances import Bounds, bounds_of
-from shmserve.supervisor.models.version.model_version import ModelVersion
 
 logger = logging.getLogger(__name__)
 

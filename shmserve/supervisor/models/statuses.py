@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
-from shmserve.supervisor.models.version.model_version import ModelVersion
 
 _RESTARTING = "a process that ended is started again"
 

@@ -34,8 +34,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
-from shmserve.supervisor.models.version.hangs import place, stacks_of
-from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.models.instances import Instance, model_frame, stacks_of
 from shmserve.supervisor.processes.table import Child
 from tests.rigs.arrivals import arrived, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
@@ -419,4 +418,4 @@ def test_a_hanging_worker_tells_where(worker: Worker) -> None:
     hangs = 1 + next(n for n, line in enumerate(MODEL.splitlines()) if "sleep(60)" in line)
     for stacks in asyncio.run(twice()):
         assert stacks.count("in predict") == 1
-        assert place(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"
+        assert model_frame(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"

@@ -18,11 +18,10 @@ from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.models.executor import LifecycleExecutor
+from shmserve.supervisor.models.instances import Instance, VersionSpec, bounds_of
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.instances import Instance, bounds_of
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
@@ -153,8 +152,8 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         """It is watched."""
-        changed = self.lifecycle.changed
-        version = ObservedVersion(self.registry, self.context, spec, changed, self.registry, group)
+        events = self.lifecycle.changed, self.lifecycle.config_completed
+        version = ObservedVersion(self.context, spec, group, self.registry.serving, *events)
         self.alive.append(version)
         return version
 

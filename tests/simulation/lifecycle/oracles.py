@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.supervisor.models.instances import InstanceState, VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
+from shmserve.supervisor.models.model_version import ModelVersion, differs_in_instances_only
 from shmserve.supervisor.models.orders import ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.statuses import ModelState, statuses
-from shmserve.supervisor.models.version.instances import InstanceState
-from shmserve.supervisor.models.version.model_version import ModelVersion, differs_in_instances_only
-from shmserve.supervisor.models.version.spec import VersionSpec
 from tests.simulation.lifecycle.versions import ObservedVersion, counts_of
 from tests.simulation.world import Violation
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.instances import Instance, InstanceState, bounds_of
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.instances import Instance, InstanceState, bounds_of
+from shmserve.supervisor.models.model_version import ModelVersion
 
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.processes import SimulatedChild
@@ -29,11 +27,11 @@ class ObservedVersion(ModelVersion):
     """A version, whether it `was_ready`, whether it was told to drain, and of an ensemble the
     configurations of its steps' models as they were when it was loaded."""
 
-    def __init__(self, registry: ModelRegistry, *parts: Any) -> None:
+    def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.was_ready = self.drains = False
         self.shapes: list[Any] = []
-        self._registry = registry
+        self._find = parts[3]
 
     def __repr__(self) -> str:
         return f"{self.spec.name}:{self.spec.version}#{self.scheduler.number}"
@@ -50,14 +48,10 @@ class ObservedVersion(ModelVersion):
         self.shapes = self.steps_known()
         await super().start()
 
-    def steps_published(self) -> list[ModelPublished | None]:
-        """The publications of its steps' models."""
-        return [self._registry.published_now(step) for step in self.spec.steps]
-
     def steps_known(self) -> list[Any]:
         """The configurations of its steps' models, as they are published."""
-        found = self.steps_published()
-        return [None if news is None else news.config.immutable_config for news in found]
+        found = [self._find(*step) for step in self.spec.steps]
+        return [None if version is None else version.config.immutable_config for version in found]
 
     @property
     def places(self) -> list[Instance]:

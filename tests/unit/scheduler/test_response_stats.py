@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
 from shmserve.scheduler.tables import LAST_INDEX
-from shmserve.supervisor.models.version.scheduler_process import CarryOver
+from shmserve.supervisor.models.scheduler_process import CarryOver
 from tests.rigs.scheduler_rig import MS, Rig
 
 NONE = {"count": 0, "ns": 0}

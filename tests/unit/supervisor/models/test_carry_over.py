@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.ipc.messages.supervision import BaseCounters
-from shmserve.supervisor.models.version.scheduler_process import CarryOver
+from shmserve.supervisor.models.scheduler_process import CarryOver
 
 
 class Scheduler:

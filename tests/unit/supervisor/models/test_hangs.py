@@ -13,9 +13,9 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
-from shmserve.supervisor.models.version import hangs, instance_processes
-from shmserve.supervisor.models.version.instances import Instance
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models import instance_processes, instances
+from shmserve.supervisor.models.instances import Instance
+from shmserve.supervisor.models.model_version import ModelVersion
 from tests.rigs.process_rig import STACKS_FD, Processes
 from tests.unit.supervisor.models.test_manager import until
 from tests.unit.supervisor.models.test_version import deployment
@@ -48,7 +48,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(instance.name)
         return STACKS
 
-    monkeypatch.setattr(hangs, "stacks_of", stacks_of)
+    monkeypatch.setattr(instances, "stacks_of", stacks_of)
     return asked
 
 
@@ -78,7 +78,7 @@ def test_stacks_are_read_once_they_are_whole(
 
     monkeypatch.setattr("asyncio.sleep", nap)
     with stacks.open("a+b") as file:
-        asyncio.run(hangs._written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
+        asyncio.run(instances._written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
     assert stacks.read_text() == STACKS
 
 
@@ -92,13 +92,13 @@ def test_stacks_are_read_once_they_are_whole(
     ],
 )
 def test_the_place_is_of_the_models_code_in_the_thread_that_loads(stacks: str, place: str) -> None:
-    assert hangs.place(stacks, Path("/tmp")) == place
+    assert instances.model_frame(stacks, Path("/tmp")) == place
 
 
 def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
     written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hangs, "FIRST_REPORT_S", 0.01)
+    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
 
     async def story(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True

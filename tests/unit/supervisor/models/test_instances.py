@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.version.instances import bounds_of, expand_instances, sized
+from shmserve.supervisor.models.instances import bounds_of, expand_instances, sized
 
 
 def group(name: str, kind: str, count: int, *gpus: int) -> dict[str, Any]:

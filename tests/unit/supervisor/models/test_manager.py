@@ -11,11 +11,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
 
@@ -53,6 +54,10 @@ class Repository:
         self.reading()
         self.planned += 1
         return [plan()]
+
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """The model completes nothing."""
+        return spec.config
 
     def discard(self, discarded: VersionSpec) -> None:
         """It was written for a request, perhaps."""

@@ -16,12 +16,12 @@ import pytest
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models import instance_processes
+from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.version import instance_processes
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 from tests.rigs.process_rig import CONFIG, Processes, turns
 
 
@@ -84,12 +84,6 @@ class Repository:
         """As `LoadPlanner.plan`."""
         self.read.append(name)
         config = self._config(name, override)
-
-        def complete(completed: dict[str, Any]) -> ModelSpec:
-            if None in completed.get("steps", ()):
-                raise InvalidArgument("a step's model is not available")
-            return config
-
         folder = Path("/")
         return [
             VersionSpec(
@@ -98,11 +92,16 @@ class Repository:
                 folder,
                 folder,
                 config,
-                complete,
                 files=self.files.get(version, ""),
             )
             for version in self.versions
         ]
+
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """As `LoadPlanner.complete`."""
+        if None in completed.get("steps", ()):
+            raise InvalidArgument("a step's model is not available")
+        return spec.config
 
     def discard(self, plan: VersionSpec) -> None:
         """As `LoadPlanner.discard`."""

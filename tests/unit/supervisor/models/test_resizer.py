@@ -13,14 +13,13 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import resizer
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order, OrderKind
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.models.room import Room
 from shmserve.supervisor.models.sizing import Change, Sizing
-from shmserve.supervisor.models.version.model_version import ModelVersion
 from tests.rigs.process_rig import CONFIG, Made, Processes, plan, turns
-from tests.unit.supervisor.models.test_version import ALONE
 
 STATISTICS: dict[str, Any] = {
     "success": 1,
@@ -41,14 +40,14 @@ class Rig:
     def __init__(self, processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
         parameters = {"max_instances": {"string_value": "3"}}
         config = ModelSpec.of(CONFIG | {"parameters": parameters})
-        spec = replace(plan(), config=config, complete=lambda completed: config)
+        spec = replace(plan(), config=config)
         registry = ModelRegistry()
         self.wanted = 1
         self.told: list[Any] = []
         self.events: list[Any] = []
         self.processes = processes
         self.model = registry.model("m")
-        self.version = ModelVersion(processes.context, spec, lambda _: None, registry, ALONE)
+        self.version = processes.version(spec)
         self.model.serving["1"] = self.version
         self.resizer = Resizer(processes.context, registry)
         monkeypatch.setattr(processes.context.events, "publish", self.events.append)
@@ -64,7 +63,7 @@ class Rig:
         self.resizer.look()
         asked = self.told.count(m.SnapshotStatistics())
         if answers and asked:
-            self.version.scheduler._on_scheduler(
+            self.version.scheduler._on_scheduler_message(
                 self.version.scheduler.counts, m.StatisticsSnapshot(STATISTICS, [])
             )
         await turns()
@@ -181,12 +180,12 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
         await rig.look()
         instances, spec = rig.version.instances, rig.version.spec
         same = instances.update_to(spec, instances.config)
-        assert (same.added, same.leaving) == ([], [])
+        assert (same.added, same.removed) == ([], [])
         (group,) = instances.config.instance_group
         two = replace(instances.config, instance_group=(replace(group, count=2),))
         other = instances.update_to(spec, two)
-        assert (other.differs, other.added, other.leaving) == (True, [], [])
-        anew = ModelVersion(rig.processes.context, spec, lambda _: None, ModelRegistry(), ALONE)
+        assert (other.differs, other.added, other.removed) == (True, [], [])
+        anew = rig.processes.version(spec)
         assert anew.instances.count == 1
         anew.instances.begin_like(instances)
         assert anew.instances.count == 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.supervisor.models.version.instances import (
-    INSTANCE,
+from shmserve.supervisor.models.instances import (
+    TRANSITIONS,
     IllegalTransition,
     Instance,
     InstanceState,
@@ -16,9 +16,10 @@ def instance() -> Instance:
     return Instance(0, "m_0_0", "cpu", "CPU", 0)
 
 
-def test_every_state_has_a_row_and_every_event_leads_somewhere() -> None:
-    assert set(INSTANCE) == set(InstanceState)
-    assert all(target in INSTANCE for row in INSTANCE.values() for target in row.values())
+def test_every_state_has_an_event_and_can_be_reached() -> None:
+    rows = TRANSITIONS.values()
+    assert {state for row in rows for state in row} == {*InstanceState}
+    assert {target for row in rows for target in row.values()} == {*InstanceState}
 
 
 def test_illegal_events_raise() -> None:

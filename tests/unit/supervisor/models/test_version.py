@@ -10,19 +10,15 @@ import pytest
 
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import ProcessExited, SchedulerLost
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version import instance_processes
-from shmserve.supervisor.models.version.instances import InstanceState
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.models import instance_processes
+from shmserve.supervisor.models.instances import InstanceState
+from shmserve.supervisor.models.model_version import ModelVersion
 from tests.rigs.process_rig import Made, Processes, plan, turns
-
-ALONE = Group("scheduler m", frozenset({"m"}))
 
 
 def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
-    return ModelVersion(processes.context, plan(), lambda changed: None, ModelRegistry(), ALONE)
+    return processes.version(plan())
 
 
 def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
@@ -69,7 +65,7 @@ def test_only_the_process_is_killed_that_its_scheduler_means(
         second = processes.started[-1]
         monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
         for child in (first, second):
-            model._scheduler_said(m.KillInstance(child.pid, "it takes too long"))
+            model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
         await turns()
         await processes.end()
         return second
@@ -128,7 +124,7 @@ def test_an_instance_that_does_nothing_but_crash_stays_down(
                 await model.until_ready()
             worker = processes.started[-1] if death else processes.started[0]
             if serves and death == most // 2:
-                model._scheduler_said(m.InstanceServed(worker.pid))
+                model._on_scheduler_message(m.InstanceServed(worker.pid))
             worker.kill(signal.SIGABRT)
             await turns(1)
         await turns()
@@ -190,7 +186,7 @@ def test_a_scheduler_that_has_had_anything_executed_is_back_soon(
         await model.start()
         for _ in range(8):
             if serves:
-                model._scheduler_said(m.InstanceServed(processes.started[0].pid))
+                model._on_scheduler_message(m.InstanceServed(processes.started[0].pid))
             model.scheduler.serving.child.kill()
             await turns(40)
         ready = model.ready

@@ -1,7 +1,7 @@
-"""The scheduler of a model version, hosted by a process: started, replaced, drained, stopped.
+"""The scheduler of a model version in its host process: started, replaced, drained and stopped.
 
-Every one has a number of its own, and with it endpoints of its own: what is sent to one that died
-reaches no other. Its counters outlive it: `CarryOver`.
+Every scheduler has its own number and therefore its own endpoints, so that messages for a scheduler
+that has ended reach no successor. A version's counters outlive its schedulers, see `CarryOver`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from shmserve.ipc.messages.supervision import CacheStart, SchedulerStart, Schedu
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import counted
-from shmserve.supervisor.models.version.instances import Instance
-from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
+from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
 from shmserve.supervisor.resources.rate_limiter import Needs
 
@@ -31,24 +30,27 @@ logger = logging.getLogger(__name__)
 
 
 class CarryOver:
-    """Snapshots of one scheduler's counters, for whatever follows it: one that takes over restores
-    the last, and what replaces the version, or moves it to another process, has it as its base.
-    `tell` reaches the scheduler."""
+    """The counters of a scheduler, kept for its successors.
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
-        self._tell = tell
-        self.snapshot: list[Any] = []  # as SchedulerStart has it
+    A scheduler that replaces a dead one restores the last snapshot. A scheduler of another version
+    or in another process has the counters as its base.
+    """
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        """Create empty counters; `send` sends a message to the scheduler."""
+        self._send = send
+        self.snapshot: list[Any] = []  # in the format of SchedulerStart
         self._base: dict[str, Any] = {}
         self._successor: CarryOver | None = None
 
     def update(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
-        """The scheduler has counted so much; a key that is not there is as it was."""
+        """Store the scheduler's counters; keys that are missing have not changed."""
         last = self.snapshot[0] if self.snapshot else {}
         self.snapshot = [{**last, **statistics}, metrics]
         self._update_successor()
 
     def be_base_of(self, successor: CarryOver | None) -> None:
-        """`successor` adds to its own what this one has counted, and will while it drains."""
+        """Make these counters, including those of a drain, the base of a successor's counters."""
         self._successor = successor
         self._update_successor()
 
@@ -58,13 +60,12 @@ class CarryOver:
         self._update_successor()
 
     def send_base(self) -> None:
-        """Tell the scheduler what was counted before this version; one that was only just started
-        does not know it."""
+        """Send the base to a scheduler that has just started."""
         if self._base:
-            self._tell(m.BaseCounters(self._base))
+            self._send(m.BaseCounters(self._base))
 
     def _update_successor(self) -> None:
-        # Our scheduler may have ended, and one before it be counting still.
+        # This scheduler may have ended while an earlier scheduler, which is draining, still counts.
         if self._successor is None:
             return
         base = self._base
@@ -76,8 +77,7 @@ class CarryOver:
 
 
 class VersionScheduler:
-    """One at a time, or none, hosted with those of its `group`. `on_message` takes what is not
-    about its own life."""
+    """The scheduler of a version, of which at most one serves at a time."""
 
     def __init__(
         self,
@@ -87,58 +87,72 @@ class VersionScheduler:
         lifetime: Lifetime,
         on_message: Callable[[Any], None],
     ) -> None:
+        """Create a scheduler that is not started.
+
+        Args:
+            context: The shared parts of the supervisor.
+            spec: The version to schedule.
+            group: The models whose schedulers share the process.
+            lifetime: The shutdown state of the version.
+            on_message: Receives messages about instances and memory.
+        """
         self._group = group
         self._context = context
         self._spec = spec
         self._lifetime = lifetime
         self._on_message = on_message
-        self.number = next(context.numbers)  # of the one that serves, or of the first
-        self._last: HostedHandle | None = None  # that was started
-        self._serving: HostedHandle | None = None  # the one that is at `endpoint`
+        self.number = next(context.numbers)  # of the scheduler that serves, or of the first
+        self._last: HostedHandle | None = None  # the scheduler that was started last
+        self._serving: HostedHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
         self.counts = CarryOver(self.tell)
         self._publish_counters = False
-        self._asked: asyncio.Future[dict[str, Any]] | None = None  # for a snapshot
+        self._snapshot: asyncio.Future[dict[str, Any]] | None = None
         self._rate_limited = False
 
     @property
     def endpoint(self) -> str:
-        """Where requests are submitted."""
+        """The endpoint to which requests are submitted."""
         return endpoints.scheduler(self._context.run_dir, self.number)
 
     @property
     def instances_endpoint(self) -> str:
-        """Where instances offer themselves."""
+        """The endpoint to which instances attach."""
         return endpoints.instances(self._context.run_dir, self.number)
 
     @property
     def serves(self) -> bool:
-        """Whether one takes requests."""
+        """Whether a scheduler accepts requests."""
         return self._serving is not None and self._serving.alive
 
     @property
     def serving(self) -> HostedHandle:
-        """The one at `endpoint`, dead or alive; there has been one."""
+        """The scheduler at `endpoint`, alive or dead; requires that one has started."""
         assert self._serving is not None
         return self._serving
 
     async def start(self, config: ModelSpec, workers: list[int], first: bool = False) -> None:
-        """Start one, in the place of the last (`first`: there was none), which knows the worker
-        processes `workers`.
+        """Start a scheduler in place of the last one.
 
-        Raises Unavailable when it ends while it starts, or is not wanted any more.
+        Args:
+            config: The configuration of the version.
+            workers: The worker processes that the scheduler may expect.
+            first: Whether the version has had no scheduler.
+
+        Raises:
+            Unavailable: The scheduler ended while starting, or the version is being unloaded.
         """
         context = self._context
         number = self.number if first else next(context.numbers)
         ready = self._ready = asyncio.get_running_loop().create_future()
         start = self._start_record(number, config, workers)
-        on_message = partial(self._on_scheduler, self.counts)
+        on_message = partial(self._on_scheduler_message, self.counts)
         hosted = self._last = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
-        await either(ready, hosted.closed, hosted.child.exited)  # before, it hears nothing
+        await either(ready, hosted.closed, hosted.child.exited)  # it receives nothing before
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
@@ -147,7 +161,7 @@ class VersionScheduler:
             ended = hosted.child.exited
             reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
-        self.number = number  # now there is something at its endpoints
+        self.number = number  # its endpoints exist from now on
         self._serving = hosted
         self.counts.send_base()
         context.tracing.tell(hosted.address)
@@ -179,21 +193,19 @@ class VersionScheduler:
         )
 
     def _cache_start(self, config: ModelSpec) -> CacheStart:
-        """The part of the response cache that a model version gets, if it asks for any."""
+        """Return the version's share of the response cache; empty if it uses no cache."""
         shares = self._context.cache_shares
-        if not config.cached:
-            return CacheStart()
-        if not shares.byte_size:
+        if config.cached and shares.byte_size:
+            return CacheStart(shares.join(id(self), self.tell), os.getpid())
+        if config.cached:
             logger.warning(
                 "model '%s' asks for a response cache, which this server has not: see "
                 "--cache-config",
                 self._spec.name,
             )
-            return CacheStart()
-        share = shares.join(id(self), self.tell)
-        return CacheStart(share, os.getpid())
+        return CacheStart()
 
-    def _on_scheduler(self, counts: CarryOver, message: Any) -> None:
+    def _on_scheduler_message(self, counts: CarryOver, message: Any) -> None:
         match message:
             case m.SchedulerReady():
                 settle(self._ready, None)
@@ -201,7 +213,7 @@ class VersionScheduler:
                 settle(self._drained, None)
             case m.StatisticsSnapshot(statistics, metrics):
                 counts.update(statistics, metrics)
-                settle(self._asked, statistics)
+                settle(self._snapshot, statistics)
                 if self._publish_counters:
                     self._publish_counters = False
                     event = counted(self._spec.name, self._spec.version, statistics)
@@ -210,47 +222,51 @@ class VersionScheduler:
                 self._on_message(message)
 
     def tell(self, message: Any) -> None:
-        """Send a message to the one that was started last."""
+        """Send a message to the scheduler that was started last."""
         if self._last is not None:
             self._context.control.send(self._last.address, message)
 
     def publish_counters(self) -> None:
-        """Have its counters published as an event."""
+        """Request the counters and publish them as an event."""
         self._publish_counters = True
         self.tell(m.SnapshotStatistics())
 
     def snapshot(self) -> asyncio.Future[dict[str, Any]]:
-        """Ask for what it has counted, as `StatisticsSnapshot` has it; one that does not run gives
-        none."""
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.get_running_loop().create_future()
+        """Request the statistics of a `StatisticsSnapshot`; a dead scheduler sends no response."""
+        if self._snapshot is None or self._snapshot.done():
+            self._snapshot = asyncio.get_running_loop().create_future()
             self.tell(m.SnapshotStatistics())
-        return self._asked
+        return self._snapshot
 
-    async def drain(self, sequences: bool = False) -> None:
-        """Have it finish what it has, with `sequences` those that are open, too; returns when it
-        did, or is gone."""
-        assert self._last is not None
-        await self.drain_one(self._last, sequences)
-
-    async def drain_one(
+    async def drain(
         self,
-        hosted: HostedHandle,
+        hosted: HostedHandle | None = None,
         sequences: bool = False,
         unless: Iterable[asyncio.Future[Any]] = (),
     ) -> None:
-        """The same of one that was started before; returns early when one of `unless` is done."""
+        """Drain a scheduler; returns when it has finished its requests or has ended.
+
+        Args:
+            hosted: The scheduler to drain; None is the last one that was started.
+            sequences: Whether only open sequences are finished, and other requests still accepted.
+            unless: Futures that end the wait early.
+        """
+        hosted = hosted or self._last
+        assert hosted is not None
         self._drained = asyncio.get_running_loop().create_future()
         self._context.control.send(hosted.address, m.Drain(sequences))
         await either(self._drained, hosted.closed, hosted.child.exited, *unless)
 
     def misplaced(self, group: Group) -> bool:
-        """Whether the one that serves belongs into another process, as one of this group."""
+        """Check whether the serving scheduler belongs to another process, given its group."""
         return self._serving is not None and self._context.hosts.misplaced(self._serving, group)
 
     async def succeed(self, group: Group, config: ModelSpec) -> None:
-        """Start another one beside the one that serves, in this group's process: from now on it is
-        the one at `endpoint`. It counts from zero, but for metrics. Raises Unavailable."""
+        """Start a successor in a group's process, which is from now on the one at `endpoint`.
+
+        The statistics of the successor start at zero, but its metrics continue. Raises Unavailable
+        if the successor does not start.
+        """
         before, counts = self.counts, CarryOver(self.tell)
         former, self._group, self.counts = self._group, group, counts
         try:
@@ -261,29 +277,27 @@ class VersionScheduler:
         before.be_base_of(counts)
 
     def is_limited(self, config: ModelSpec) -> bool:
-        """Whether the rate limiter has a say in it."""
+        """Check whether the rate limiter applies to a configuration."""
         needs = (group.rate_limiter.limits for group in config.instance_group)
         return self._context.tickets.on and any(needs)
 
     def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
-        """Enter what instances need with the rate limiter, if that has a say in it. Raises
-        InvalidArgument for what there will never be."""
+        """Register the resources that instances need with the rate limiter, if it applies.
+
+        Raises InvalidArgument if an instance needs more than the server has.
+        """
         if self.is_limited(config):
             needs = {each.index: Needs.of(each.rate_limit, each.device_id) for each in instances}
             self._context.tickets.join(id(self), needs)
             self._rate_limited = True
 
     def release(self, instance: Instance) -> None:
-        """An instance is gone: it needs nothing any more."""
+        """Release the rate-limiter resources of an instance that has ended."""
         self._context.tickets.remove_instance(id(self), instance.index)
 
-    def leave(self) -> None:
-        """Leave its share of the response cache, and of the rate limiter, to others."""
+    async def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
+        """End the scheduler; requests that are not finished in `patience_s` are rejected."""
         self._context.cache_shares.leave(id(self))
         self._context.tickets.remove(id(self))
-
-    async def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
-        """End it: what it has not finished it refuses, within `patience_s` seconds."""
-        self.leave()
         if self._last is not None:
             await self._context.hosts.close(self._last, patience_s)

@@ -1,12 +1,11 @@
-"""The worker processes of a model version: loaded together, restarted with backoff when they die,
-given up after too many failed loads or crashes in a row, stopped. For another `instance_group` some
-are added and others retire, while the version serves.
+"""The worker processes of a model version: loaded together, restarted with backoff, given up after
+too many failures in a row, and stopped. Instances are added and retired while the version serves.
 
 supervisor                        worker
    spawn          ------------>   WorkerStarted
    CompleteConfig ------------>   ConfigCompleted       (the first instance only)
    LoadInstance   ------------>   InstanceLoaded
-                                  LoadFailed, in the place of each, and it ends
+                                  LoadFailed instead of any response; the worker then exits
 """
 
 from __future__ import annotations
@@ -26,19 +25,22 @@ from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import WorkerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.version.hangs import in_a_line, stacks_of, watched
-from shmserve.supervisor.models.version.instances import (
+from shmserve.supervisor.models.instances import (
     Instance,
     InstanceState,
     InstanceUpdate,
+    Lifetime,
+    VersionSpec,
     bounds_of,
     change_between,
     expand_instances,
     inbox,
+    one_line,
     sized,
+    stacks_of,
+    watched,
 )
-from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
-from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
+from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -46,18 +48,21 @@ logger = logging.getLogger(__name__)
 _ENTRY = "shmserve.workers.main:run"
 _STOP_PATIENCE_S = 5.0
 _MOST_FAILED_LOADS = 5
-# Ends in a row, with nothing executed meanwhile, after which an instance stays down: some 5 s of a
+# Crashes in a row without an executed request after which an instance is given up: about 5 s for a
 # model that loads at once.
 _MOST_CRASHES = 10
-_LONGEST_PAUSE_S = 30.0  # before the next start of what is killed again and again
+_LONGEST_PAUSE_S = 30.0  # before the restart of a process that is killed repeatedly
 _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
 
 
 T = TypeVar("T")
 
+# Returns the final configuration of a spec, given the properties that its model has reported.
+CompleteConfig = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
+
 
 def first_of(error: BaseException) -> BaseException:
-    """The error, or the first of a group."""
+    """Return the error, or the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -65,143 +70,139 @@ def first_of(error: BaseException) -> BaseException:
 
 @dataclass(slots=True, eq=False)
 class Instances:
-    """The instances that a version's configuration asks for. `on_change` is called when one becomes
-    ready, dies, or is given up.
+    """The instances of a version.
 
-    `failure`: why none will come back, or empty; `labels`: the texts for the indices of each output
-    that has any. What loads raises ShmserveError, with a text for
-    the operator, when the model or its process fails.
+    Methods that load raise ShmserveError, with a text for operators, if the model or its process
+    fails.
+
+    Attributes:
+        config: The configuration; final once it has been completed.
+        labels: The label texts of each output that has labels.
+        completed: The properties that the model reported for its configuration.
+        failure: The reason why no instance is restarted, or empty.
     """
 
     _context: SupervisorContext
     _spec: VersionSpec
     _scheduler: VersionScheduler
     _lifetime: Lifetime
-    _on_change: Callable[[], None]
+    _on_change: Callable[[], None]  # called when an instance becomes ready, dies or is given up
+    _complete: CompleteConfig
     config: ModelSpec = field(init=False)
     labels: dict[str, list[str]] = field(init=False)
-    completed: dict[str, Any] = field(init=False, default_factory=dict)  # by the model, of `config`
+    completed: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
     _all: list[Instance] = field(init=False)
-    _ran: int = field(init=False, default=0)  # of the version before, under its load
+    _ran: int = field(init=False, default=0)  # instances of the version that this one replaces
 
     def __post_init__(self) -> None:
         self.config, self.labels = self._spec.config, self._spec.labels
         self._all = expand_instances(self.config)
 
     def begin_like(self, before: Instances) -> None:
-        """Begin with as many as an earlier version has, where their number follows the load, which
-        this one takes over."""
+        """Start as many instances as the replaced version has, if it is scaled automatically."""
         if bounds_of(before.config) is not None:
             self._ran = before.count
             self._all = expand_instances(self.config, self._ran)
 
     @property
     def problem(self) -> str:
-        """Why none will take requests any more, or empty."""
+        """The reason why no instance will accept requests again, or empty."""
         return self.failure
 
     @property
     def any_ready(self) -> bool:
-        """Whether one takes requests."""
+        """Whether an instance accepts requests."""
         return any(instance.state is InstanceState.READY for instance in self._all)
 
     @property
     def count(self) -> int:
-        """The instances that serve, or will."""
+        """The number of instances that serve or will serve."""
         return sum(instance.state not in _DOWN for instance in self._all)
 
     @property
     def all_serve(self) -> bool:
-        """Whether each of these takes requests: none is about to, or starts again."""
+        """Whether all of these instances are ready; none is starting or restarting."""
         return self.count == sum(each.state is InstanceState.READY for each in self._all)
 
     def states(self) -> list[InstanceState]:
-        """The state of each, in order."""
+        """Return the state of each instance, in order."""
         return [instance.state for instance in self._all]
 
     def children(self) -> list[Child]:
-        """The process of each that has one, dead or alive."""
+        """Return the processes of the instances, alive or dead."""
         return [instance.child for instance in self._all if instance.child is not None]
 
     def pids(self) -> list[int]:
-        """The running processes."""
+        """Return the running processes."""
         return [child.pid for child in self.children() if child.alive]
 
     def pids_on(self, device_id: int) -> list[int]:
-        """The processes that serve on an accelerator now."""
-        return [
-            i.child.pid
-            for i in self._all
-            if i.child is not None
-            and i.state in (InstanceState.READY, InstanceState.RETIRING)
-            and (i.kind, i.device_id) == ("GPU", device_id)
-        ]
+        """Return the processes that serve on a GPU."""
+        on = [i for i in self._all if (i.kind, i.device_id) == ("GPU", device_id)]
+        serving = [i for i in on if i.state in (InstanceState.READY, InstanceState.RETIRING)]
+        return [i.child.pid for i in serving if i.child is not None]
 
     def checking_ready(self) -> list[int]:
-        """The processes that serve now, and say themselves whether their model is ready."""
-        return [
-            i.child.pid
-            for i in self._all
-            if i.child is not None and i.state is InstanceState.READY and i.checks_ready
-        ]
+        """Return the serving processes whose models implement a readiness check."""
+        ready = [i for i in self._all if i.state is InstanceState.READY and i.checks_ready]
+        return [i.child.pid for i in ready if i.child is not None]
 
     @property
     def device_byte_size(self) -> int:
-        """The bytes of accelerators' memory that the running processes had when they had loaded."""
+        """The accelerator memory of the running processes, measured after they had loaded."""
         return sum(instance.device_byte_size for instance in self._all if instance.alive)
 
     @property
     def checks_ready(self) -> bool:
-        """Whether the model says itself whether it is ready."""
+        """Whether the model implements a readiness check."""
         return any(instance.checks_ready for instance in self._all)
 
     # --- start
 
     async def complete_config(self) -> None:
-        """Have the first instance's model complete the configuration, and reserve what all need."""
+        """Complete the configuration with the first instance, and reserve resources for all."""
         first = self._all[0]
         await self._spawn(first, self._spec.config, len(self._all))
         self._send(first, m.CompleteConfig(self._spec.config))
         self.completed = (await self._watched(first, m.ConfigCompleted)).config
-        self.config = self._spec.complete(self.completed)
+        self.config = self._complete(self._spec, self.completed)
         wanted = expand_instances(self.config, self._ran)
         if [i.device for i in wanted] == [i.device for i in self._all]:
             first.rate_limit = wanted[0].rate_limit
             wanted[0] = first
         self._all = wanted
         if first not in wanted and first.child is not None:
-            # The model asks for others: that process has the device and the threads of none.
+            # The completed configuration has no instance with this process's device.
             first.child.kill()
             await first.child.gone()
         self._scheduler.reserve(self.config, self._all)
 
     async def load(self) -> None:
-        """Load the model in every instance; raises an ExceptionGroup when one fails."""
+        """Load the model in every instance; raises an ExceptionGroup if an instance fails."""
         await self._load_all(self._all, self.config, len(self._all))
 
-    async def _load_all(self, instances: list[Instance], config: ModelSpec, of: int) -> None:
+    async def _load_all(self, instances: list[Instance], config: ModelSpec, count: int) -> None:
         async with asyncio.TaskGroup() as group:
             for instance in instances:
-                group.create_task(self._load(instance, config, of))
+                group.create_task(self._load(instance, config, count))
 
-    async def _load(self, instance: Instance, config: ModelSpec, of: int) -> None:
-        """Load the model in a process, which is started if there is none, as one `of` so many."""
+    async def _load(self, instance: Instance, config: ModelSpec, count: int) -> None:
+        """Load the model in an instance's process, one of `count`; start the process if needed."""
         if instance.child is None:
-            await self._spawn(instance, config, of)
+            await self._spawn(instance, config, count)
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
         message = await self._watched(instance, m.InstanceLoaded)
-        self._refuse_if_over(instance)
-        instance.loaded(message.checks_ready)
-        instance.device_byte_size = message.device_byte_size
+        self._check_wanted(instance)
+        instance.loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
         if current != endpoint:  # the scheduler was replaced while the model loaded
             self._send(instance, m.Attach(current))
         self._on_change()
 
-    async def _spawn(self, instance: Instance, config: ModelSpec, of: int) -> None:
+    async def _spawn(self, instance: Instance, config: ModelSpec, count: int) -> None:
         spec, server = self._spec, self._context.config
         bounds = bounds_of(self.config)
         title = f"worker {spec.name}.{instance.index} {instance.device}"
@@ -219,7 +220,7 @@ class Instances:
             instance_name=instance.name,
             backend_config=server.backend_settings(config.backend),
             arena_byte_size=server.arena_byte_size,
-            threads=server.worker_threads(bounds.most if bounds is not None else of),
+            threads=server.worker_threads(bounds.most if bounds is not None else count),
             log=self._context.log,
         )
         instance.inbox = inbox()
@@ -232,24 +233,30 @@ class Instances:
                 instance.inbox.put_nowait(message)
 
         self._context.enrol(child.pid, "worker", receive)
-        self._refuse_if_over(instance)
+        self._check_wanted(instance)
         instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
-        self._refuse_if_over(instance)
+        self._check_wanted(instance)
         instance.transition("started")
 
     async def _watched(self, instance: Instance, kind: type[T]) -> T:
-        """`_response` of what runs a model's code, which may hang."""
+        """Wait for the response of a step that runs the model's code, which may hang."""
         limit_s = self._context.config.load_timeout_s
         response = self._response(instance, kind)
         return await watched(response, instance, self._spec.model_dir, limit_s)
 
     async def _response(self, instance: Instance, kind: type[T]) -> T:
-        """The worker's next message, which is of this kind; raises why it is not, or Unavailable
-        when it dies instead."""
+        """Return the worker's next message, which must be of this kind.
+
+        Raises:
+            ShmserveError: The load failed.
+            Unavailable: The worker died.
+        """
         message = await self._message(instance)
-        if not isinstance(message, kind):
-            raise _failure(message)
-        return message
+        if isinstance(message, kind):
+            return message
+        if isinstance(message, m.LoadFailed):
+            raise from_code(message.code, message.message)
+        raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
 
     async def _message(self, instance: Instance) -> Any:
         child = instance.child
@@ -261,7 +268,7 @@ class Instances:
             get.cancel()
         if get.done():
             return get.result()
-        if not instance.inbox.empty():  # why it ends, for one
+        if not instance.inbox.empty():  # the reason for its end, for example
             return instance.inbox.get_nowait()
         if not self._wanted(instance):
             raise Unavailable("the model is unloaded")
@@ -270,16 +277,16 @@ class Instances:
             f"({child.exited.result()})"
         )
 
-    def _refuse_if_over(self, instance: Instance) -> None:
-        if not self._wanted(instance):  # whoever stopped it may not have seen its process
+    def _check_wanted(self, instance: Instance) -> None:
+        if not self._wanted(instance):  # the process may have started after the stop
             if instance.child is not None:
                 instance.child.kill()
             raise Unavailable("the model is unloaded")
-        if not instance.alive:  # it died right after its message
+        if not instance.alive:  # the process died right after its message
             raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
 
     def _announce(self, instance: Instance) -> None:
-        """Tell the scheduler to expect an instance, and which process once that is known."""
+        """Send the scheduler an instance to expect, with its process if it has one."""
         pid = instance.child.pid if instance.child is not None else 0
         self._scheduler.tell(m.InstanceExpected(instance.index, pid))
 
@@ -290,33 +297,37 @@ class Instances:
     # --- another instance_group
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
-        """The update to the instances of `config`, the final configuration of `spec`."""
+        """Return the update to the instances of `config`, the final configuration of `spec`."""
         differs, wanted = config != self.config, config
         if bounds_of(config) is not None and not differs:
-            wanted = sized(config, self.count)  # which follows the load
+            wanted = sized(config, self.count)  # an unchanged model keeps its scale
         change = change_between(self._all, wanted, self.count)
         return InstanceUpdate(spec, config, differs, *change)
 
     async def add(self, update: InstanceUpdate) -> None:
-        """Load the model in what an update adds; it serves at once. Raises ShmserveError when one
-        fails."""
+        """Load the added instances of an update, which serve at once.
+
+        Raises:
+            ShmserveError: An instance could not be loaded.
+        """
         self._scheduler.reserve(update.config, update.added)
         self._all += update.added
-        of = len(self._all) - len(update.leaving)
+        count = len(self._all) - len(update.removed)
         try:
-            await self._load_all(update.added, update.config, of)
+            await self._load_all(update.added, update.config, count)
         except ExceptionGroup as failures:
             raise first_of(failures) from None
 
-    def settle(self, update: InstanceUpdate) -> None:
-        """Complete an update whose instances are added: its configuration holds from now on, and
-        the instances that it does not ask for retire."""
+    def commit(self, update: InstanceUpdate) -> None:
+        """Adopt the configuration of an update whose instances are added; retire the others."""
         self.config = update.config
-        self.retire(update.leaving)
+        self.retire(update.removed)
 
     async def resize(self, count: int) -> None:
-        """Have so many instances, of a version that has bounds; what is added serves at once, and
-        what ends finishes what it has. Raises ShmserveError, and changes nothing, when one fails.
+        """Change the number of instances of a version that is scaled automatically.
+
+        Raises:
+            ShmserveError: An instance could not be loaded; nothing is changed.
         """
         change = change_between(self._all, sized(self.config, count))
         update = InstanceUpdate(self._spec, self.config, False, *change)
@@ -325,13 +336,13 @@ class Instances:
         except ShmserveError:
             self.retire(update.added)
             raise
-        self.retire(update.leaving)
+        self.retire(update.removed)
 
     def retire(self, instances: list[Instance]) -> None:
-        """Have these finish what they have, and end."""
+        """Retire instances, which finish their requests and end."""
         for instance in instances:
             if instance not in self._all:
-                continue  # it has ended
+                continue  # the instance has ended
             if instance.state is InstanceState.READY:
                 instance.transition("retire")
             else:
@@ -342,17 +353,15 @@ class Instances:
             self._scheduler.tell(m.RetireInstance(instance.index))
 
     def retired(self, process: int) -> None:
-        """End an instance that has finished what it had, and is given nothing more."""
+        """End a retiring instance that has finished its requests."""
         instance = self._of(process)
         if instance is not None and instance.state is InstanceState.RETIRING:
             self._context.background(self._end(instance))
 
     def _of(self, process: int) -> Instance | None:
-        """The instance that this process is, if it is one still."""
-        for instance in self._all:
-            if instance.child is not None and instance.child.pid == process:
-                return instance
-        return None
+        """Return the instance whose current process this is, if any."""
+        of = (i for i in self._all if i.child is not None and i.child.pid == process)
+        return next(of, None)
 
     async def _end(self, instance: Instance) -> None:
         self._send(instance, m.Stop())
@@ -362,21 +371,24 @@ class Instances:
     # --- schedulers
 
     def introduce(self, known: list[int]) -> None:
-        """Tell a scheduler that was started with the processes `known` what happened since, and
-        what it should expect."""
+        """Send a new scheduler its instances, and the exits since it was started.
+
+        Args:
+            known: The worker processes that the scheduler was started with.
+        """
         for pid in set(known) - set(self.pids()):
             self._scheduler.tell(ProcessExited(pid, ""))
         for instance in self._all:
             if instance.state is InstanceState.RETIRING:
-                # What it runs, nobody waits for: it runs elsewhere.
+                # Clients have resubmitted the requests that it executes.
                 self._context.background(self._end(instance))
             elif instance.state is InstanceState.FAILED:
-                self._tell_gone(instance)
+                self._send_gone(instance)
             elif instance.state is not InstanceState.STOPPED:
                 self._announce(instance)
 
     def attach(self) -> None:
-        """Have every instance that is ready offer itself to the scheduler that serves now."""
+        """Attach every ready instance to the current scheduler."""
         attach = m.Attach(self._scheduler.instances_endpoint)
         for instance in self._all:
             if instance.state is InstanceState.READY:
@@ -385,8 +397,7 @@ class Instances:
     # --- deaths
 
     def kill_overrunning(self, process: int, reason: str) -> None:
-        """Kill an instance that overran its limit, if this is its process still: it may have ended
-        by itself meanwhile, and another be on its way to its place."""
+        """Kill an instance that exceeded its time limit, unless its process has been replaced."""
         instance = self._of(process)
         if instance is not None and instance.child is not None:
             instance.child.cause = reason
@@ -394,23 +405,23 @@ class Instances:
 
     @staticmethod
     async def _kill(instance: Instance, child: Child) -> None:
-        stacks = in_a_line(await stacks_of(instance))
+        stacks = one_line(await stacks_of(instance))
         logger.error("instance '%s' is killed: %s; it is in %s", instance.name, child.cause, stacks)
         child.kill()
 
     def _exited(self, instance: Instance, child: Child, _: object) -> None:
-        """Start an instance again whose process has ended; its scheduler has been told."""
+        """Restart an instance whose process has ended; its scheduler was notified before."""
         if instance.child is not child or instance not in self._all:
             return
         before = instance.state
         instance.transition("exited")
         if self._lifetime.stopping:
-            return  # whoever stops it sees it end
+            return  # `stop` waits for the exit
         if instance.state is InstanceState.STOPPED:
             self._all.remove(instance)
             self._scheduler.release(instance)
         if before not in (InstanceState.READY, InstanceState.RETIRING):
-            return  # whoever stops or starts it sees it end
+            return  # the coroutine that starts or ends the process waits for the exit
         instance.child = None
         logger.error("%s ended (%s)", child.title, child.exited.result())
         if instance.state is not InstanceState.STOPPED:
@@ -421,7 +432,7 @@ class Instances:
         return not self._lifetime.stopping and instance in self._all
 
     def served(self, process: int) -> None:
-        """An instance has executed something: it is none that does nothing but crash."""
+        """Reset the crash counter of an instance that has executed a request."""
         instance = self._of(process)
         if instance is not None:
             instance.crashes = 0
@@ -429,7 +440,7 @@ class Instances:
 
     async def _restart(self, instance: Instance, ended: Child) -> None:
         pause = self._pause_s(instance, ended, time.monotonic() - instance.ready_at)
-        # A long life ends the row, too.
+        # A long lifetime also ends a row of crashes.
         before = min(instance.crashes, instance.backoff.deaths - 1)
         instance.crashes = before + (not ended.was_killed)
         if before < instance.crashes == _MOST_CRASHES and self._wanted(instance):
@@ -460,8 +471,11 @@ class Instances:
 
     @staticmethod
     def _pause_s(instance: Instance, ended: Child | None, lived_s: float) -> float:
-        """Seconds until it is to start again. What somebody else kills is no model that fails: it
-        is not given up, and waits longer and longer."""
+        """Return the seconds until the restart.
+
+        A process that is killed from outside does not count as a crash: it is never given up, but
+        its pauses grow.
+        """
         pause = instance.backoff.pause_s(lived_s)
         over = instance.backoff.deaths - _MOST_CRASHES
         if ended is None or not ended.was_killed or over < 0:
@@ -474,27 +488,21 @@ class Instances:
     def _give_up(self, instance: Instance, reason: str) -> None:
         instance.transition("give_up")
         logger.error("instance '%s' stays down: %s", instance.name, reason)
-        self._tell_gone(instance)
+        self._send_gone(instance)
         if all(other.state in _DOWN for other in self._all):
             self.failure = reason
         self._on_change()
 
-    def _tell_gone(self, instance: Instance) -> None:
+    def _send_gone(self, instance: Instance) -> None:
         reason = f"model '{self._spec.name}' failed: its instances stay down"
         self._scheduler.tell(m.InstanceGone(instance.index, reason))
 
     # --- end
 
     async def stop(self) -> None:
-        """Have every process finalize its model and end."""
+        """Finalize the model in every process and wait for their exits."""
         running = [instance for instance in self._all if instance.alive]
         for instance in running:
             self._send(instance, m.Stop())
             instance.transition("stop")
         await asyncio.gather(*(self._context.end(i.child, _STOP_PATIENCE_S) for i in running))
-
-
-def _failure(message: Any) -> ShmserveError:
-    if isinstance(message, m.LoadFailed):
-        return from_code(message.code, message.message)
-    return InvalidArgument(f"unexpected {type(message).__name__} while loading")
