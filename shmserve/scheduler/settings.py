@@ -68,8 +68,7 @@ class Sequencing:
     minimum utilization of its slots up to `delay_ns` where both are set.
 
     A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `correlation_id`
-    is as the spec has it. `hold`, `hold_backlog`: requests in slots, and in the backlog, before the
-    first batch.
+    is as the spec has it.
     """
 
     spec: SequenceBatching
@@ -79,8 +78,6 @@ class Sequencing:
     oldest: Batching | None = None
     delay_ns: int = 0
     most: int = _MOST_SEQUENCES
-    hold: int = 0
-    hold_backlog: int = 0
 
     def without_delay(self) -> Sequencing:
         """These rules where nothing more comes that would be worth waiting for."""
@@ -109,7 +106,7 @@ class Settings:
     policies: QueuePolicies
     preserve_ordering: bool
     execution_limit_ns: int
-    hold_until: int
+    hold: tuple[int, int] = (0, 0)  # a test hook: requests, and those in the backlog, to wait for
     sequences: Sequencing | None = None
     request_limit_ns: int = 0  # from a request's arrival to its last response; 0: none
     decoupled: bool = False  # any number of responses to a request
@@ -138,8 +135,7 @@ class Settings:
             # What may never end cannot be waited for.
             preserve_ordering=ordered and not config.decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
-            # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
-            hold_until=0 if dynamic is None else limits.delay_scheduler,
+            hold=_hold(config, limits),
             request_limit_ns=limits.request_timeout_us * _NS_PER_US,
             sequences=_sequencing(config, limits),
             decoupled=config.decoupled,
@@ -190,9 +186,14 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         delay_ns=given.direct_delay_microseconds * _NS_PER_US,
         # Not so many that one client's fill the queue.
         most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
-        hold=limits.delay_scheduler,
-        hold_backlog=limits.backlog_delay_scheduler,
     )
+
+
+def _hold(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
+    """Return the `Settings.hold`. As in Triton, the default scheduler holds nothing."""
+    if config.sequence_batching is not None:
+        return limits.delay_scheduler, limits.backlog_delay_scheduler
+    return (0 if config.dynamic_batching is None else limits.delay_scheduler), 0
 
 
 def _buckets(config: ModelSpec) -> tuple[float, ...]:

@@ -57,8 +57,7 @@ from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
 

@@ -45,6 +45,16 @@ class Dispatcher(ABC):
     _responses: Responses
     _tickets: InstanceTickets | None
 
+    def __post_init__(self) -> None:
+        self._holds = any(self._settings.hold)
+
+    def _is_held(self, waiting: int, backlog: int = 0) -> bool:
+        """Check whether no batch may start until more requests wait: a hook of Triton's tests
+        (TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER)."""
+        least, least_backlog = self._settings.hold
+        self._holds = waiting < least or backlog < least_backlog
+        return self._holds
+
     @abstractmethod
     def run(self, now_ns: int) -> int:
         """Start all that can; returns when to try again if nothing happens before."""
@@ -116,12 +126,13 @@ class Dispatch(Dispatcher):
     _batcher: Batcher
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.follows = self._batcher.learns
         self._sends_ahead = not self._settings.policies.limited and self._tickets is None
 
     def flush(self) -> None:
         """As `Dispatcher` says."""
-        self._queue.held = False
+        self._holds = False
         self._batcher.flush()
 
     def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
@@ -149,7 +160,7 @@ class Dispatch(Dispatcher):
             if retries and not ahead:
                 executions.start([queue.take_retry()], Closed.RETRY, now_ns, slot)
                 continue
-            if queue.held:
+            if self._holds and self._is_held(in_order.count):
                 break
             reserve_ns = executions.service_time.reserve_ns
             decision = (
@@ -176,8 +187,10 @@ class Dispatch(Dispatcher):
     def _would_run(self, now_ns: int) -> bool:
         """Whether a batch is there for an instance that is free."""
         queue, reserve_ns = self._queue, self._executions.service_time.reserve_ns
-        if queue.retries or queue.held:
-            return bool(queue.retries)
+        if queue.retries:
+            return True
+        if self._holds and self._is_held(queue.in_order.count):
+            return False
         return isinstance(self._batcher.decide(now_ns, queue.in_order, reserve_ns), Batch)
 
 

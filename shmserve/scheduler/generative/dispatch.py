@@ -92,6 +92,7 @@ class GenerativeDispatch(Dispatcher):
     _clock: Callable[[], int]  # ns, for the duration of planning
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._engines: dict[bytes, Engine[Ongoing]] = {}  # by the peer that is their worker
         self._ongoing: dict[int, Ongoing] = {}  # by the request's key
         self._homeless: list[Ongoing] = []

@@ -200,8 +200,7 @@ class PriorityQueue:
 
 class RequestQueue:
     """Requests that wait for an instance, and the timers of those that do not any more. `retries`
-    are those that must run alone, by key; all others are `in_order`. While it is `held`, no batch
-    forms (a hook for tests: the queue is to have been so full once). With less than `least_bound`
+    are those that must run alone, by key; all others are `in_order`. With less than `least_bound`
     in order, no level is full."""
 
     def __init__(self, settings: Settings) -> None:
@@ -210,7 +209,6 @@ class RequestQueue:
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self.timers: Timers[ScheduledRequest] = Timers(_done)
         self._next_key = itertools.count(1).__next__
-        self.held = settings.hold_until > 0
         policies = settings.policies
         # What holds of all requests where there is one level.
         self._only_level = None if policies.levels else (0, policies.default)
@@ -264,8 +262,6 @@ class RequestQueue:
             request.meet(Event.DISPATCH)
             return request
         self.in_order.append(request)
-        if self.held and self.in_order.count >= self._settings.hold_until:
-            self.held = False
         if timeout:
             self.timers.add(request.queue_limit_ns, request)
         return request

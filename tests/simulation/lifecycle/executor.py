@@ -24,8 +24,7 @@ from shmserve.supervisor.models.orders import Order
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag
 from tests.simulation.lifecycle.loop import SimulatedLoop

@@ -18,16 +18,14 @@ NOW = 1_000_000_000
 CLIENT = Client[ScheduledRequest](b"77.ab", print)
 
 
-def backlog(
-    policy: dict[str, Any] | None = None, max_queue_size: int = 0, delay_scheduler: int = 0
-) -> RequestQueue:
+def backlog(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
     """The queue of a model with batches up to 8 and this queue policy."""
     config = {
         "name": "m",
         "max_batch_size": 8,
         "dynamic_batching": {"default_queue_policy": policy or {}},
     }
-    limits = SchedulingLimits(max_queue_size=max_queue_size, delay_scheduler=delay_scheduler)
+    limits = SchedulingLimits(max_queue_size=max_queue_size)
     return RequestQueue(Settings.read(ModelSpec.of(config), "1", limits))
 
 
@@ -175,14 +173,3 @@ def test_timers_of_done_requests_do_not_pile_up() -> None:
         request.meet(Event.FINISH)
     assert len(queue.timers) <= 1025
     assert queue.expired(NOW) == [] and queue.timers.due_ns == NEVER
-
-
-def test_the_hook_holds_until_the_queue_has_been_full_once() -> None:
-    queue = backlog(delay_scheduler=2)
-    made = [admit(queue)]
-    assert queue.held
-    made.append(admit(queue))
-    assert not queue.held and list(queue.in_order) == made
-    queue.take(2)
-    made = [admit(queue)]
-    assert not queue.held and list(queue.in_order) == made

@@ -32,6 +32,7 @@ class SequenceDispatch(Dispatcher):
     """Starts what can run: an instance that is free gets the next batch of its slots."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         settings = self._settings
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
@@ -44,7 +45,6 @@ class SequenceDispatch(Dispatcher):
         self._numbers = itertools.count()
         self._members = -1  # the pool's, as of the last turn
         self._own_ids = itertools.count(1)
-        self._holds = rules.hold > 0 or rules.hold_backlog > 0
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -183,12 +183,10 @@ class SequenceDispatch(Dispatcher):
         return slots is not None and not slots.empty
 
     def _waits_for_more(self) -> bool:
-        """Whether so many requests are to come before the first batch (a hook for tests)."""
-        if self._holds:
-            backlog = sum(len(sequence.waiting) for sequence in self._sequences.backlog)
-            in_slots = len(self._queue) - backlog
-            self._holds = in_slots < self._rules.hold or backlog < self._rules.hold_backlog
-        return self._holds
+        if not self._holds:
+            return False
+        backlog = sum(len(sequence.waiting) for sequence in self._sequences.backlog)
+        return self._is_held(len(self._queue) - backlog, backlog)
 
     def _start(self, slots: InstanceSlots, instance: Slot, now_ns: int) -> int:
         """Give an idle instance its next batch; returns when to ask again, NEVER: no need."""
