@@ -15,6 +15,6 @@ Its rooms:
     memory/             outputs in the arena, device memory, copies
     device.py           where a model runs: the CPU, an accelerator
     user_code.py        models' own files, imported
-    preloads/           what a zygote does before it forks workers
+    preloads.py         what a zygote imports and runs before it forks workers
     triton_python_backend_utils.py      Triton's API for Python models
 """

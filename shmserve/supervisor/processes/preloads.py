@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _WORKER = "shmserve.workers.main"
-_TORCH = ("torch", "shmserve.workers.preloads.operations")
+_TORCH = ("torch", "shmserve.workers.preloads:operations")
 # What workers of such files need, for whoever has some: of exported programs torch's compiler, a
 # second and 95 MB, of scripted ones a tenth of that, of models of text 0.2 s and 7 MB.
 _PRELOADS_FOR = {
-    "*/*/*.pt": "shmserve.workers.preloads.scripted",
-    "*/*/*.pt2": "shmserve.workers.preloads.exported",
+    "*/*/*.pt": "shmserve.workers.preloads:scripted",
+    "*/*/*.pt2": "shmserve.workers.preloads:exported",
     "*/*/config.json": "shmserve.workers.backends.llm",
 }
 # What brings no torch along when it is imported. Of importlib it cannot be said.
@@ -25,8 +25,11 @@ _WITHOUT_TORCH = (sys.stdlib_module_names - {"importlib"}) | {
 
 
 def worker_preloads(repositories: Sequence[Path], torch: bool) -> list[str]:
-    """The modules to import, in this order: with torch where it is wanted, or where a model that is
-    in one of the repositories now may import it."""
+    """Return the modules to import and the functions (MODULE:FUNCTION) to call, in this order.
+
+    Torch is among them where it is wanted, or where a model in one of the repositories may import
+    it.
+    """
     models = (model for root in repositories for model in root.glob("*/"))
     if not torch and not any(map(_may_import_torch, models)):
         return [_WORKER]

@@ -25,6 +25,7 @@ import gc
 import importlib
 import logging
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -63,8 +64,10 @@ def encode_request(number: int, entry: str, start: bytes) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE MODULE...: import the modules, then fork on
-    request."""
+    """SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE PRELOAD...: preload, then fork on request.
+
+    A preload is a module to import, or MODULE:FUNCTION, a function to call.
+    """
     link = socket.socket(fileno=int(argv[0]))
     # Held, so that nobody else starts on the run directory before it is removed; not for what
     # models start.
@@ -99,8 +102,10 @@ def main(argv: list[str]) -> int:
         supervisor_ended()
     name_process(title)
     gc.disable()  # all of it stays, and to look for what does not takes a tenth of the time
-    for module in argv[5:]:
-        importlib.import_module(module)
+    for name in argv[5:]:
+        loaded = pkgutil.resolve_name(name)
+        if callable(loaded):
+            loaded()
     # What was imported stays: a collection in a child that looked at it would copy all its pages.
     gc.collect()
     gc.freeze()

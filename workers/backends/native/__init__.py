@@ -36,7 +36,7 @@ from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
-from shmserve.workers.memory.device_tensors import as_bytes
+from shmserve.workers.memory.tensors import as_bytes
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
 

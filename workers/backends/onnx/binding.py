@@ -23,7 +23,7 @@ from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.backends.described import Described, Description
 from shmserve.workers.device import Device
-from shmserve.workers.memory.torch_types import as_torch
+from shmserve.workers.memory.tensors import as_torch
 
 _WORTH = 64 * 1024  # bytes of an output: to bind it costs more than to copy less
 # What a client may change while the model runs must not be used as an index.

@@ -55,7 +55,7 @@ class Tensor:
         """
         from torch.utils import dlpack
 
-        from shmserve.workers.memory.torch_types import PROTOCOL
+        from shmserve.workers.memory.tensors import PROTOCOL
 
         name = text(name, "the name of a Tensor")
         if not name:
@@ -153,7 +153,7 @@ class Tensor:
         """The tensor in host memory; BF16 as its bits."""
         if isinstance(self._data, np.ndarray):
             return self._data
-        from shmserve.workers.memory.torch_types import host_array
+        from shmserve.workers.memory.tensors import host_array
 
         return host_array(self._data)
 
@@ -202,7 +202,7 @@ class ReceivedTensor(Tensor):
         source = self._data
         wire: Any = source.raw if source.place is None else source.place
         if source.place is None and source.on_device:
-            from shmserve.workers.memory.device_tensors import to_host
+            from shmserve.workers.memory.tensors import to_host
 
             wire = to_host(source.raw)
         return CallInput(self._name, self._datatype, source.shape, wire)

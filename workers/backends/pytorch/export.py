@@ -12,7 +12,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.backends.described import Described, Description
-from shmserve.workers.memory.torch_types import PROTOCOL
+from shmserve.workers.memory.tensors import PROTOCOL
 
 _UNBOUNDED = 2**31
 

@@ -18,7 +18,7 @@ import torch
 
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.memory.static_plan import MemoryPlan
-from shmserve.workers.memory.torch_types import TORCH
+from shmserve.workers.memory.tensors import TORCH
 
 _WARM_UPS = 3  # as torch advises: libraries choose their algorithms in the first calls
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.workers import preloads
 from shmserve.workers.backends.pytorch.names import Argument
 from shmserve.workers.device import Device
 from shmserve.workers.user_code import import_file, in_words
@@ -62,8 +63,7 @@ def load_script(path: Path, device: Device) -> Program:
     try:
         with _reading(path), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            # The zygote has done so where the server began with such a model.
-            importlib.import_module("shmserve.workers.preloads.scripted")
+            preloads.scripted()
             module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
     except InvalidArgument as error:
         if "locating file constants.pkl" not in str(error):
