@@ -8,7 +8,7 @@ Its rooms:
     links/              to the scheduler that feeds it, and to the supervisor
     batch/              requests unpacked, inputs gathered, run, outputs scattered; those that an
                         instance runs before it is ready
-    model_view.py       what of that a model sees: its configuration, and what the server makes
+    tensor_specs.py     inputs and outputs: described by a file, and as the model receives them
     sequences/          control inputs of sequences, batches of their slots
     backends/           the contract of a backend, and the five there are
     bls/                business logic scripting: a model's calls of other models

@@ -48,10 +48,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.backends.native": ("ipc.*", "workers.*"),
     "workers.backends.onnx": ("ipc.*", "workers.*"),
     "workers.backends.llm.model": ("ipc", "ipc.messages", "workers.backends.llm.*"),
-    "workers.backends.llm.sampling": ("ipc.messages", "workers.backends.llm.*"),
-    "workers.backends.llm.text": ("ipc.*", "workers.*"),
     "workers.backends.llm": ("ipc.*", "workers.*"),
-    "workers.backends.ascend": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
     "common.access": ("common",),
