@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 # A child that stays stopped longer serves nobody: it is killed, which its owner handles like any
 # death.
 STOPPED_LIMIT_S = 0.4
-# A process is known to others by its pid, which the kernel gives again: what one that has ended
-# sent may be on its way still, and its memory mapped. So many ends later nobody remembers it.
-_MOST_REMEMBERED = 1024
+# Peers know a process by its pid, which the kernel reuses. A new process must not have a pid that a
+# peer still remembers as exited. The factor covers exits that are reported late (see `Supervisor`).
+_RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class ProcessTable:
         self._watching: list[Callable[[Child], None]] = []
         self._known: dict[int, Child] = {}
         self._early: dict[int, str] = {}
-        self._ended_lately: deque[int] = deque(maxlen=_MOST_REMEMBERED)
+        self._ended_lately: deque[int] = deque(maxlen=_RESERVED_PIDS)
         self._spawning = 0
         self._loop = asyncio.get_running_loop()
         processes.adopt_orphans()
