@@ -47,12 +47,10 @@ from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
-from shmserve.supervisor.processes.control_socket import ControlSocket
-from shmserve.supervisor.processes.preloads import worker_preloads
+from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.processes.zygote_client import Zygote
+from shmserve.supervisor.processes.zygote_client import Zygote, worker_preloads
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
