@@ -51,9 +51,8 @@ from shmserve.supervisor.processes.control_socket import ControlSocket, LogContr
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote, worker_preloads
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
