@@ -2,10 +2,7 @@
 
 check.py             `shmserve check`
 client.py            `shmserve client VERB`: the table of verbs
-client_tensors.py    what its verb `infer` reads and prints
-client_server.py     the flags that name a server
 doctor.py            `shmserve doctor`
-transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
 grafana/             `shmserve grafana`: a dashboard and alert rules for others' monitoring
 guide.py             `shmserve guide`: pages to read, some of which are made when asked for

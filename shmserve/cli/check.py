@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.cli.client_tensors import ModelTensor, encode, load, split_input
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
@@ -37,6 +36,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.protocols.tensors import ModelTensor, encode, load, split_input
 from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory

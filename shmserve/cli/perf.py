@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import __version__
-from shmserve.cli import client_server
 from shmserve.errors import InvalidArgument, refused
 from shmserve.perf import plot, points, report, targets
 from shmserve.perf.load import LoadGenerator, loads_of, schedule
-from shmserve.perf.poller import Poller
+from shmserve.protocols import servers
+from shmserve.protocols.connection import Poller
 
 _SCHEDULES = ("poisson", "constant")
 _ROUTES = ("chat", "completions")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser.add_argument_group("the load"))
     add_data(parser.add_argument_group("what is sent"))
     _add_measuring(parser.add_argument_group("the measurement"))
-    client_server.add_arguments(parser)
+    servers.add_arguments(parser)
 
 
 def _add_load(group: Any) -> None:

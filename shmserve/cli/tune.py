@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shmserve.cli import client_server, perf
-from shmserve.cli.transports import AdminTransport, TransportError
+from shmserve.cli import perf
 from shmserve.errors import InvalidArgument, refused
 from shmserve.perf import plot, points, targets, tuned
 from shmserve.perf.load import LoadGenerator
-from shmserve.perf.poller import Poller
 from shmserve.perf.search import Candidate, Search, Trial
+from shmserve.protocols import AdminTransport, TransportError, servers
+from shmserve.protocols.connection import Poller
 
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
 _MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--write", metavar="FILE", help="write what is recommended [print it]")
     group.add_argument("--plot", metavar="FILE.svg", help="draw all that was tried")
     perf.add_data(parser.add_argument_group("what is sent"))
-    client_server.add_arguments(parser)
+    servers.add_arguments(parser)
     # What `shmserve perf` has flags for.
     parser.set_defaults(model_version="", sequence_length=0, seed=0, patience=30.0)
 
@@ -88,7 +88,7 @@ def _milliseconds(text: str) -> float:
 
 
 def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
-    server = stack.enter_context(contextlib.closing(client_server.admin_transport(args)))
+    server = stack.enter_context(contextlib.closing(servers.admin_transport(args)))
     config = server.config(args.model, "")
     start = tuned.start(config)
     processors = len(os.sched_getaffinity(0))

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.perf.doors import Door, Heard, Lane
 from shmserve.perf.measure import Mark, Records
-from shmserve.perf.poller import Poller
+from shmserve.protocols import Door, Heard, Lane
+from shmserve.protocols.connection import Poller
 
 _MOST_ERRORS = 20  # texts that are told apart
 _OTHERS = "other errors"

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.cli.transports import TransportError
 from shmserve.perf import measure
 from shmserve.perf.load import LoadGenerator
 from shmserve.perf.measure import AGREEING, Mark, Records, spread
+from shmserve.protocols import TransportError
 
 _PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
 

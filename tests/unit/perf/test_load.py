@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.perf.doors import Heard
 from shmserve.perf.load import LoadGenerator, probe
-from shmserve.perf.poller import Poller
+from shmserve.protocols import Heard
+from shmserve.protocols.connection import Poller
 
 
 class InstantDoor:
