@@ -15,7 +15,7 @@ from typing import Any
 from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.perf import data, points
+from shmserve.perf import data, measure
 from shmserve.perf.load import probe
 from shmserve.perf.regions import Regions
 from shmserve.protocols import Address, Door, OutgoingRequest, servers
@@ -64,7 +64,7 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     requests = partial(_requests, args, door, items, sizes, placed)
     _try_one(args, poller, door, requests(1)(0)[0])
     models = (args.model, *model.steps)
-    statistics = partial(points.statistics_of, transport, models, args.model_version)
+    statistics = partial(measure.statistics_of, transport, models, args.model_version)
     where = address.where if address else str(run_dir)
     return LoadTarget(door, requests, statistics, door.streams, where)
 
