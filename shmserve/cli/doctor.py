@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterable
 
 from shmserve.config.server import ServerConfig
-from shmserve.supervisor.checks import peer, table
-from shmserve.supervisor.checks.verdict import OK, WARNING, WRONG, Verdict
+from shmserve.supervisor.checks import OK, WARNING, WRONG, Verdict, table
+from shmserve.supervisor.checks.places import gather_peer, judge_peer
 
 _WIDTH = 80
 _STATUS = {OK: 0, WARNING: 1, WRONG: 2}
@@ -24,7 +24,7 @@ def doctor(config: ServerConfig, peer_pid: int | None, *, as_json: bool) -> int:
     if peer_pid is None:
         looked = ((check.name, verdict) for check, verdict in table.look(config))
     else:
-        looked = peer.judge(*peer.gather(config, peer_pid))
+        looked = judge_peer(*gather_peer(config, peer_pid))
     said = []
     for name, verdict in looked:
         said.append({"name": name, **verdict._asdict()})

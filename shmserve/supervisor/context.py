@@ -29,8 +29,7 @@ from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 LOCAL_CLIENT = "local client"

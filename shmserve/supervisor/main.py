@@ -10,7 +10,7 @@ import faulthandler
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,9 +42,8 @@ from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.manager import ModelManager, Publications
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.control_socket import ControlSocket
@@ -58,8 +57,7 @@ from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
 
@@ -189,9 +187,15 @@ def compose(
     regions.restore(listeners.kept)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
-    snapshot = Snapshot(registry, regions, memory, health)
+    publications = Publications()
+    snapshot = Snapshot(publications, regions, memory, health)
+
+    async def load_on_demand(name: str, patience_s: float) -> None:
+        await models.on_demand.load(name, patience_s)
+
     context = _context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
+        load_on_demand=load_on_demand,
         listeners=listeners,
     )
     feed = _feed(events, registry, processes, snapshot, health)
@@ -207,7 +211,7 @@ def compose(
         feed.models_changed()
         announce_health()
 
-    models = ModelManager(context, planner, registry, models_changed)
+    models = ModelManager(context, planner, registry, publications, models_changed)
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     resizer = Resizer(context, registry)
@@ -263,6 +267,7 @@ def _context(
     capabilities: Capabilities,
     memory: LocalMemory,
     snapshot: Snapshot,
+    load_on_demand: Callable[[str, float], Awaitable[None]],
     listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
@@ -284,6 +289,7 @@ def _context(
             snapshot.for_local_client,
             control.acknowledgements,
             partial(_local_client_left, control, memory),
+            load_on_demand,
             listeners.local,
             listeners.door,
         ),
