@@ -24,8 +24,7 @@ from shmserve.ipc.messages.supervision import MemoryChecked, ReadyChecked, Reque
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.regions.opener import HandleCheck
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -108,13 +107,13 @@ class ControlApi:
             case m.ChangeTracing(model=model, changes=changes):
                 return self._context.tracing.change(model, changes)
             case m.WantModel(name=name, patience_s=patience_s):
-                await self._models.on_demand.want(name, patience_s)
+                await self._models.on_demand.load(name, patience_s)
             case m.FindModel(name=name, version=version, patience_s=patience_s):
                 self._context.control.calls(pid)
-                await self._models.on_demand.want(name, patience_s)
+                await self._models.on_demand.load(name, patience_s)
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):
-                pids = self._registry.asked_whether_ready(name, version)
+                pids = self._registry.readiness_pids(name, version)
                 return {"ready": await self._readiness.check(pids)}
             case _:
                 return await self._region(pid, request)

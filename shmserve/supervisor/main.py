@@ -10,7 +10,7 @@ import faulthandler
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,9 +42,8 @@ from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.manager import ModelManager, Publications
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
@@ -185,9 +184,15 @@ def compose(
     regions.restore(listeners.kept)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
-    snapshot = Snapshot(registry, regions, memory, health)
+    publications = Publications()
+    snapshot = Snapshot(publications, regions, memory, health)
+
+    async def load_on_demand(name: str, patience_s: float) -> None:
+        await models.on_demand.load(name, patience_s)
+
     context = _context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
+        load_on_demand=load_on_demand,
         listeners=listeners,
     )
     feed = _feed(events, registry, processes, snapshot, health)
@@ -203,7 +208,7 @@ def compose(
         feed.models_changed()
         announce_health()
 
-    models = ModelManager(context, planner, registry, models_changed)
+    models = ModelManager(context, planner, registry, publications, models_changed)
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     resizer = Resizer(context, registry)
@@ -259,6 +264,7 @@ def _context(
     capabilities: Capabilities,
     memory: LocalMemory,
     snapshot: Snapshot,
+    load_on_demand: Callable[[str, float], Awaitable[None]],
     listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
@@ -280,6 +286,7 @@ def _context(
             snapshot.for_local_client,
             control.acknowledgements,
             partial(_local_client_left, control, memory),
+            load_on_demand,
             listeners.local,
             listeners.door,
         ),

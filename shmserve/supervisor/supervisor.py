@@ -31,8 +31,7 @@ from shmserve.supervisor.host.service_manager import ServiceManager, progress_li
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.table import Child, ProcessTable

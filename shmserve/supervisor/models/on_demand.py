@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from shmserve.common.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.executor import LifecycleExecutor
+from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.model_version import ModelVersion
-from shmserve.supervisor.models.orders import ModelEntry
+from shmserve.supervisor.models.orders import ModelEntry, Order
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.residency import MemoryUse, Resident, leaving
 from shmserve.supervisor.processes.table import RestartBackoff
@@ -47,19 +47,22 @@ class OnDemand:
     """Those of a registry's models."""
 
     def __init__(
-        self, context: SupervisorContext, registry: ModelRegistry, executor: LifecycleExecutor
+        self,
+        context: SupervisorContext,
+        registry: ModelRegistry,
+        lifecycle: Lifecycle,
+        wait_for: Callable[[Order], Awaitable[None]],
     ) -> None:
         self._context = context
         self._registry = registry
-        self._executor = executor
+        self._lifecycle = lifecycle
+        self._wait_for = wait_for
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
         self._failures: dict[str, tuple[RestartBackoff, float]] = {}  # and when to try again
         self._leaving = asyncio.Lock()
         self._memory = MemoryUse()
         self._uses: dict[ModelVersion, _Use] = {}
         self._news = asyncio.Event()
-        executor.make_room = self.make_room
-        context.local_clients.want = self.want
 
     def changed(self) -> None:
         """A model's state has changed."""
@@ -67,7 +70,7 @@ class OnDemand:
 
     # --- loading
 
-    async def want(self, name: str, patience_s: float) -> None:
+    async def load(self, name: str, patience_s: float) -> None:
         """Have a model loaded that is on demand; returns once it serves, or is no such model.
 
         Raises the ShmserveError that the load fails with, Unavailable after `patience_s` seconds,
@@ -92,9 +95,9 @@ class OnDemand:
         outcome: ShmserveError | None = Unavailable("the server ends")
         try:
             await asyncio.sleep(again_at - time.monotonic())
-            order = self._executor.lifecycle.want(name)
+            order = self._lifecycle.load_on_demand(name)
             if order is not None:
-                await self._executor.over(order)
+                await self._wait_for(order)
             outcome = None
         except ShmserveError as error:
             self._failures[name] = backoff, time.monotonic() + backoff.pause_s(0)
@@ -110,10 +113,10 @@ class OnDemand:
         while True:
             if self._context.config.max_loaded_byte_size:
                 await self._memory.measure(self._registry.live, again=True)
-            await self.make_room()
+            await self.free_memory()
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    async def make_room(self) -> None:
+    async def free_memory(self) -> None:
         """Have models leave that are to, which leaves room for what is coming; returns when they
         have ended."""
         async with self._leaving:
@@ -121,7 +124,7 @@ class OnDemand:
             gone = {version for name in names for version in self._registry.models[name].versions}
             for name in names:
                 logger.info("model '%s' is unloaded until it is asked for", name)
-                self._executor.lifecycle.unload(name, on_demand=True)
+                self._lifecycle.unload(name, on_demand=True)
             try:
                 async with asyncio.timeout(_GONE_WITHIN_S):
                     while not gone.isdisjoint(self._registry.live):

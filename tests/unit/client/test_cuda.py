@@ -89,13 +89,17 @@ class SupervisorContext:
         opener = RegionOpener(POLICY, handles if self._devices else None)
         self.registry = registry = LocalMemory(SEALS, opener, self.processes, self.events.append)
 
+        nobody: Any = None
+
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
             yield ModelPublished("m", "1", ModelSpec.of(CONFIG), {}, endpoint, True, True, 0.0, 0)
             yield HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(
-            self.folder, NO_GROUP, SEALS, registry, models, Acknowledgements(), registry.release
+            *(self.folder, NO_GROUP, SEALS, registry, models, Acknowledgements()),
+            on_disconnect=registry.release,
+            load_on_demand=nobody,
         )
         self._ready.set()
         await self._over.wait()
