@@ -20,11 +20,11 @@ from shmserve.common.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.common.tasks import either
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.autoscaler import private_bytes
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry, Order
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.room import private_bytes
 from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
