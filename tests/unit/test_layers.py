@@ -130,15 +130,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client.inflight": ("ipc.*", "client", "client.memory", "client.request", "client.server"),
     "client.server": ("ipc.*", "client", "client.request"),
     "client": ("ipc.*", "client.*"),
-    "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
+    "protocols": ("ipc", "ipc.tensors", "proto", "client.*", "gateway.http2"),
     "cli.grafana": (),
     "cli.kserve": (),
     "cli.systemd": ("config",),
-    "perf.doors": (*("ipc.*", "client.*", "cli", "cli.transports", "gateway.http2", "perf"),),
-    "perf": ("ipc.*", "common", "client.*", "cli", "cli.transports", "perf.doors"),
+    "perf": ("ipc.*", "common", "client.*", "protocols"),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
-        *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf.*"),
+        *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf", "protocols"),
     ),
     # a replica of Ray Serve, which has a server
     "ray": ("ipc", "config", "cli"),
