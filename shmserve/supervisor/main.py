@@ -41,11 +41,11 @@ from shmserve.supervisor.host.service_manager import (
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child, ProcessTable
@@ -211,7 +211,7 @@ def compose(
     models = ModelManager(context, planner, registry, publications, models_changed)
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
-    resizer = Resizer(context, registry)
+    autoscaler = Autoscaler(context, registry)
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def objection() -> str:
@@ -232,7 +232,7 @@ def compose(
         registry=registry,
         readiness=readiness,
         poller=poller,
-        resizer=resizer,
+        autoscaler=autoscaler,
         health=health,
         announce_health=announce_health,
         feed=feed,
