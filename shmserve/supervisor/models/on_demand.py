@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
-from shmserve.common.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
+from shmserve.ipc.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.model_version import ModelVersion

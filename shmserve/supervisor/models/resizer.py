@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from shmserve.common import model_settings
 from shmserve.common.host import processors
 from shmserve.errors import ShmserveError
+from shmserve.ipc import model_settings
 from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.messages.supervision import CountChange
 from shmserve.ipc.model_spec import ModelSpec

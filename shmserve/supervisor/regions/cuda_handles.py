@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shmserve.common.accelerators import CUDA_INVALID
+from shmserve.common.host import CUDA_INVALID
 from shmserve.errors import InvalidArgument, Unavailable, from_code
 from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import Memory

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from shmserve.common.access.shm_access import Ownership
+from shmserve.common.peers import Ownership
 from shmserve.errors import ShmserveError
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion

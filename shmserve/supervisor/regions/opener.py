@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from shmserve.common import fd_limits
-from shmserve.common.access.shm_access import (
+from shmserve.common.peers import (
     NO_GROUP,
     SHM_DISABLED,
     Ownership,

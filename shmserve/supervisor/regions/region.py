@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from shmserve.common.accelerators import CUDA_INVALID
-from shmserve.common.access.shm_access import Ownership
+from shmserve.common.host import CUDA_INVALID
+from shmserve.common.peers import Ownership
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages.publications import RegionPublished, RegionRegistered

@@ -9,7 +9,7 @@ A region is a numbered generation of a name:
 
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
 so a key that is unlinked and made again is never confused with what was registered. Who may
-register and unregister what is decided by shmserve.common.access.shm_access, how much by
+register and unregister what is decided by shmserve.common.peers, how much by
 shmserve.supervisor.regions.opener.
 
 What is registered of system memory is kept beyond the server where somebody does (`keeping`).
@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from shmserve.common.accelerators import cuda_not_supported
-from shmserve.common.access.shm_access import EVERYONE, Peer
+from shmserve.common.host import cuda_not_supported
+from shmserve.common.peers import EVERYONE, Peer
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
