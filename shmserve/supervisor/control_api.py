@@ -25,8 +25,8 @@ from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
+from shmserve.supervisor.regions.opener import HandleCheck
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class ControlApi:
         """Done here, and known to whom it outlives this server by: a service manager, or the server
         that takes over."""
         payload = await self._region_here(pid, request)
-        await self._kept.told()
+        await self._kept.flush()
         return payload
 
     def _region_here(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:

@@ -41,20 +41,17 @@ from shmserve.supervisor.host.service_manager import (
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.resizer import Resizer
-from shmserve.supervisor.processes.control_socket import ControlSocket
-from shmserve.supervisor.processes.preloads import worker_preloads
+from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.processes.zygote_client import Zygote
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.processes.zygote_client import Zygote, worker_preloads
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
@@ -214,7 +211,7 @@ def compose(
     models = ModelManager(context, planner, registry, publications, models_changed)
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
-    resizer = Resizer(context, registry)
+    autoscaler = Autoscaler(context, registry)
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def objection() -> str:
@@ -235,7 +232,7 @@ def compose(
         registry=registry,
         readiness=readiness,
         poller=poller,
-        resizer=resizer,
+        autoscaler=autoscaler,
         health=health,
         announce_health=announce_health,
         feed=feed,

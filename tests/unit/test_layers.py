@@ -111,7 +111,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "supervisor.host": ("ipc.*", "common"),
     "supervisor.resources": ("ipc.*", "supervisor.processes"),
     "supervisor.processes": ("ipc.*", "common", "supervisor.host"),
-    "supervisor.regions": ("ipc.*", "common"),
+    "supervisor.regions": ("ipc.*", "common", "supervisor.host"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),
     "supervisor.local_clients": (
         *("ipc.*", "common"),

@@ -42,8 +42,7 @@ from shmserve.scheduler.hosting.local_clients import LocalClientListener
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.control_socket import Acknowledgements
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
 from tests.rigs.process_rig import ToldProcesses
