@@ -1,11 +1,11 @@
-"""The batching core, the scheduler of a model that has instances: its queue, batcher and pool, and
-what each message changes there.
+"""The core of a batching scheduler: the queue, the batcher and the pool of a model that has
+instances.
 
-admit, cancel, ...   a client's message, by the front
-from_control         the supervisor's; what workers say, its `executions` take
-tick                 now: expire, dispatch, release
+    admit, cancel, ...   messages of clients, from the front
+    from_control         messages of the supervisor (`results` handles those of workers)
+    tick                 expire, dispatch, release
 
-What is to be sent is posted to outboxes, which the loop flushes once a turn.
+Messages to send are posted to outboxes, which the event loop flushes once a turn.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 
 class BatchingCore(Core[ScheduledRequest]):
-    """One model version's requests, queued, batched and sent to its instances; `executions` take
-    what workers say of them."""
+    """The core of a model version with instances. `executions` sends batches to workers, `results`
+    handles their messages."""
 
     def __init__(
         self,

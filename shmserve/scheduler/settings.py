@@ -25,9 +25,9 @@ _MOST_SEQUENCES = 16384  # of a client, that wait for a slot
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """The dynamic batcher's rules. Sizes are sums of request batch sizes, at least 1. `target_ns`:
-    what it adapts to, 0: it does not. `padding`: which shapes may share a batch; None: equal ones.
-    """
+    """The rules of the dynamic batcher. Sizes are sums of request batch sizes, at least 1.
+    `target_ns` is the latency target that it adapts to (0: none). `padding` decides which shapes
+    may share a batch (None: equal ones)."""
 
     max_batch_size: int
     preferred: frozenset[int]
@@ -43,8 +43,8 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicies:
-    """The queue's priority levels, 1 .. `levels` (0: there is one, and no priority counts), and the
-    policy of each."""
+    """The queue's priority levels, 1 .. `levels` (0: one level, and priorities are ignored), and
+    the policy of each."""
 
     default: LevelPolicy
     levels: int = 0
@@ -53,22 +53,22 @@ class QueuePolicies:
     limited: bool = False  # the model's configuration asks for any of it
 
     def level(self, priority: int) -> int:
-        """The level of a request with this priority."""
+        """Return the level of requests with this priority."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def of(self, level: int) -> LevelPolicy:
-        """The policy of a level."""
+        """Return the policy of a level."""
         return self.by_level.get(level, self.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequencing:
-    """The sequence batcher's rules: those of the configuration, its `spec`, and what follows from
-    it and the server's. `slots` an instance; no `oldest`: the direct strategy, which waits for a
-    minimum utilization of its slots up to `delay_ns` where both are set.
+    """The rules of the sequence batcher: the configuration (`spec`) and what follows from it and
+    the server's limits.
 
-    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `correlation_id`
-    is as the spec has it.
+    Each instance has `slots`. Without `oldest`, the strategy is direct, which waits up to
+    `delay_ns` for a minimum utilization of its slots if both are set. A sequence is idle after
+    `idle_ns`, and `most` of a client may wait for a slot.
     """
 
     spec: SequenceBatching
@@ -80,12 +80,12 @@ class Sequencing:
     most: int = _MOST_SEQUENCES
 
     def without_delay(self) -> Sequencing:
-        """These rules where nothing more comes that would be worth waiting for."""
+        """Return these rules without delays: no further request is expected."""
         oldest = None if self.oldest is None else replace(self.oldest, delay_ns=0)
         return replace(self, delay_ns=0, oldest=oldest)
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
-        """Raises InvalidArgument for an id that the model's control input cannot hold."""
+        """Raise InvalidArgument if the model's control input cannot hold this id."""
         name, datatype = self.correlation_id
         is_text = isinstance(correlation_id, str)
         if datatype and is_text != (datatype == "BYTES"):
@@ -97,7 +97,8 @@ class Sequencing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The scheduling of a model version. No `batching`: one request an execution, in order."""
+    """The scheduling of a model version. Without `batching`, each execution has one request, in
+    order."""
 
     name: str
     version: str
@@ -120,7 +121,7 @@ class Settings:
 
     @classmethod
     def read(cls, config: ModelSpec, version: str, limits: SchedulingLimits) -> Settings:
-        """From a model's configuration and what the server sets for all models."""
+        """Read the settings from a model's configuration and the server's limits."""
         dynamic, padding = config.dynamic_batching, config.padding
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
         ordered = dynamic is not None and dynamic.preserve_ordering

@@ -1,8 +1,8 @@
-"""The host of schedulers, a process: its loop waits, takes, ticks and sends for all of them, and
-opens and closes them as the supervisor says.
+"""The host of schedulers, a process. Its loop waits, receives, ticks and sends for all of them; the
+supervisor opens and closes them.
 
 One model is one scheduler in a process of its own, except that the steps of an ensemble are
-scheduled beside it: then a step is a call (event_loop.py).
+scheduled in the ensemble's process: a message to a step is then a call (event_loop.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(data: bytes) -> None:
 
 
 class Host:
-    """Runs schedulers on their sockets until it is told to stop."""
+    """The event loop of schedulers."""
 
     def __init__(self, start: HostStart) -> None:
         self._waiter = Waiter()
@@ -67,7 +67,7 @@ class Host:
         self._control.send(Started())
 
     def run(self) -> None:
-        """Return after `Stop`."""
+        """Run until the supervisor sends `Stop`."""
         waiter, schedulers = self._waiter, self._schedulers
         wake_ns = NEVER
         try:
@@ -86,7 +86,8 @@ class Host:
             self._control.close()
 
     def _turn(self, wake_ns: int) -> None:
-        """Do what is due and send what came of it; at `wake_ns` somebody wants a turn."""
+        """Do what is due and send the resulting messages; a scheduler asked for a turn at
+        `wake_ns`."""
         touched, neighbours = self._touched, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
