@@ -40,6 +40,7 @@ from shmserve.ipc.messages.supervision import (
     StatisticsSnapshot,
     Stop,
 )
+from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.transport.router import last_number
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
@@ -54,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 # Of a snapshot, as it is this moment.
 _NOW = ("pending", "executing", "open_sequences", "live", "instances")
-_DEAD_REMEMBERED = 64
 _MOST_CLIENTS = 1024  # beyond that, clients without requests are removed
 
 R = TypeVar("R")
@@ -387,7 +387,7 @@ class Front(Generic[R]):
         self._reports.exited(pid)
         # Frames that it sent may still be on their way.
         self._dead[pid] = None
-        if len(self._dead) > _DEAD_REMEMBERED:
+        if len(self._dead) > REMEMBERED_EXITS:
             del self._dead[next(iter(self._dead))]
         for client in self._clients.of_process(pid):
             del self._clients[client.peer]

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.common.access.shm_access import Peer
+from shmserve.common.peers import Peer
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import (
@@ -24,10 +24,9 @@ from shmserve.ipc.messages.supervision import MemoryChecked, ReadyChecked, Reque
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
+from shmserve.supervisor.regions.opener import HandleCheck
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
@@ -108,13 +107,13 @@ class ControlApi:
             case m.ChangeTracing(model=model, changes=changes):
                 return self._context.tracing.change(model, changes)
             case m.WantModel(name=name, patience_s=patience_s):
-                await self._models.on_demand.want(name, patience_s)
+                await self._models.on_demand.load(name, patience_s)
             case m.FindModel(name=name, version=version, patience_s=patience_s):
                 self._context.control.calls(pid)
-                await self._models.on_demand.want(name, patience_s)
+                await self._models.on_demand.load(name, patience_s)
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):
-                pids = self._registry.asked_whether_ready(name, version)
+                pids = self._registry.readiness_pids(name, version)
                 return {"ready": await self._readiness.check(pids)}
             case _:
                 return await self._region(pid, request)
@@ -124,7 +123,7 @@ class ControlApi:
         """Done here, and known to whom it outlives this server by: a service manager, or the server
         that takes over."""
         payload = await self._region_here(pid, request)
-        await self._kept.told()
+        await self._kept.flush()
         return payload
 
     def _region_here(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.peers import credentials
 from shmserve.common.tasks import either, in_background
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
@@ -27,7 +27,7 @@ from shmserve.supervisor.host.handover_link import HandoverLink, Offer, refuse
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Handover:
         before, offer = self._before, self._listeners.offer
         if before is None or offer is None:
             return
-        self._kept.other = before
+        self._kept.mirror_to(before)
         await before.ask(_GO)
         try:
             if before.ended.done():
@@ -92,18 +92,13 @@ class Handover:
         if verb == _ACCEPT:
             self._accepted.set()
         else:
-            await self._mirror(verb, name, fds)
-
-    async def _mirror(self, verb: str, name: str, fds: list[int]) -> None:
-        if verb == KEEP:
-            await self._regions.adopt(name, fds)
-        elif verb == DROP:
-            await self._regions.forget(name)
+            await self._regions.apply(verb, name, fds)
 
     async def _forget(self, before: HandoverLink) -> None:
         await before.ended
         before.close()
-        self._kept.other = self._before = None
+        self._before = None
+        self._kept.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_before()
         logger.info("the server before has ended")
@@ -141,7 +136,8 @@ class Handover:
     async def _watch(self, after: HandoverLink) -> None:
         await after.ended
         after.close()
-        self._after = self._kept.other = None
+        self._after = None
+        self._kept.mirror_to(None)
         if not self.is_followed:
             logger.warning("the server that was to take over has ended: this one goes on")
 
@@ -149,13 +145,14 @@ class Handover:
         if verb == _GO:
             await self._pass_all()
         else:
-            await self._mirror(verb, name, fds)
+            await self._regions.apply(verb, name, fds)
 
     async def _pass_all(self) -> None:
-        after = self._kept.other = self._after
+        after = self._after
         assert after is not None
+        self._kept.mirror_to(after)
         for region in self._regions.active():
-            self._kept.tell(region)
+            self._kept.mirror(region)
             await after.settled()
         if not after.ended.done():
             self.is_followed = True

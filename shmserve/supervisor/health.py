@@ -20,6 +20,7 @@ from shmserve.ipc.messages.supervision import Ping
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.local_clients.memory import LocalMemory
+from shmserve.supervisor.models.manager import Publications
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.table import ProcessTable
@@ -58,16 +59,20 @@ class Snapshot:
     """The state that a new gateway or local client is sent."""
 
     def __init__(
-        self, registry: ModelRegistry, regions: RegionRegistry, memory: LocalMemory, health: Health
+        self,
+        publications: Publications,
+        regions: RegionRegistry,
+        memory: LocalMemory,
+        health: Health,
     ) -> None:
-        self._registry = registry
+        self._publications = publications
         self._regions = regions
         self._memory = memory
         self._health = health
 
     def for_gateway(self) -> Iterator[Any]:
         """Models, regions, and the health last."""
-        yield from self._registry.publications.snapshot()
+        yield from self._publications.snapshot()
         yield from self._regions.published()
         yield from self._memory.published()
         yield self._health.current()
@@ -78,7 +83,7 @@ class Snapshot:
 
     def for_local_client(self) -> Iterator[Any]:
         """Models, and the health last."""
-        yield from self._registry.publications.snapshot()
+        yield from self._publications.snapshot()
         yield self._health.current()
 
 

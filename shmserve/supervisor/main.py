@@ -10,12 +10,12 @@ import faulthandler
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
 from shmserve import logs
-from shmserve.common import accelerators, fd_limits
+from shmserve.common import fd_limits, host
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
@@ -41,25 +41,20 @@ from shmserve.supervisor.host.service_manager import (
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.manager import ModelManager, Publications
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.resizer import Resizer
-from shmserve.supervisor.processes.control_socket import ControlSocket
-from shmserve.supervisor.processes.preloads import worker_preloads
+from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.processes.zygote_client import Zygote
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.processes.zygote_client import Zygote, worker_preloads
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
 
@@ -175,7 +170,7 @@ def compose(
     """
     # Before anybody has a copy of the environment.
     manager = ServiceManager.from_environment(os.environ)
-    found = accelerators.accelerators(visible=config.visible_devices)
+    found = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, found)
     registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
@@ -189,9 +184,15 @@ def compose(
     regions.restore(listeners.kept)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
-    snapshot = Snapshot(registry, regions, memory, health)
+    publications = Publications()
+    snapshot = Snapshot(publications, regions, memory, health)
+
+    async def load_on_demand(name: str, patience_s: float) -> None:
+        await models.on_demand.load(name, patience_s)
+
     context = _context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
+        load_on_demand=load_on_demand,
         listeners=listeners,
     )
     feed = _feed(events, registry, processes, snapshot, health)
@@ -207,10 +208,10 @@ def compose(
         feed.models_changed()
         announce_health()
 
-    models = ModelManager(context, planner, registry, models_changed)
+    models = ModelManager(context, planner, registry, publications, models_changed)
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
-    resizer = Resizer(context, registry)
+    autoscaler = Autoscaler(context, registry)
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def objection() -> str:
@@ -231,7 +232,7 @@ def compose(
         registry=registry,
         readiness=readiness,
         poller=poller,
-        resizer=resizer,
+        autoscaler=autoscaler,
         health=health,
         announce_health=announce_health,
         feed=feed,
@@ -263,6 +264,7 @@ def _context(
     capabilities: Capabilities,
     memory: LocalMemory,
     snapshot: Snapshot,
+    load_on_demand: Callable[[str, float], Awaitable[None]],
     listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
@@ -284,6 +286,7 @@ def _context(
             snapshot.for_local_client,
             control.acknowledgements,
             partial(_local_client_left, control, memory),
+            load_on_demand,
             listeners.local,
             listeners.door,
         ),
@@ -317,7 +320,7 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
     clean = {**_left_nothing_behind(run_dir), **_soon_asleep(os.environ), **os.environ}
     copying = marked(with_large_copies(clean), os.getpid(), run_dir.path)
-    devices = accelerators.accelerators(visible=config.visible_devices).count > 0
+    devices = host.accelerators(visible=config.visible_devices).count > 0
     # Of a device they have it from torch, and of what comes later it is not known.
     torch = devices or bool(config.model_files) or config.model_control_mode != "none"
     preloads = worker_preloads(config.model_repositories, torch)

@@ -30,11 +30,10 @@ from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
+from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
@@ -78,7 +77,7 @@ class Supervisor:
     registry: ModelRegistry
     readiness: ReadinessCheck
     poller: RepositoryPoller
-    resizer: Resizer
+    autoscaler: Autoscaler
     health: Health
     announce_health: Callable[[], None]
     feed: EventFeed
@@ -195,7 +194,7 @@ class Supervisor:
         self.manager.ready(progress_line(self.registry.progress()))
         _give_memory_back()
         self.context.background(self.watchdog.run())
-        self.context.background(self.resizer.run())
+        self.context.background(self.autoscaler.run())
         if self.context.config.load_on_demand:
             self.context.background(self.models.on_demand.run())
         if self.context.config.model_control_mode == "poll" and not self.health.failed:

@@ -15,8 +15,8 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
+from shmserve.supervisor.models.manager import News, Publications
 from shmserve.supervisor.models.orders import LoadPlan, Order
-from shmserve.supervisor.models.publications import News
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
@@ -64,7 +64,7 @@ class LifecycleRig:
     def __init__(self) -> None:
         self.registry = ModelRegistry()
         self.lifecycle = Lifecycle(self.registry, self, hosted=True)
-        self.registry.audience = self
+        self.publications = Publications()
         self.pending: list[tuple[str, Callable[[], None]]] = []
         self.answers: list[Order] = []
         self.steps: dict[str, list[str]] = {}
@@ -164,6 +164,14 @@ class LifecycleRig:
     def discard(self, specs: Iterable[VersionSpec]) -> None:
         """Counted."""
         self.discarded += len(list(specs))
+
+    def publish(self, model: Any) -> None:
+        """As the server does."""
+        self.publications.update(self, model.name, *self.registry.news(model))
+
+    def is_known(self, model: Any) -> bool:
+        """Whether the gateway knows what serves of it."""
+        return self.publications.known(self, model.name)
 
     def answer(self, order: Order) -> None:
         """Kept."""

@@ -27,14 +27,14 @@ from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.processes.control_socket import (
     Acknowledgements,
     Address,
+    LogControl,
     SchedulerAddress,
+    TraceControl,
     pid_of,
 )
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 CONFIG = {

@@ -67,6 +67,7 @@ class LocalClientServer:
         snapshot: Callable[[], Iterable[Any]],
         acknowledgements: Acknowledgements,
         on_disconnect: Callable[[int], None],
+        load_on_demand: Callable[[str, float], Awaitable[None]],
         lent: Iterable[socket.socket] = (),
         door: socket.socket | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class LocalClientServer:
         self._memory = memory
         self._snapshot = snapshot
         self._on_disconnect = on_disconnect
-        self.want: Callable[[str, float], Awaitable[None]]  # of models on demand; is set later
+        self._load_on_demand = load_on_demand
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
@@ -187,7 +188,7 @@ class LocalClientServer:
         return {"memory": memory}
 
     async def _want(self, name: str, patience_s: float) -> dict[str, Any]:
-        await self.want(name, patience_s)
+        await self._load_on_demand(name, patience_s)
         return {}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shmserve.ipc.messages.publications import ModelPublished, ReadinessChanged
-from shmserve.supervisor.models.publications import News
+from shmserve.supervisor.models.manager import News
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from tests.simulation.world import SECOND, World
 
@@ -124,7 +124,7 @@ class SimulatedAudience:
         """It hears all of what the others were sent before anything else."""
         key, peer = object(), SimulatedPeer(came=self.said)
         self._peers[key] = peer
-        for news in self._executor.registry.publications.snapshot():
+        for news in self._executor.publications.snapshot():
             self._send(key, peer, news)
 
     def enter_ensemble(self, address: Hashable, version: ObservedVersion) -> None:

@@ -17,15 +17,14 @@ from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
-from shmserve.supervisor.models.executor import LifecycleExecutor
 from shmserve.supervisor.models.instances import Instance, VersionSpec, bounds_of
+from shmserve.supervisor.models.manager import LifecycleExecutor, Publications
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.processes.control_socket import LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag
 from tests.simulation.lifecycle.loop import SimulatedLoop
@@ -76,8 +75,10 @@ class SimulatedExecutor(LifecycleExecutor):
         self.audience = SimulatedAudience(world, self)
         self.processes = SimulatedProcesses(world, self)
         planner: Any = self.repository
-        super().__init__(self._context(hosted), planner, self.registry, nothing)
-        self.registry.audience = self.audience
+        self.publications = Publications()
+        parts = (self._context(hosted), planner, self.registry, self.publications)
+        super().__init__(*parts, nothing)
+        self._audience = self.audience
         self.lifecycle = RecordedLifecycle(self.registry, self, hosted, self.oracles)
 
     def _context(self, hosted: bool) -> SupervisorContext:

@@ -25,7 +25,7 @@ import shmserve.client
 from shmserve.client.memory import cuda as client_device
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.sync import Server
-from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, Capabilities
@@ -42,8 +42,7 @@ from shmserve.scheduler.hosting.local_clients import LocalClientListener
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.control_socket import Acknowledgements
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
 from tests.rigs.process_rig import ToldProcesses
@@ -90,13 +89,17 @@ class SupervisorContext:
         opener = RegionOpener(POLICY, handles if self._devices else None)
         self.registry = registry = LocalMemory(SEALS, opener, self.processes, self.events.append)
 
+        nobody: Any = None
+
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
             yield ModelPublished("m", "1", ModelSpec.of(CONFIG), {}, endpoint, True, True, 0.0, 0)
             yield HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(
-            self.folder, NO_GROUP, SEALS, registry, models, Acknowledgements(), registry.release
+            *(self.folder, NO_GROUP, SEALS, registry, models, Acknowledgements()),
+            on_disconnect=registry.release,
+            load_on_demand=nobody,
         )
         self._ready.set()
         await self._over.wait()

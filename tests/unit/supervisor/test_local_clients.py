@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shmserve.common import fd_limits
-from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m
@@ -60,6 +60,7 @@ def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.Mon
             lambda: (),
             Acknowledgements(),
             lambda _: left.set(),
+            nobody,
         )
         with contextlib.ExitStack() as stack:
             stack.callback(local_clients.connections.close)
@@ -83,13 +84,14 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
         left = asyncio.Event()
         capabilities = Capabilities(bytes(32))
         registry = LocalMemory(capabilities, RegionOpener(POLICY), ToldProcesses(), print)
+        nobody: Any = None
 
         def gone(number: int) -> None:
             registry.release(number)
             left.set()
 
         local_clients = LocalClientServer(
-            folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone
+            folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone, nobody
         )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
             program.connect(str(endpoints.listener(folder)))
@@ -116,7 +118,10 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
     async def serve() -> None:
         known = Acknowledgements()
         local_clients = LocalClientServer(
-            folder, NO_GROUP, Capabilities(bytes(32)), nobody, lambda: models, known, lambda _: None
+            folder,
+            NO_GROUP,
+            Capabilities(bytes(32)),
+            *(nobody, lambda: models, known, lambda _: None, nobody),
         )
         with contextlib.ExitStack() as stack:
             stack.callback(local_clients.connections.close)

@@ -18,7 +18,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import instance_processes
 from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
-from shmserve.supervisor.models.manager import ModelManager
+from shmserve.supervisor.models.manager import ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
@@ -117,8 +117,9 @@ class Server(Processes):
         self.registry = ModelRegistry()
         planner: Any = Repository(**models)
         self.repository: Repository = planner
+        self.publications = Publications()
         parts = (self.context, planner, self.registry)
-        self.models = ModelManager(*parts, MagicMock())
+        self.models = ModelManager(*parts, self.publications, MagicMock())
         self.poller = RepositoryPoller(*parts, self.models)
 
     def broadcast(self, message: Any, *roles: str) -> None:
@@ -413,7 +414,7 @@ def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_kn
         server.deaf = True
         load = asyncio.ensure_future(server.load("s"))
         await until(lambda: server.registry.model("s").offered)
-        snapshot = list(server.registry.publications.snapshot())
+        snapshot = list(server.publications.snapshot())
         assert [(type(news), news.version) for news in snapshot] == [
             (m.ModelPublished, "1"),
             (m.ModelPublished, "2"),
@@ -421,7 +422,7 @@ def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_kn
         assert [news.latest for news in snapshot] == [False, True]
         server.hears_again()
         await load
-        snapshot = list(server.registry.publications.snapshot())
+        snapshot = list(server.publications.snapshot())
         assert [type(news) for news in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
         await server.end()
 
