@@ -128,7 +128,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def hit(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        # Only its turn may still have to come.
+        # The response may still have to wait for its turn.
         request = self._queue.enqueue(client, submit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.enqueued(request)
@@ -171,7 +171,7 @@ class BatchingCore(Core[ScheduledRequest]):
         for request in list(client.requests.values()):
             match request.state:
                 case State.DONE:
-                    continue  # it was of a sequence of which another one was cancelled
+                    continue  # it ended with an earlier request of its sequence
                 case State.QUEUED | State.HELD:
                     self._withdraw(request, now_ns)
                 case State.EXECUTING | State.RESPONDING:
@@ -200,7 +200,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.give_up(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
-                self._release_retired()  # now: another may be announced in its place next
+                self._release_retired()  # at once, because the next message may announce a successor
             case CountChange():
                 self.statistics.instance_changes["more" if message.more else "fewer"] += 1
             case TicketGranted():

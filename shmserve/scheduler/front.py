@@ -53,7 +53,7 @@ from shmserve.scheduler.statistics import (
 logger = logging.getLogger(__name__)
 
 
-# Of a snapshot, as it is this moment.
+# The current values in a snapshot.
 _NOW = ("pending", "executing", "open_sequences", "live", "instances")
 _MOST_CLIENTS = 1024  # beyond that, clients without requests are removed
 
@@ -173,7 +173,7 @@ class OverloadLog:
     def __init__(self, model: str) -> None:
         self._model = model
         self._refused = 0
-        self._next_ns = 0  # there is none before this
+        self._next_ns = 0  # no line is due earlier
         self.due_ns = NEVER
 
     def refuse(self) -> None:
@@ -328,7 +328,7 @@ class Front(Generic[R]):
 
     def _submit(self, client: Client[R], submit: Submit, now_ns: int) -> None:
         if submit.id in client.requests:
-            # Nothing is owed: a response would be taken for the other request's.
+            # No response is sent, because the client would take it for the other request's.
             self.misplaced()
             return
         core, lookup = self._core, None
@@ -385,7 +385,7 @@ class Front(Generic[R]):
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.exited(pid)
-        # Frames that it sent may still be on their way.
+        # Frames of the process may still arrive.
         self._dead[pid] = None
         if len(self._dead) > REMEMBERED_EXITS:
             del self._dead[next(iter(self._dead))]

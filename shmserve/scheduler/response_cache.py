@@ -46,7 +46,7 @@ from shmserve.scheduler.requests.request import Lookup
 logger = logging.getLogger(__name__)
 
 _DIGEST_SIZE = 32
-# What an entry takes besides the bytes of its tensors, about.
+# The approximate overhead of an entry and of a tensor, in bytes.
 _ENTRY = 512
 _TENSOR = 256
 _IN_BODY = Inferred(())
@@ -106,7 +106,7 @@ class ResponseCache:
                 for each in response.outputs
             )
         except (MalformedMessage, ShmserveError):
-            return self._clock() - began_ns  # it lies where we do not read
+            return self._clock() - began_ns  # in memory that schedulers do not read
         if tensors == response.outputs:
             entry, byte_size = _Entry(body, _IN_BODY), _ENTRY + len(body)
         else:
@@ -276,7 +276,7 @@ def cache_key(
     head = (
         model,
         version,
-        # With the sizes the bytes that follow can be cut in one way only.
+        # The sizes make the concatenation of the bytes that follow unambiguous.
         [(t.name, t.datatype, t.shape, len(d)) for t, d in zip(inputs, datas, strict=True)],
         sorted(inference.parameters.items()),
         sequence,

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
 _IDLE_NS = _NS_PER_S
-_MOST_SEQUENCES = 16384  # of a client, that wait for a slot
+_MOST_SEQUENCES = 16384  # waiting for a slot, of a client
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class QueuePolicies:
     levels: int = 0
     default_level: int = 0
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
-    limited: bool = False  # the model's configuration asks for any of it
+    limited: bool = False  # the configuration has levels or limits
 
     def level(self, priority: int) -> int:
         """Return the level of requests with this priority."""
@@ -116,7 +116,7 @@ class Settings:
     first_response_buckets_ms: tuple[float, ...] = model_settings.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
-    cached: bool = False  # its responses may be kept and given again
+    cached: bool = False  # its responses may be cached
     engine: EngineSettings | None = None  # of a model that generates text
 
     @classmethod
@@ -133,7 +133,7 @@ class Settings:
             max_batch_size=config.max_batch_size,
             batching=None if dynamic is None else _strategy(config, dynamic, padding),
             policies=_policies(dynamic or DynamicBatching(), limits.max_queue_size),
-            # What may never end cannot be waited for.
+            # The responses of a decoupled model may never end, so that no order can be kept.
             preserve_ordering=ordered and not config.decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             hold=_hold(config, limits),
@@ -185,7 +185,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         idle_ns=given.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=given.direct_delay_microseconds * _NS_PER_US,
-        # Not so many that one client's fill the queue.
+        # So few that the sequences of one client cannot fill the queue.
         most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
     )
 
@@ -221,7 +221,7 @@ def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> LevelPoli
     return replace(
         policy,
         max_queue_size=policy.max_queue_size or default_bound,
-        # A request that is put behind the others would hold up the responses of all of them.
+        # A delayed request would hold up the responses of all others.
         allow_timeout_override=policy.allow_timeout_override and not (ordered and policy.delays),
     )
 

@@ -152,7 +152,7 @@ class Dispatch(Dispatcher):
         while in_order.count or retries:
             slot, ahead = None, not pool.free
             if ahead:
-                # What must run alone waits for an instance that has nothing else.
+                # A retry runs alone and waits for an instance without other batches.
                 slot = self._room() if self._sends_ahead and in_order.count else None
                 if slot is None:
                     break

@@ -32,7 +32,7 @@ class BlockPool:
         self.count = count
         self.references = [0] * count
         self._lengths: dict[int, int] = {0: count} if count else {}  # free extents by their starts
-        self._starts: dict[int, int] = {count - 1: 0} if count else {}  # and those by their ends
+        self._starts: dict[int, int] = {count - 1: 0} if count else {}  # free extents by their ends
         self._free = count
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
@@ -82,7 +82,7 @@ class BlockPool:
             start = max(self._lengths, key=self._lengths.__getitem__)
             length = self._lengths[start]
             taken = min(wanted, length)
-            # Half of the gap is left to who has the block before it.
+            # Half of the gap is left to the sequence before it.
             first = start + (length - taken) // 2 if start else start
             self._cut(start, first, taken)
             yield from range(first, first + taken)

@@ -49,7 +49,7 @@ from shmserve.scheduler.tables import GenerationStats
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # of workers that had it: then it is the request that is failed
+_MOST_DEATHS = 3  # of its workers, after which a request fails
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +160,7 @@ class GenerativeDispatch(Dispatcher):
             elif generation is not None and slot.peer in self._engines:
                 engine = self._engines[slot.peer]
                 if engine.runs(generation):
-                    continue  # its last tokens are to be counted
+                    continue  # its last tokens are still to be counted
                 engine.cancel(generation)
             del self._ongoing[key]
 
@@ -313,7 +313,7 @@ class GenerativeDispatch(Dispatcher):
     # --- deaths
 
     def kept(self, lost: Lost) -> Lost:
-        # Another process may come to have the address, and has nothing in its blocks.
+        # A process with the same address may follow, whose blocks are empty.
         here = {each.peer for each in self._pool.ready()}
         self._engines = {peer: each for peer, each in self._engines.items() if peer in here}
         gone: list[ScheduledRequest] = []

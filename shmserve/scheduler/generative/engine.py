@@ -48,13 +48,13 @@ class Engine(Generic[T]):
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.settings.kv_cache_blocks)
         self.host = BlockPool(self.settings.swap_blocks)
-        self._live: dict[int, Sequence[T]] = {}  # those that run, wait or are swapped
+        self._live: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
         self._begin: list[Begin] = []
         self._over: list[int] = []
         self._steps = 0
-        # Prompts are cut at multiples of it, if a step has room for one beside all that decode.
+        # Prompts are cut at its multiples, if a step has space for one beside all decoding rows.
         room = self.settings.max_tokens_per_batch - self.settings.max_batch_size
         room = min(room, self.settings.prefill_chunk_size, self.settings.max_prefill_tokens)
         self._grain = CHUNK if room >= CHUNK else 1
@@ -149,7 +149,7 @@ class Engine(Generic[T]):
     def plan(self, now_ns: int) -> Step | None:
         """Return the next step, or None if nothing can run. No step may be running."""
         plan = StepPlan(self._steps + 1, self.settings)
-        # Once a step, of what is known now: nothing overtakes while it is planned.
+        # Made once a step, so that the order is stable while the step is planned.
         rank = ranking(self.settings, now_ns)
         inside, outside = [], []
         for sequence in self._live.values():
@@ -167,7 +167,7 @@ class Engine(Generic[T]):
             self._admit(plan, outside, inside)
         inside = [each for each in inside if each.place is Place.RUNNING]
         while outside and inside and not plan.rows:
-            # All that are inside wait for others of their beam search, which find no room.
+            # All sequences inside wait for other beams of their search, which do not fit.
             self._preempt(plan, inside.pop())
             self._admit(plan, outside, inside)
         if not (plan.rows or self._over):
@@ -179,7 +179,7 @@ class Engine(Generic[T]):
         blocks are short."""
         for sequence in sequences:
             if sequence.place is not Place.RUNNING or sequence.held:
-                continue  # it was preempted for another, or waits for one
+                continue  # it was preempted, or waits for other beams
             count, drafts = self._share_of(plan, sequence)
             while count and not self._room(plan, sequence, count + drafts):
                 if drafts:
@@ -205,7 +205,7 @@ class Engine(Generic[T]):
         if missing > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
             target = self.settings.target_itl_ms
-            if target and plan.load.decoded:  # whose tokens are not to be late
+            if target and plan.load.decoded:  # their latency target limits the chunk
                 limit = min(limit, self.times.chunk(plan.load, sequence.computed, target))
             if limit < missing:
                 limit -= limit % self._grain
@@ -223,7 +223,7 @@ class Engine(Generic[T]):
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and most > 0:
             if not plan.step.step % PROBE_STEPS:
-                return 0  # what a step takes without them is to be known, too
+                return 0  # a step without drafts measures their benefit
             most = self.times.draft_length(plan.decoding, acceptance.rate, most)
         return acceptance.length(max(most, 0), speculation.accept_threshold)
 
@@ -285,7 +285,7 @@ class Engine(Generic[T]):
         if mode == "recompute" or not sequence.computed or blocks > self.host.available:
             return False
         if sequence.held:
-            return False  # who follows it begins from what it has in the pool, or anew
+            return False  # its successor beams share its blocks in the pool
         return mode == "swap" or self.times.swap_pays(blocks, sequence.computed)
 
     # --- admission
@@ -312,7 +312,7 @@ class Engine(Generic[T]):
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
             self._run(plan, [sequence], [sequence])
-            # Also to those that it has become.
+            # This includes the samples that it has forked.
             promised += max(needed - (before - self.pool.available), 0)
 
     def _seats(self, taken: list[Sequence[T]]) -> int:
@@ -328,7 +328,7 @@ class Engine(Generic[T]):
             return max(-(-len(sequence.tokens) // size) - len(sequence.table), 0)
         most = -(-generation.most_tokens // size)
         shared = generation.shared // size
-        # Beams go on in one another's blocks, and who writes into such a one gets its own.
+        # Beams share blocks, which are copied on write.
         own = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
         held = min(len(sequence.table), shared) + own
         return max(shared + sequence.seats * (most - shared) - held, 0)
@@ -446,7 +446,7 @@ class Engine(Generic[T]):
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
-        if parent.place is Place.RUNNING and seated:  # else it has to be computed, too
+        if parent.place is Place.RUNNING and seated:  # else it must be computed, too
             child.place = Place.RUNNING
             child.computed, child.sealed, child.told = parent.computed, parent.sealed, parent.told
             child.table = parent.table[:]
@@ -471,10 +471,10 @@ class Engine(Generic[T]):
         before = sequence.generation.sequences[:]
         free = self._seats([each for each in self._live.values() if each not in before])
         for place, chosen in enumerate(beams.step()):
-            # Beams that were preempted while they waited for these have lost their seats.
+            # Beams that were preempted while they waited have lost their seats.
             child = self._child(chosen.parent, 0, chosen.token, place < free)
             child.score = chosen.score
-        for parent in before:  # after all have begun: what they share is not let go of meanwhile
+        for parent in before:  # after all have begun, so that shared blocks stay referenced
             self.drop(parent)
         if beams.over:
             generation = sequence.generation

@@ -60,7 +60,7 @@ class Host:
         self._waiter = Waiter()
         self._neighbours = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
-        self._touched: dict[HostedScheduler, None] = {}  # in this order they have the next turn
+        self._touched: dict[HostedScheduler, None] = {}  # in the order of their next turns
         self._stopped = False
         self._control = Dealer(endpoints.control(start.run_dir), f"host.{os.getpid()}")
         self._waiter.watch(self._control.fd, self._from_supervisor)
@@ -72,7 +72,7 @@ class Host:
         wake_ns = NEVER
         try:
             while not self._stopped:
-                # A request of an ensemble is one of its step's, too: it is not two.
+                # A request of an ensemble is also a request of its step; it counts once.
                 live = max([scheduler.live for scheduler in schedulers], default=0)
                 for fd, _ in waiter.wait(wake_ns, live):
                     take = waiter.takers.get(fd)
@@ -92,7 +92,7 @@ class Host:
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
             touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
-        turned: list[HostedScheduler] = []  # some of them several times
+        turned: list[HostedScheduler] = []  # may repeat
         while touched:
             schedulers = list(touched)
             touched.clear()
@@ -101,7 +101,7 @@ class Host:
                 scheduler.tick(time.monotonic_ns())
             if neighbours.posted:
                 neighbours.deliver()
-        # Together: whom a message wakes up may take the core, and the others' would wait for it.
+        # All together, because a receiver that wakes up may take this core from the other flushes.
         for scheduler in turned:
             scheduler.flush()
         for scheduler in turned:
@@ -134,10 +134,10 @@ class Host:
         try:
             scheduler = KINDS[start.kind](start, self._waiter, self._neighbours, self._touched)
         except (ShmserveError, OSError) as error:
-            # Of no descriptor or memory left: others here go on.
+            # No descriptor or memory is left; the other schedulers continue.
             reason = error.message if isinstance(error, ShmserveError) else str(error)
             logger.error("a scheduler cannot start: %s", reason)
             self._control.send(SchedulerClosed(start.number, reason))
             return
         self._schedulers.append(scheduler)
-        gc.freeze()  # what is here now stays: no collection needs to look at it
+        gc.freeze()  # the scheduler's objects are permanent and need no collection

@@ -52,8 +52,8 @@ from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
-_PARTING_S = 0.3  # for the last responses to leave
-_MOST_READS = 1024  # before a drain begins: some client may never end
+_PARTING_S = 0.3  # for the delivery of the last responses
+_MOST_READS = 1024  # before a drain, because a client may never stop sending
 
 
 class Outbox(Protocol):
@@ -87,7 +87,7 @@ class HostedScheduler(ABC):
     of its requests. After it was `stopped`, the host only closes it.
     """
 
-    allowed: ClassVar[frozenset[type]]  # what the supervisor may say to it
+    allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class HostedScheduler(ABC):
         )
         if start.snapshot:
             self._front.restore(start.snapshot, start.alive)
-        # The supervisor first: it says who is gone and who will come.
+        # The supervisor first: it reports exits and announces instances.
         self._inboxes: dict[int, Take] = {
             self._control.fd: self._from_control,
             **peers,
@@ -292,7 +292,7 @@ class EnsembleScheduler(HostedScheduler):
         steps = StepSchedulers(self._waiter, self._neighbours, identity, from_step)
         self._memory = EnsembleMemory(self._lent, memory_dropped)
         core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
-        # Steps before clients: who waits for their last words hears them first.
+        # Steps before clients, so that a step has received a message before its cause is answered.
         return Parts(core, {}, (steps, self._routed, self._local_clients.link, control))
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ KINDS: dict[str, type[HostedScheduler]] = {
     "ensemble": EnsembleScheduler,
 }
 
-# What a peer may say: a well-formed message in the wrong direction is garbage too.
+# The messages that each kind of peer may send; others count as malformed.
 _FROM_WORKER = frozenset(get_args(WorkerToScheduler))
 _FROM_CLIENT = frozenset(get_args(ClientToScheduler))
 _FROM_LOCAL_CLIENT = frozenset(get_args(LocalClientToScheduler))

@@ -40,7 +40,7 @@ class SlotState(StrEnum):
     EXPECTED = "expected"
     IDLE = "idle"
     BUSY = "busy"
-    DOOMED = "doomed"  # its end was asked for
+    DOOMED = "doomed"  # its exit was requested
 
 
 SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
@@ -97,11 +97,11 @@ class Slot:
     state: SlotState = SlotState.GONE
     peer: bytes = b""
     pid: int = 0
-    awaited: int = 0  # the process that was announced
-    offer: Worker | None = None  # the last one, as long as it is not taken
-    worker: Worker | None = None  # the one that was taken: `peer` and `pid`
+    awaited: int = 0  # the announced process
+    offer: Worker | None = None  # the last offer, until it is accepted
+    worker: Worker | None = None  # the accepted worker: `peer` and `pid`
     retiring: bool = False
-    served: bool = False  # its process has executed something to its end
+    served: bool = False  # its process has completed an execution
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
@@ -209,16 +209,16 @@ class Pool:
     _most_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
-    _offers: dict[int, Worker] = field(default_factory=dict)  # by whom nobody has announced
+    _offers: dict[int, Worker] = field(default_factory=dict)  # of processes that were not announced
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
-    _given_up: str = ""  # why the last one did not come back
+    _given_up: str = ""  # the reason of the last `give_up`
     retiring: list[Slot] = field(default_factory=list)
-    members: int = 0  # counts who came, who went, and who is to
+    members: int = 0  # counts joins, exits and retirements
     due_ns: int = NEVER
 
     def __post_init__(self) -> None:
-        # The instance that speaks from an address, or None.
+        # Returns the instance with this address, or None.
         self.by_peer: Callable[[bytes], Slot | None] = self._by_peer.get
 
     # --- coming and going -------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class PriorityQueue:
 
     def __init__(self) -> None:
         self._levels = _Levels()
-        # The levels that have requests, the highest first; one that is left alone may be empty.
+        # The levels with requests, the highest priority first; an only level may be empty.
         self._order = self._levels.order
         self.count = 0
 
@@ -212,7 +212,7 @@ class RequestQueue:
         self.timers: Timers[ScheduledRequest] = Timers(_done)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies
-        # What holds of all requests where there is one level.
+        # The level and policy of all requests, if there is one level.
         self._only_level = None if policies.levels else (0, policies.default)
         bounds = [each.max_queue_size for each in (policies.default, *policies.by_level.values())]
         self.least_bound = min(filter(None, bounds), default=NEVER)
@@ -256,7 +256,7 @@ class RequestQueue:
             now_ns,
             deadline,
             now_ns + timeout if timeout else 0,
-            # Where the queue policy takes a request's timeout, it rejects; else the batch hurries.
+            # A timeout that the queue policy applies rejects the request; others hurry the batch.
             deadline if deadline and not own else NEVER,
             message,
             level,
@@ -301,7 +301,7 @@ class RequestQueue:
             deadline = 0
         own = policy.own_timeout_us(message.timeout_us) if message.timeout_us else 0
         if own and policy.delays:
-            # Its time over, it is to wait on: what is left is the limit of the server.
+            # It waits on after its timeout, so that only the server's limit is its deadline.
             limit = settings.request_limit_ns
             deadline = arrived + limit if limit else 0
         if 0 < deadline < now_ns:
@@ -330,7 +330,7 @@ class RequestQueue:
     def retry(self, request: ScheduledRequest) -> None:
         """Requeue a request whose worker died; it runs alone and before all others."""
         request.meet(Event.RETURN)
-        request.queue_limit_ns = 0  # it has had its wait
+        request.queue_limit_ns = 0  # it has waited before
         self.retries[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:

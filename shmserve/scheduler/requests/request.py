@@ -94,8 +94,8 @@ class State(StrEnum):
     RESPONDING = auto()  # it has had a response, or `execute` has returned and more may follow
     HELD = auto()  # executed; its response waits for those of earlier requests
     FAILED_EARLY = auto()  # a worker still has it, `Settled` is owed
-    CANCELLED = auto()  # nobody waits for the result: a worker still has it, an error is owed
-    ORPHANED = auto()  # its client is gone: a worker still has it, nothing is owed
+    CANCELLED = auto()  # by its client: a worker still has it, an error is owed
+    ORPHANED = auto()  # its client has exited: a worker still has it, nothing is owed
     DONE = auto()
 
 
@@ -129,7 +129,7 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
-        Event.RETURN: State.QUEUED,  # its model asks for it once more
+        Event.RETURN: State.QUEUED,  # its model asks for it again
         Event.FINISH: State.DONE,
         Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,
@@ -219,7 +219,7 @@ class ScheduledRequest:
     timing: Timing | None = None  # of the execution, once it has returned
     sequence: Any = None  # a batchers.sequence.slots.Sequence
     flags: int = 0
-    untimed: bool = False  # it succeeded before that
+    untimed: bool = False  # it succeeded before its execution returned
     lookup: Lookup | None = None
 
     def meet(self, event: Event) -> None:

@@ -1,11 +1,11 @@
 """Messages to clients about their requests: sent, counted, and ordered if the model requires it.
 
-    relay    a response that is not the last
-    end      the last response of a decoupled model
-    finish   the outcome of an execution (ordered if the model preserves ordering)
-    fail     an error out of order: rejection, deadline, cancellation
-    close    the return of a request that was ended before
-    abandon  the exit of the client
+relay    a response that is not the last
+end      the last response of a decoupled model
+finish   the outcome of an execution (ordered if the model preserves ordering)
+fail     an error out of order: rejection, deadline, cancellation
+close    the return of a request that was ended before
+abandon  the exit of the client
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shmserve.scheduler.statistics import (
     Statistics,
 )
 
-# Stale places in the order are swept when they outnumber the live requests by this much.
+# Stale entries of the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
 _UNDECIDED = AT_WORK | {State.QUEUED}
 _IN_ORDER = _UNDECIDED | {State.HELD}
@@ -126,7 +126,7 @@ class Responses:
             request = order.popleft()
             if request.state is State.HELD:
                 outcome, request.outcome = request.outcome, None
-                assert outcome is not None  # which is what it was held for
+                assert outcome is not None  # as in every HELD state
                 self._deliver(request, *outcome, now_ns)
 
     def sweep(self) -> None:

@@ -43,7 +43,7 @@ class SequenceDispatch(Dispatcher):
         )
         self._slots: dict[bytes, InstanceSlots] = {}
         self._numbers = itertools.count()
-        self._members = -1  # the pool's, as of the last turn
+        self._members = -1  # the value of the pool at the last turn
         self._own_ids = itertools.count(1)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class SequenceDispatch(Dispatcher):
             if self._tickets is not None and self._tickets.find([instance]) is None:
                 self._tickets.ask([instance], 1)
                 return NEVER
-            # Before they begin: who ends then has no slot any more.
+            # Before they begin, because a sequence that ends then has no slot any more.
             rows = [_row(number, sequence) for number, sequence in decision.rows]
             requests = self._sequences.begin(slots, decision.rows)
             for request in requests:

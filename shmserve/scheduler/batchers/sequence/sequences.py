@@ -95,11 +95,11 @@ class Sequences:
         self._most = most
         self._once = once
         self._open: dict[int | str, Sequence] = {}
-        # And stale ones, of closed instances.
+        # A heap of the free slots, and of stale ones of closed instances.
         self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale = 0
-        self.backlog = Backlog()  # those that wait for a slot
-        self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
+        self.backlog = Backlog()
+        self._idle: OrderedDict[Sequence, int] = OrderedDict()  # by the start of their idleness
         self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost: OrderedDict[int | str, None] = OrderedDict()
 
@@ -139,7 +139,7 @@ class Sequences:
             return
         slots.closed = True
         self._stale += slots.sequences.count(None)
-        if 2 * self._stale > len(self._free):  # paid for by those that it drops
+        if 2 * self._stale > len(self._free):  # amortised by the dropped entries
             self._free = [entry for entry in self._free if not entry[2].closed]
             heapq.heapify(self._free)
             self._stale = 0
@@ -215,7 +215,7 @@ class Sequences:
         removed = sequence.waiting.remove(request)
         if ends:
             self._close(sequence)
-        if removed:  # else it has left with one before it
+        if removed:  # else it was removed with an earlier request
             self._settle(sequence)
         return removed
 
@@ -293,7 +293,7 @@ class Sequences:
             slots.withdraw(sequence)
             slots.running.append(sequence)
             begun.append(request)
-            # One that has ended otherwise goes when this has returned: its instance is to be told.
+            # A sequence that ended otherwise is released on return: its instance is notified first.
             if request.flags & SEQUENCE_END and not sequence.waiting and not self._once:
                 over.append(sequence)
         for sequence in over:
@@ -312,7 +312,7 @@ class Sequences:
         for sequence in runs:
             sequence.running = None
             if sequence.home is not slots:
-                continue  # it has made room
+                continue  # its slot was freed
             if sequence.waiting:
                 slots.offer(sequence)
             elif sequence.ended or self._once:

@@ -32,7 +32,7 @@ from shmserve.scheduler.batchers.dynamic import (
 from shmserve.scheduler.requests.request import Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 
-# Who began a sequence: a client of the scheduler's, and who that says it comes from.
+# The submitter of a sequence: a client of the scheduler, and the source that the client names.
 Owner = tuple[Client[ScheduledRequest], int]
 
 
@@ -142,7 +142,7 @@ class InstanceSlots:
         self.order = order
         self.sequences: list[Sequence | None] = [None] * slots
         self.running: list[Sequence] = []
-        self.closed = False  # to sequences that come
+        self.closed = False  # to new sequences
         self.ready: OrderedDict[int, Sequence] = OrderedDict()  # by slot, in order of offer
 
     @property
@@ -187,7 +187,7 @@ def _direct(
     oldest = min(ready, key=lambda slot: (heads[slot].enqueued_ns, slot))
     reason = Closed.FULL if len(ready) == rules.slots else Closed.IDLE
     if rules.delay_ns and len(ready) < rules.spec.minimum_slot_utilization * rules.slots:
-        # More than the delay must have passed.
+        # Triton requires more than the delay to have passed.
         until = heads[oldest].enqueued_ns + rules.delay_ns + 1
         flush_by = min(head.flush_by_ns for head in heads.values()) - reserve_ns
         if now_ns < min(until, flush_by):
