@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.model_settings import (
+from shmserve.ipc.engine_settings import PARAMETER as ENGINE
+from shmserve.ipc.model_settings import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
     STRATEGY,
     TARGET,
 )
-from shmserve.ipc.engine_settings import PARAMETER as ENGINE
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
 from shmserve.model_config.rules.padding import PADDING

@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.common.duplicate_keys import members
-from shmserve.common.model_settings import (
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_settings import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
     STRATEGY,
     TARGET,
 )
-from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import source_positions
 from shmserve.model_config.diagnostics import Key, Source, located, member
 from shmserve.model_config.rules.padding import PADDING

@@ -7,13 +7,13 @@ from itertools import pairwise
 from math import inf
 from pathlib import Path, PurePath
 
-from shmserve.common.model_settings import (
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_settings import (
     IDLE_UNLOAD,
     LONGEST_IDLE_S,
     MOST_INSTANCES,
     idle_unload_s,
 )
-from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, member, repeats
 from shmserve.model_config.normalise import ENSEMBLE, PLATFORMS
 from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from shmserve.common import model_settings
 from shmserve.errors import InvalidArgument, clip, nearest, refused
+from shmserve.ipc import model_settings
 from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
     ModelConfig,

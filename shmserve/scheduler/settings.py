@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shmserve.common import model_settings
-from shmserve.common.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.errors import InvalidArgument
+from shmserve.ipc import model_settings
 from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
 from shmserve.ipc.messages.supervision import SchedulingLimits
+from shmserve.ipc.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec, SequenceBatching
 from shmserve.ipc.tensors.padding import Padding
 

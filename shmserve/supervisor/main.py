@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from shmserve import logs
-from shmserve.common import accelerators, fd_limits
+from shmserve.common import fd_limits, host
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
@@ -170,7 +170,7 @@ def compose(
     """
     # Before anybody has a copy of the environment.
     manager = ServiceManager.from_environment(os.environ)
-    found = accelerators.accelerators(visible=config.visible_devices)
+    found = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, found)
     registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
@@ -320,7 +320,7 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
     clean = {**_left_nothing_behind(run_dir), **_soon_asleep(os.environ), **os.environ}
     copying = marked(with_large_copies(clean), os.getpid(), run_dir.path)
-    devices = accelerators.accelerators(visible=config.visible_devices).count > 0
+    devices = host.accelerators(visible=config.visible_devices).count > 0
     # Of a device they have it from torch, and of what comes later it is not known.
     torch = devices or bool(config.model_files) or config.model_control_mode != "none"
     preloads = worker_preloads(config.model_repositories, torch)

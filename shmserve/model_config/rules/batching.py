@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shmserve.common.model_settings import (
+from shmserve.errors import suggestion
+from shmserve.ipc.model_settings import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MOST_STREAMS,
@@ -15,7 +16,6 @@ from shmserve.common.model_settings import (
     strategy,
     target_ms,
 )
-from shmserve.errors import suggestion
 from shmserve.model_config.diagnostics import Key, Problem, member
 from shmserve.proto.model_config_pb2 import (
     ModelConfig,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shmserve.common.model_settings import (
+from shmserve.ipc.engine_settings import GENERATIVE
+from shmserve.ipc.model_settings import (
     MAX_INSTANCES,
     MIN_INSTANCES,
     MOST_INSTANCES,
     instance_bound,
 )
-from shmserve.ipc.engine_settings import GENERATIVE
 from shmserve.model_config.diagnostics import Key, Problem, member
 from shmserve.model_config.rules.batching import parameter
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup

@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.access.peer_credentials import admit_group
-from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.common.peers import NO_GROUP, admit_group
 from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
