@@ -200,7 +200,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.give_up(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
-                self._release_retired()  # at once, because the next message may announce a successor
+                self._release_retired()  # before the next message announces a successor
             case CountChange():
                 self.statistics.instance_changes["more" if message.more else "fewer"] += 1
             case TicketGranted():
