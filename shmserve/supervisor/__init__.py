@@ -1,20 +1,22 @@
 """The supervisor, the process of the control plane, which owns all other processes.
 
-main.py             `shmserve serve`: composition of a server
-supervisor.py       its life: start, serve, drain, stop
-context.py          the objects that all parts share
-kept.py             permanent processes: gateways, and workspace holders of CUDA devices
-control_api.py      requests of gateways and models: load, register, log settings
-reload.py           SIGHUP: settings that may change, and the repositories, are read again
-handover.py         takeover by a successor while both servers run
-health.py           liveness, readiness, and the service manager's watchdog
-processes/          the process table, zygotes, the control socket, scheduler hosts
-models/             loading, versions, publications, the repository index
-regions/            the registry of shared memory regions, and its quotas
-resources/          shared resources: the rate limiter, cache bytes, workspaces
-local_clients/      programs on this host that use shmserve.client
-events/             the event stream
-checks/             the checks of the host
-host/               listeners, run directory, log file, start-up report, service manager, and
-                    link between two servers of a handover
+Its rooms:
+
+    main.py             `shmserve serve`: composition of a server
+    supervisor.py       its life: start, serve, drain, stop
+    context.py          the objects that all parts share
+    kept.py             permanent processes: gateways, and workspace holders of CUDA devices
+    control_api.py      requests of gateways and models: load, register, log settings
+    reload.py           SIGHUP: settings that may change, and the repositories, are read again
+    handover.py         takeover by a successor while both servers run
+    health.py           liveness, readiness, and the service manager's watchdog
+    processes/          the process table, zygotes, the control socket, scheduler hosts
+    models/             loading, versions, publications, the repository index
+    regions/            the registry of shared memory regions, and its quotas
+    resources/          shared resources: the rate limiter, cache bytes, workspaces
+    local_clients/      programs on this host that use shmserve.client
+    events/             the event stream
+    checks/             the checks of the host
+    host/               listeners, run directory, log file, start-up report, service manager, and
+                        link between two servers of a handover
 """

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.common.access.shm_access import Peer
+from shmserve.common.peers import Peer
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import (

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.peers import credentials
 from shmserve.common.tasks import either, in_background
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints

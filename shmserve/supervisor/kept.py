@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from shmserve.common.accelerators import cuda_devices
-from shmserve.common.access.auth_tokens import encode_restrictions
+from shmserve.common.auth_tokens import encode_restrictions
+from shmserve.common.host import cuda_devices
 from shmserve.common.tasks import either, settle
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.common import accelerators, fd_limits
+from shmserve.common import fd_limits, host
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
@@ -184,7 +184,7 @@ def compose(
     """
     # First, since it removes variables from the environment that processes would inherit.
     manager = ServiceManager.from_environment(os.environ)
-    found = accelerators.accelerators(visible=config.visible_devices)
+    found = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, found)
     registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
@@ -329,7 +329,7 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
     # The front zygote has no mark, and kills the remaining processes that models have started.
     environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
     environment = marked(environment, os.getpid(), run_dir.path)
-    devices = accelerators.accelerators(visible=config.visible_devices).count > 0
+    devices = host.accelerators(visible=config.visible_devices).count > 0
     # Devices require torch, and models that are loaded later may require it.
     torch = devices or bool(config.model_files) or config.model_control_mode != "none"
     preloads = worker_preloads(config.model_repositories, torch)

@@ -55,13 +55,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.backends.ascend": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
-    "common.access": ("common",),
-    "common": ("common.access",),
+    "common": (),
     "proto": (),
     "model_config.syntax": ("common", "model_config"),
-    "model_config.rules": ("ipc", "ipc.tensors", "common.*", "model_config"),
-    "model_config": ("ipc", "common.*", "model_config.*"),
-    "config": ("common.*", "model_config"),
+    "model_config.rules": ("ipc", "ipc.tensors", "common", "model_config"),
+    "model_config": ("ipc", "common", "model_config.*"),
+    "config": ("common", "model_config"),
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler"),
     "scheduler.batchers": ("ipc.*", "scheduler.*"),
@@ -76,17 +75,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler.generative": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble.steps": ("ipc.*", "scheduler.*"),
-    "scheduler.hosting": ("ipc.*", "common.*", "scheduler.*"),
-    "scheduler": ("ipc.*", "common.*", "scheduler.*"),
+    "scheduler.hosting": ("ipc.*", "common", "scheduler.*"),
+    "scheduler": ("ipc.*", "common", "scheduler.*"),
     # a gateway's process: no listener knows another one, and what they share knows none
     "gateway.tracing": ("ipc.*", "common"),
     "gateway.inference": ("ipc.*", "gateway", "gateway.tracing"),
-    "gateway.api": ("ipc.*", "common.*", "gateway"),
-    "gateway": ("ipc.*", "common.*", "gateway.inference", "gateway.tracing"),
-    "gateway.http.json": ("ipc.*", "common.*", "gateway.inference"),
-    "gateway.http.connection": ("common.*", "gateway", "gateway.http"),
+    "gateway.api": ("ipc.*", "common", "gateway"),
+    "gateway": ("ipc.*", "common", "gateway.inference", "gateway.tracing"),
+    "gateway.http.json": ("ipc.*", "common", "gateway.inference"),
+    "gateway.http.connection": ("common", "gateway", "gateway.http"),
     "gateway.http.dashboard": (
-        *("ipc", "ipc.messages", "ipc.transport", "common", "common.access", "gateway"),
+        *("ipc", "ipc.messages", "ipc.transport", "common", "gateway"),
         *("gateway.api", "gateway.http", "gateway.http.json"),
     ),
     "gateway.http.streaming": (
@@ -95,7 +94,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
     "gateway.http.openapi": ("gateway", "gateway.http"),
     "gateway.http": (
-        *("ipc.*", "common.*", "gateway", "gateway.inference"),
+        *("ipc.*", "common", "gateway", "gateway.inference"),
         *("gateway.api.*", "gateway.http.*"),
     ),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
@@ -105,25 +104,25 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "gateway.http2",
     ),
     "gateway.grpc": (
-        *("ipc.*", "common.*", "proto", "gateway", "gateway.inference"),
+        *("ipc.*", "common", "proto", "gateway", "gateway.inference"),
         *("gateway.api", "gateway.grpc.*", "gateway.http2"),
     ),
     # the supervisor's process
-    "supervisor.host": ("ipc.*", "common.*"),
+    "supervisor.host": ("ipc.*", "common"),
     "supervisor.resources": ("ipc.*", "supervisor.processes"),
     "supervisor.processes": ("ipc.*", "common", "supervisor.host"),
-    "supervisor.regions": ("ipc.*", "common.*", "supervisor.host"),
+    "supervisor.regions": ("ipc.*", "common", "supervisor.host"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),
     "supervisor.local_clients": (
-        *("ipc.*", "common.*"),
+        *("ipc.*", "common"),
         *("supervisor.host", "supervisor.processes", "supervisor.regions"),
     ),
-    "supervisor.checks": ("ipc.*", "common.*", "config", "supervisor.host"),
+    "supervisor.checks": ("ipc.*", "common", "config", "supervisor.host"),
     "supervisor.models": (
-        *("ipc.*", "common.*", "config", "model_config", "supervisor", "supervisor.events"),
+        *("ipc.*", "common", "config", "model_config", "supervisor", "supervisor.events"),
         *("supervisor.host", "supervisor.processes", "supervisor.resources"),
     ),
-    "supervisor": ("ipc.*", "common.*", "config", "supervisor.*"),
+    "supervisor": ("ipc.*", "common", "config", "supervisor.*"),
     # a program that uses a server, and the command
     "client.memory": ("ipc.*", "client", "client.request", "client.server"),
     "client.request": ("ipc.*", "client", "client.memory", "client.server"),
@@ -136,7 +135,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "cli.systemd": ("config",),
     "perf": ("ipc.*", "common", "client.*", "protocols"),
     "cli": (
-        *("ipc.*", "common.*", "config", "client", "client.server"),
+        *("ipc.*", "common", "config", "client", "client.server"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf", "protocols"),
     ),
     # a replica of Ray Serve, which has a server

@@ -25,8 +25,8 @@ from functools import partial
 from typing import Any
 
 from shmserve.common import fd_limits
-from shmserve.common.accelerators import CUDA_INVALID
-from shmserve.common.access.shm_access import (
+from shmserve.common.host import CUDA_INVALID
+from shmserve.common.peers import (
     NO_GROUP,
     SHM_DISABLED,
     Ownership,

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shmserve.common.accelerators import CUDA_INVALID
-from shmserve.common.access.shm_access import Ownership
+from shmserve.common.host import CUDA_INVALID
+from shmserve.common.peers import Ownership
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages.publications import RegionPublished, RegionRegistered

@@ -8,7 +8,7 @@ A region is a numbered generation of a name:
 
 The object is opened once. Workers map this object through the supervisor's descriptor, so a key
 that is unlinked and created again is a different object. Access rights are defined in
-shmserve.common.access.shm_access, quotas in shmserve.supervisor.regions.opener. Registrations of
+shmserve.common.peers, quotas in shmserve.supervisor.regions.opener. Registrations of
 system memory outlive the server if a service manager keeps them (`KeptRegions`).
 
 CUDA memory is registered by a handle that only workers open. If the exporting process is known, its
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from shmserve.common.accelerators import cuda_not_supported
-from shmserve.common.access.shm_access import EVERYONE, Peer
+from shmserve.common.host import cuda_not_supported
+from shmserve.common.peers import EVERYONE, Peer
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm

@@ -25,7 +25,7 @@ import shmserve.client
 from shmserve.client.memory import cuda as client_device
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.sync import Server
-from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, Capabilities

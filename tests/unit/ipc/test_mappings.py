@@ -12,7 +12,7 @@ from dataclasses import replace
 import posix_ipc
 import pytest
 
-from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
+from shmserve.common.peers import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages.publications import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.tensors.descriptors import unpack_place

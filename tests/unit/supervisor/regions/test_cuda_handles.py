@@ -20,9 +20,8 @@ import pytest
 import tritonclient.http as triton
 import uvloop
 
-from shmserve.common.accelerators import Accelerators, accelerators, cuda_devices
-from shmserve.common.access.peer_credentials import unix_pid
-from shmserve.common.access.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy
+from shmserve.common.host import Accelerators, accelerators, cuda_devices
+from shmserve.common.peers import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy, unix_pid
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.api.shared_memory import decode_uuid
 from shmserve.gateway.grpc.admin import AdminCall

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
-from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
+from shmserve.common.peers import NO_GROUP, Peer, ShmPolicy
 from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.supervisor.host.handover_link import HandoverLink
 from shmserve.supervisor.host.service_manager import ServiceManager
