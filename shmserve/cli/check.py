@@ -7,19 +7,19 @@ the values of `--input` count for more.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.cli.client_tensors import ModelTensor, encode, load, split_input
-from shmserve.config.server import ServerConfig
+from shmserve.config.command_line import Parsed
+from shmserve.config.server import ServerConfig, from_flags
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.model_spec import ModelSpec
@@ -37,6 +37,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.protocols.tensors import ModelTensor, encode, load, split_input
 from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -52,10 +53,29 @@ _GONE = "it is not loaded (any more): the log says why"
 _NO_INPUTS = "\nits configuration names no input, so it was asked with none"
 
 
-def check(config: ServerConfig, given: Sequence[str] = ()) -> int:
-    """Check the repositories of `config`, with the inputs `given` as NAME=VALUE; prints a line a
-    model; 0 when all is well, 2 otherwise, 128 + N when signal N came first."""
-    values = {name: load(name, text) for name, text in map(split_input, given)}
+HELP = """\
+usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
+
+Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, asks it
+once, holds its outputs against its configuration, and prints a line a model. It is asked with each
+sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
+every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
+in it, as one text. Exit status: 0 all is well, 2 something is not."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own flag to its parser."""
+    parser.add_argument("--input", action="append", default=[])
+
+
+def run(args: argparse.Namespace, parsed: Parsed) -> int:
+    """Check the repositories that the flags name, and print a line for each model.
+
+    Returns:
+        0 when all is well, 2 otherwise, 128 + N when signal N came first.
+    """
+    config = from_flags(parsed, os.environ)
+    values = {name: load(name, text) for name, text in map(split_input, args.input)}
     with written_to(config.log.log_file):
         return _checked(config, values)
 

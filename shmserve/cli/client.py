@@ -10,15 +10,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from shmserve.cli import client_server
-from shmserve.cli.client_tensors import encode, input_named, load, split_input
-from shmserve.cli.transports import (
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.protocols import (
     AdminTransport,
     InputTensor,
     OutgoingRequest,
     Transport,
+    servers,
 )
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.protocols.tensors import encode, input_named, load, split_input
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
 _EXIT = "Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong."
@@ -30,7 +30,7 @@ class Verb(NamedTuple):
     help: str
     act: Callable[[Any, argparse.Namespace], Iterable[Any]]
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    connect: Callable[[argparse.Namespace], Any] = client_server.admin_transport
+    connect: Callable[[argparse.Namespace], Any] = servers.admin_transport
 
 
 def _nothing(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +157,7 @@ def _regions(server: AdminTransport, _: argparse.Namespace) -> Iterable[Any]:
 VERBS = {
     "infer": Verb(
         "send one request to a model and print its responses, each on a line when it comes",
-        *(_infer, _infer_arguments, client_server.transport),
+        *(_infer, _infer_arguments, servers.transport),
     ),
     "ready": Verb("whether the server, or a model, is ready", _ready, _perhaps_a_version),
     "models": Verb("the models of the repository, and their states", _models, _nothing),
@@ -213,7 +213,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
     """The verb and its arguments; None: help is asked for. The verb is the first word that is one,
     and no value of the server's flags, which may stand before it."""
     server = _Parser(prog="shmserve client", add_help=False, allow_abbrev=False)
-    client_server.add_arguments(server)
+    servers.add_arguments(server)
     args, rest = server.parse_known_args(arguments)
     name = next((word for word in rest if word in VERBS), "")
     if not name:

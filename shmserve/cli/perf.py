@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import __version__
-from shmserve.cli import client_server
 from shmserve.errors import InvalidArgument, refused
-from shmserve.perf import plot, points, report, targets
-from shmserve.perf.load import LoadGenerator, loads_of, schedule
-from shmserve.perf.poller import Poller
+from shmserve.perf import measure, report, targets
+from shmserve.perf.load import KINDS, LoadGenerator, loads_of
+from shmserve.protocols import servers
+from shmserve.protocols.connection import Poller
 
-_SCHEDULES = ("poisson", "constant")
 _ROUTES = ("chat", "completions")
 
 
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser.add_argument_group("the load"))
     add_data(parser.add_argument_group("what is sent"))
     _add_measuring(parser.add_argument_group("the measurement"))
-    client_server.add_arguments(parser)
+    servers.add_arguments(parser)
 
 
 def _add_load(group: Any) -> None:
@@ -47,7 +46,7 @@ def _add_load(group: Any) -> None:
         help="requests a second, whether or not others have been answered; as --concurrency",
     )
     group.add_argument(
-        "--arrivals", choices=_SCHEDULES, default="poisson", help="of --rate [poisson]"
+        "--arrivals", choices=tuple(KINDS), default="poisson", help="of --rate [poisson]"
     )
     group.add_argument(
         "--max-in-flight",
@@ -114,7 +113,7 @@ def add_data(group: Any) -> None:
 
 
 def _add_measuring(group: Any) -> None:
-    plan = points.MeasurementPlan()
+    plan = measure.MeasurementPlan()
     for flag, default, text in (
         ("warm-up", plan.warm_up_s, "seconds before the first window"),
         ("window", plan.window_s, "seconds of a window"),
@@ -177,7 +176,7 @@ def _loads(args: argparse.Namespace) -> tuple[str, list[float]]:
     return "concurrency", loads_of(args.concurrency or "1", "concurrency", int)
 
 
-def _plan(args: argparse.Namespace) -> points.MeasurementPlan:
+def _plan(args: argparse.Namespace) -> measure.MeasurementPlan:
     for flag, value in (
         *(("window", args.window), ("stability", args.stability), ("patience", args.patience)),
     ):
@@ -185,34 +184,34 @@ def _plan(args: argparse.Namespace) -> points.MeasurementPlan:
             raise InvalidArgument(f"--{flag}: {value:g} is not more than 0")
     if not 0 <= args.warm_up < math.inf:
         raise InvalidArgument(f"--warm-up: {args.warm_up:g} is less than 0")
-    return points.MeasurementPlan(args.warm_up, args.window, args.windows, args.stability / 100)
+    return measure.MeasurementPlan(args.warm_up, args.window, args.windows, args.stability / 100)
 
 
 def _measured(
     args: argparse.Namespace,
-    plan: points.MeasurementPlan,
+    plan: measure.MeasurementPlan,
     poller: Poller,
     target: targets.LoadTarget,
     kind: str,
     value: float,
-) -> points.Point:
+) -> measure.Point:
     due, slots = None, int(value)
     if kind == "rate":
-        due = schedule(args.arrivals, value, args.seed)
+        due = KINDS[args.arrivals](value, args.seed)
         slots = args.max_in_flight
     requests = target.requests(slots)
     load = LoadGenerator(poller, target.door, requests, slots, due, args.patience)
     with contextlib.closing(load):
-        found = points.measured(load, plan, kind, value, target.streams, target.statistics)
+        found = measure.measured(load, plan, kind, value, target.streams, target.statistics)
     print(f"{found.name}: {found.per_second:,.1f} requests/s", file=sys.stderr)
     return found
 
 
-def _write(args: argparse.Namespace, where: str, found: Sequence[points.Point]) -> None:
+def _write(args: argparse.Namespace, where: str, found: Sequence[measure.Point]) -> None:
     about = {
         "model": args.model,
         "server": where,
-        "at": points.now(),
+        "at": measure.now(),
         "shmserve": __version__,
         "machine": {"processor": platform.machine(), "system": platform.platform()},
         "settings": {key: value for key, value in vars(args).items() if key != "headers"},
@@ -220,7 +219,7 @@ def _write(args: argparse.Namespace, where: str, found: Sequence[points.Point]) 
     made: dict[str, Callable[[], str]] = {
         "json": lambda: report.document(about, found),
         "csv": lambda: report.rows(found),
-        "plot": lambda: plot.draw(f"{args.model} at {where}", found),
+        "plot": lambda: report.draw(f"{args.model} at {where}", found),
     }
     for flag, text in made.items():
         path = getattr(args, flag)

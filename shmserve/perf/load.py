@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections import deque
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.perf.doors import Door, Heard, Lane
-from shmserve.perf.measure import Mark, Records
-from shmserve.perf.poller import Poller
+from shmserve.protocols import Door, Lane
+from shmserve.protocols.connection import Poller
 
 _MOST_ERRORS = 20  # texts that are told apart
 _OTHERS = "other errors"
@@ -26,6 +27,40 @@ _LOOK_AROUND_NS = 1_000_000_000
 _MOST_LOADS = 1000  # of a sweep
 _NS = 1e9
 _clock = time.monotonic_ns
+
+
+def _column() -> array[int]:
+    return array("q")
+
+
+@dataclass(slots=True)
+class Records:
+    """A row for each request that was answered well, in the order of their ends; times are
+    nanoseconds of one clock. `began`: when it was to be sent; `late`: how much later it was;
+    `first`: its first response; `gaps`: between two responses of any request."""
+
+    began: array[int] = field(default_factory=_column)
+    late: array[int] = field(default_factory=_column)
+    first: array[int] = field(default_factory=_column)
+    ended: array[int] = field(default_factory=_column)
+    responses: array[int] = field(default_factory=_column)
+    gaps: array[int] = field(default_factory=_column)
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def failed(self) -> int:
+        """How many requests ended with an error."""
+        return sum(self.errors.values())
+
+
+class Mark(NamedTuple):
+    """A moment of a load, between two windows: how many rows there are, and what this process has
+    used of a processor."""
+
+    at_ns: int
+    requests: int
+    gaps: int
+    failed: int
+    cpu_s: float
 
 
 class LoadSlot:
@@ -115,7 +150,7 @@ class LoadGenerator:
     def run(self, seconds: float) -> None:
         """Go on for so long, and until something has ended. Raises Unavailable where the server
         responds no more."""
-        ended = len(self.records.ended) + self.records.failed()
+        ended = self._ended()
         end = _clock() + int(seconds * 1e9)
         while (now := _clock()) < end or self._ended() == ended:
             wait = max(end - now, 0) or _LOOK_AROUND_NS
@@ -232,11 +267,7 @@ def poisson(per_second: float, seed: int) -> Iterator[int]:
         yield round(at * _NS)
 
 
-def schedule(kind: str, per_second: float, seed: int) -> Iterator[int]:
-    """The schedule of a kind, one of `KINDS`."""
-    return KINDS[kind](per_second, seed)
-
-
+# The schedules by their kinds: of a number of requests a second, and a seed.
 KINDS: dict[str, Callable[[float, int], Iterator[int]]] = {
     "poisson": poisson,
     "constant": lambda per_second, _: constant(per_second),
@@ -271,6 +302,3 @@ def _refused(flag: str, text: str) -> InvalidArgument:
     return InvalidArgument(
         f"--{flag}: '{text}' is none of N, N,N,... and FIRST:LAST[:STEP], numbers above 0"
     )
-
-
-_: type[Heard] = LoadSlot

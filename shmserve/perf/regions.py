@@ -16,11 +16,11 @@ from typing import Any
 
 import posix_ipc
 
-from shmserve.cli.transports import AdminTransport, RegionPart, TransportError
 from shmserve.client.memory.cuda import exporting
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation
 from shmserve.perf.data import Item
+from shmserve.protocols import AdminTransport, RegionPart, TransportError
 
 _ALIGNMENT = 64
 

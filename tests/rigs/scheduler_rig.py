@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shmserve.common import model_settings
+from shmserve.ipc import model_settings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits, StatisticsSnapshot
 from shmserve.ipc.model_spec import ModelSpec

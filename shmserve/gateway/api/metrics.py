@@ -18,9 +18,9 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 
 from shmserve.common import model_metrics
 from shmserve.common.host import CpuUtilization, memory_bytes, processes
-from shmserve.common.model_settings import FIRST_RESPONSE_FAMILY
 from shmserve.gateway.api import statistics
 from shmserve.gateway.context import Gateway
+from shmserve.ipc.model_settings import FIRST_RESPONSE_FAMILY
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.peers import credentials
 from shmserve.common.tasks import settle
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints

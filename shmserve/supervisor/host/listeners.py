@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.access.peer_credentials import is_loopback
-from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.common.peers import NO_GROUP, is_loopback
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.transport.router import refuse_descriptors
 from shmserve.supervisor.host.handover_link import Offer

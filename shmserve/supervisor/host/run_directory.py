@@ -15,7 +15,7 @@ import time
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from shmserve.common.access.peer_credentials import admit_group
+from shmserve.common.peers import admit_group
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.common import fd_limits
-from shmserve.common.access.peer_credentials import admit_group, credentials
-from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.common.peers import NO_GROUP, admit_group, credentials
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.transport import frames

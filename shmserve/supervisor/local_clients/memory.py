@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shmserve.common.access.shm_access import Peer
+from shmserve.common.peers import Peer
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE

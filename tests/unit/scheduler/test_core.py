@@ -22,6 +22,7 @@ from shmserve.ipc.messages.supervision import (
     StatisticsSnapshot,
     Stop,
 )
+from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.scheduler.requests.request import NEVER
 from tests.rigs.scheduler_rig import GATEWAY, MS, Rig, body_in_arena, ok, work_in_place
 
@@ -412,6 +413,16 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
     rig.finish(peer, batch, ok(batch.requests[0].key, body_in_arena(100, 64)))
     assert rig.answers() == [m.Settled(number)]
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
+
+
+def test_frames_of_a_client_that_exited_are_dropped_after_many_other_exits() -> None:
+    """A pid is not reused for as long, so that this is never a frame of a new process."""
+    rig = Rig()
+    rig.submit()
+    rig.supervisor(ProcessExited(7000, "signal 9"))
+    rig.supervisor(*(ProcessExited(20_000 + pid, "") for pid in range(REMEMBERED_EXITS - 1)))
+    rig.submit()
+    assert rig.core.live == 0
 
 
 def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.counters import plus, total
+from shmserve.common.model_metrics import plus, total
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     BaseCounters,

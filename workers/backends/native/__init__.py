@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from shmserve.errors import InvalidArgument, suggestion
+from shmserve.ipc.model_settings import MAX_STREAMS
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec, source_positions
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.model import Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.native import declaration
-from shmserve.workers.backends.native.declaration import MAX_STREAMS
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner

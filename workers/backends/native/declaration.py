@@ -20,8 +20,15 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from shmserve.errors import Collected, Internal, InvalidArgument, nearest
+from shmserve.ipc.model_settings import (
+    MAX_INSTANCES,
+    MAX_STREAMS,
+    MIN_INSTANCES,
+    PADDING,
+    STRATEGY,
+    TARGET,
+)
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.ipc.tensors.padding import PARAMETER as PADDING
 from shmserve.model import TensorType
 from shmserve.workers.user_code import in_words
 
@@ -226,21 +233,19 @@ def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
 
 logger = logging.getLogger(__name__)
 
-MAX_STREAMS = "max_streams"
 # What of a class means something here.
 _KNOWN = (
     *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
-    *("batching_strategy", "target_p99_ms", MAX_STREAMS, "instances", "instance_group"),
-    *("min_instances", "max_instances"),
+    *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, "instances", "instance_group"),
     *("ragged", "batch_input", "batch_output", PADDING, "sequence_batching"),
 )
 
 
 # Attributes that are parameters of a configuration, what they may be, and that in words.
 _PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
-    "batching_strategy": ((str,), "a string"),
-    "target_p99_ms": ((int, float), "a number of milliseconds"),
-    **dict.fromkeys(("min_instances", "max_instances"), ((int,), "a whole number")),
+    STRATEGY: ((str,), "a string"),
+    TARGET: ((int, float), "a number of milliseconds"),
+    **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "a whole number")),
     PADDING: ((dict,), "a mapping as JSON has it"),
 }
 _WHOLE = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")

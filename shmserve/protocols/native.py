@@ -1,27 +1,103 @@
-"""`shmserve.client`, without a thread's wait: its channel in the load's loop."""
+"""Clients on the server's host: `NativeTransport` blocks in `shmserve.client`; the lanes of
+`NativeDoor` drive its channel in the loop of the load generator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmserve.cli.transports import InputTensor, OutgoingRequest
-from shmserve.cli.transports.native import array_of
 from shmserve.client.inflight.channel import ClientRequest, RequestChannel
 from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.memory.region import Region, Specs
-from shmserve.client.request.options import Options, options_of
+from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.request.options import PLAIN, Options, options_of
 from shmserve.client.session import Session
+from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
-from shmserve.perf.doors import Heard
-from shmserve.perf.poller import Poller
+from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
+from shmserve.protocols import (
+    Heard,
+    InputTensor,
+    OutgoingRequest,
+    TransportError,
+    output,
+    response,
+)
+from shmserve.protocols.connection import Poller
+from shmserve.protocols.tensors import ModelTensor
 
-_MEMORY_LIMIT = 1 << 40
+_MEMORY_LIMIT = 1 << 40  # what the request and its responses take
 _WELCOME_WITHIN_S = 10.0
+
+
+class NativeTransport:
+    """The server of a run directory. Raises Disconnected when there is none."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.where = str(run_dir)
+        self._session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
+        self._server = Server(self._session)
+
+    def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
+        """As the server has told when it was connected to."""
+        try:
+            connection = self._session.connection()
+            self._session.load(connection, model, version, PLAIN)
+            signature = connection.models.resolve(model, version).signature
+        except ShmserveError as error:
+            raise TransportError(error.message) from error
+        batch = (-1,) if signature.max_batch_size else ()
+        return {
+            name: ModelTensor(name, spec.datatype, (*batch, *spec.dims))
+            for name, spec in signature.inputs.items()
+        }
+
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
+        """One request to the model's scheduler, which any model takes for a stream."""
+        timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
+        try:
+            connection = self._session.connection()
+            self._session.load(connection, request.model, request.version, PLAIN)
+            model = connection.models.resolve(request.model, request.version)
+            datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
+            with self._server.stream(
+                request.model,
+                {tensor.name: array_of(tensor, request.model) for tensor in request.inputs},
+                outputs=request.outputs or None,
+                version=request.version,
+                timeout=timeout_s,
+                request_id=request.id,
+                sequence=request.sequence,
+                start=request.start,
+                end=request.end,
+            ) as results:
+                for result in results:
+                    outputs = [_output(name, datatypes[name], result[name]) for name in result]
+                    named = (request.model, model.version, request.id)
+                    yield response(*named, result.parameters, outputs)
+        except ShmserveError as error:
+            raise TransportError(error.message) from error
+
+    def close(self) -> None:
+        """Leave the server."""
+        self._server.close()
+
+
+def array_of(tensor: InputTensor, model: str) -> Array:
+    """The array that an input is, for a request of the client."""
+    if tensor.datatype == "BYTES":
+        return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
+    return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)
+
+
+def _output(name: str, datatype: str, array: Array) -> dict[str, Any]:
+    raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
+    return output(name, datatype, array.shape, raw)
 
 
 class NativeRequest(NamedTuple):

@@ -7,10 +7,10 @@ import importlib.util
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shmserve.cli.transports import Address, AdminTransport, Credentials, Transport
-from shmserve.cli.transports.http import HttpTransport
 from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument, Unavailable, refused
+from shmserve.protocols import Address, AdminTransport, Credentials, Transport
+from shmserve.protocols.http import HttpTransport
 
 _USUAL_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
 _FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HOST:PORT"
@@ -50,7 +50,7 @@ def transport(args: argparse.Namespace) -> Transport:
     """The way for inferences: without a URL, and headers to send, memory that is shared."""
     if args.url or args.headers:
         return admin_transport(args)
-    from shmserve.cli.transports.native import NativeTransport
+    from shmserve.protocols.native import NativeTransport
 
     return NativeTransport(discovery.find(args.run_dir))
 
@@ -117,6 +117,6 @@ def transport_at(place: Address, given: Credentials) -> AdminTransport:
         return HttpTransport(place, given)
     if importlib.util.find_spec("grpc") is None:
         raise InvalidArgument("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
-    from shmserve.cli.transports.grpc import GrpcTransport
+    from shmserve.protocols.grpc import GrpcTransport
 
     return GrpcTransport(place, given)

@@ -1,9 +1,13 @@
-"""The transports of the shell's client: each asks what a model takes, and sends a request; what has
-a URL does the rest of the protocol, too.
+"""The protocol clients that the shell's client and the load generator share.
 
-native.py    shared memory and unix sockets, on the server's host
-http.py      HTTP, by TCP or at a unix socket
-grpc.py      gRPC
+Every protocol has a transport, which blocks, and a door with lanes, which never block.
+
+connection.py      a non-blocking connection, and the event loop of lanes
+grpc.py            gRPC
+http.py            HTTP 1.1, over TCP or a unix socket; server-sent events
+native.py          shared memory and unix sockets, on the server's host
+servers.py         the flags that name a server, and the transport to it
+tensors.py         values of a command line as tensors, tensors as JSON
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shmserve.cli.client_tensors import ModelTensor, decode
 from shmserve.errors import Unavailable, refused
+from shmserve.protocols.tensors import ModelTensor, decode
 
 NOT_READY = "the server is not ready"
 
@@ -155,6 +159,42 @@ class AdminTransport(Transport, Protocol):
 
     def unregister(self, kind: str, name: str) -> None:
         """Have the server forget a region."""
+
+
+class Heard(Protocol):
+    """What hears from a lane."""
+
+    def responded(self) -> None:
+        """One of perhaps many responses has come."""
+
+    def ended(self, error: str = "", responses: int = -1) -> None:
+        """The request has ended: "" well, or with an error; `responses` is how many that were,
+        where the server says so."""
+
+
+class Lane(Protocol):
+    """A way for one request at a time."""
+
+    def send(self, request: Any) -> None:
+        """Send what the door has encoded."""
+
+    def close(self) -> None:
+        """Close it, whatever is on its way."""
+
+
+class Door(Protocol):
+    """A way to a server. `streams`: a request may have any number of responses."""
+
+    streams: bool
+
+    def encode(self, request: OutgoingRequest) -> Any:
+        """What its lanes send."""
+
+    def lane(self, heard: Heard) -> Lane:
+        """One more lane; raises Unavailable where the server cannot be reached."""
+
+    def close(self) -> None:
+        """Close it, after its lanes."""
 
 
 def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:

@@ -3,19 +3,73 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from shmserve.cli.transports import Address, Credentials
 from shmserve.errors import Unavailable
-from shmserve.perf.poller import READ, WRITE, Poller
+from shmserve.ipc.processes import exact_timers
+from shmserve.protocols import Address, Credentials
 
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+_COARSE_NS = 1_000_000  # to which epoll rounds what it waits
 _AT_ONCE = 1 << 18  # bytes
 _CONNECT_S = 10.0
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Poller:
+    """Handlers by descriptor; for one thread."""
+
+    def __init__(self) -> None:
+        exact_timers()
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._soon: list[Callable[[], None]] = []
+
+    def watch(self, fd: int, handler: Callable[[int], None], events: int = READ) -> None:
+        """Call `handler(events)` when a descriptor is ready."""
+        self._epoll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def change(self, fd: int, events: int) -> None:
+        """Wait for other events of it."""
+        self._epoll.modify(fd, events)
+
+    def forget(self, fd: int) -> None:
+        """Watch it no more; it is open still."""
+        if self._handlers.pop(fd, None):
+            self._epoll.unregister(fd)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call something once, before the next wait."""
+        self._soon.append(call)
+
+    def turn(self, wait_ns: int) -> None:
+        """Wait so long, or until something is ready, and handle all that is."""
+        calls, self._soon = self._soon, []
+        for call in calls:
+            call()
+        if self._soon:  # for the next turn
+            wait_ns = 0
+        if 0 < wait_ns < 2 * _COARSE_NS:
+            if not select.select((self._epoll,), (), (), wait_ns / 1e9)[0]:
+                return
+            wait_ns = 0
+        coarse = max(wait_ns // _COARSE_NS - 1, 0) * _COARSE_NS  # the rest is the next turn's
+        for fd, events in self._epoll.poll(coarse / 1e9):
+            handler = self._handlers.get(fd)
+            if handler is not None:  # else another one of this turn has forgotten it
+                handler(events)
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._handlers.clear()
+        self._epoll.close()
 
 
 class Receiver(Protocol):
@@ -39,7 +93,12 @@ class ClientConnection:
         receiver: Receiver,
     ) -> None:
         """Raises Unavailable when nobody can be reached there."""
-        self._sock = _connected(address, tls)
+        try:
+            self._sock = connect(address, tls, _CONNECT_S)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise Unavailable(f"{address.where} cannot be reached: {reason}") from None
+        self._sock.setblocking(False)
         self._tls = tls is not None
         self._poller = poller
         self._receiver = receiver
@@ -123,24 +182,21 @@ def tls_of(address: Address, credentials: Credentials, protocol: str) -> ssl.SSL
     return context
 
 
-def _connected(address: Address, tls: ssl.SSLContext | None) -> socket.socket:
+def connect(
+    address: Address, tls: ssl.SSLContext | None, timeout_s: float | None = None
+) -> socket.socket:
+    """Return a blocking socket that is connected to an address. Raises OSError."""
     host, _, port = address.target.rpartition(":")
-    made: socket.socket | None = None
-    try:
+    with contextlib.ExitStack() as undo:
         if address.unix_socket:
-            made = socket.socket(socket.AF_UNIX)
-            made.settimeout(_CONNECT_S)
+            made = undo.enter_context(socket.socket(socket.AF_UNIX))
+            made.settimeout(timeout_s)
             made.connect(address.unix_socket)
         else:
-            made = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+            place = (host.strip("[]"), int(port))
+            made = undo.enter_context(socket.create_connection(place, timeout_s))
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             made = tls.wrap_socket(made, server_hostname=host.strip("[]"))
-        made.setblocking(False)
-        return made
-    except OSError as error:
-        if made is not None:
-            with contextlib.suppress(OSError):
-                made.close()
-        reason = error.strerror or str(error)
-        raise Unavailable(f"{address.where} cannot be reached: {reason}") from None
+        undo.pop_all()
+    return made
