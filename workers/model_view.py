@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shmserve.ipc.model_settings import PADDING
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors import padding
 from shmserve.workers.batch import ragged
@@ -35,7 +36,7 @@ def as_model_sees(config: ModelSpec) -> ModelSpec:
 def made_here(config: ModelSpec) -> frozenset[str]:
     """The names of all that. `config` need not be complete."""
     named = [name for each in config.batch_input for name in each.target_name]
-    for entry in padding.entries(config.parameters.get(padding.PARAMETER, "")).values():
+    for entry in padding.entries(config.parameters.get(PADDING, "")).values():
         named += [entry[key] for key in ("lengths", "mask") if isinstance(entry.get(key), str)]
     if config.sequence_batching is not None:
         named += [control.name for control in controls.read(config)]

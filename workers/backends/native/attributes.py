@@ -13,10 +13,10 @@ from shmserve.ipc.model_settings import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
+    PADDING,
     STRATEGY,
     TARGET,
 )
-from shmserve.ipc.tensors.padding import PARAMETER as PADDING
 from shmserve.workers.backends.native.signature import PredictSignature, Where, nowhere, read
 
 logger = logging.getLogger(__name__)
