@@ -7,7 +7,7 @@ engine_file.py    `engine.yaml`
 engine.py         steps
 sequences.py      prompts and sequences
 parameters.py sampler.py speculation.py     from logits to tokens
-texts.py chat.py answers.py                 from requests to tokens, from tokens to responses
+texts.py prompts.py answers.py              from requests to tokens, from tokens to responses
 model/            the checkpoint, the decoder, its attention and KV cache
 """
 
@@ -33,8 +33,9 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.parameters import parse
+from shmserve.workers.backends.llm.prompts import given_inputs
 from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
-from shmserve.workers.backends.llm.texts import Texts, given_inputs
+from shmserve.workers.backends.llm.texts import Texts
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest

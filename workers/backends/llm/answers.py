@@ -189,7 +189,6 @@ class Answer:
     ) -> None:
         self.prompt = prompt
         self.stream = stream
-        self.held_since_ns = 0  # what it has the client has not taken since then
         self._tokenizer = tokenizer
         self._link = link
         self._echo = echo
