@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.arena import Arena
@@ -14,10 +13,8 @@ from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.workers.batch.request import Copied
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
-
-if TYPE_CHECKING:
-    from shmserve.workers.memory.device_memory import DeviceMemory
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from shmserve.errors import Internal, ShmserveError
@@ -39,32 +38,6 @@ from shmserve.workers.links.scheduler import InstanceLink
 from shmserve.workers.sequences.execute import SequenceExecutor
 
 logger = logging.getLogger(__name__)
-
-
-def warm_up(
-    samples: list[Sample],
-    signature: Signature,
-    unpacker: Unpacker,
-    executor: Executor,
-    context: ModelContext,
-) -> None:
-    """Run all samples in order. Raises Internal, with Triton's text, when a request fails."""
-    where = f"model '{context.model_name}' instance {context.instance_name}"
-    for sample in samples:
-        for n in range(1, sample.count + 1):
-            logger.debug("%s is running warmup sample '%s' for iteration %d", where, sample.name, n)
-            try:
-                requests = list(_requests(sample, signature, unpacker))
-                errors = executor.rehearse(requests)
-            except ShmserveError as error:
-                errors = [error]
-            if errors:
-                logger.debug("%s failed to run warmup sample '%s'", where, sample.name)
-                told = (
-                    f"failed to run warmup sample '{sample.name}': {error.message}; "
-                    for error in errors
-                )
-                raise Internal("".join(told))
 
 
 def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Iterator[Request]:
@@ -92,7 +65,7 @@ class WorkerInstance:
         self._memory = context.output_memory
         self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
         self._metrics = MetricsReports(backend.metrics, self.link)
-        backend.metrics_changed = self._metrics.changed
+        backend.report_metrics_by(self._metrics.changed)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
         scatterer = Scatterer(signature, context, backend.strict_outputs, not config.decoupled)
@@ -106,19 +79,34 @@ class WorkerInstance:
             if config.sequence_batching is not None
             else Executor(*given)
         )
-        # Runs what the configuration asks for before the instance is ready. Raises Internal.
-        self.warm_up = partial(
-            warm_up,
-            warmup_samples(config, context.model_dir),
-            signature,
-            unpacker,
-            self._executor,
-            context,
-        )
+        self._samples = warmup_samples(config, context.model_dir)
+        self._signature, self._unpacker = signature, unpacker
         self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
         self.link.served = self._messages.keys()
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
+
+    def warm_up(self) -> None:
+        """Run all warm-up samples in order.
+
+        Raises:
+            Internal: A request has failed; the text is Triton's.
+        """
+        context = self._context
+        where = f"model '{context.model_name}' instance {context.instance_name}"
+        for sample in self._samples:
+            name = sample.name
+            for n in range(1, sample.count + 1):
+                logger.debug("%s is running warmup sample '%s' for iteration %d", where, name, n)
+                try:
+                    requests = list(_requests(sample, self._signature, self._unpacker))
+                    errors = self._executor.rehearse(requests)
+                except ShmserveError as error:
+                    errors = [error]
+                if errors:
+                    logger.debug("%s failed to run warmup sample '%s'", where, name)
+                    failed = f"failed to run warmup sample '{name}'"
+                    raise Internal("".join(f"{failed}: {error.message}; " for error in errors))
 
     def run(self, endpoint: str) -> None:
         """Offer the instance at `endpoint` and serve until told to stop."""

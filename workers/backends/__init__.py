@@ -70,7 +70,7 @@ class Backend(ABC):
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self.metrics_changed: Callable[[bool], None] = _nobody_reports
+        self._report: Callable[[bool], None] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """`config`, as `GET /v2/models/NAME/config` shows it, completed with what the model's files
@@ -129,6 +129,15 @@ class Backend(ABC):
         """
         return None
 
+    def report_metrics_by(self, report: Callable[[bool], None]) -> None:
+        """Register the function that reports changed metrics, once an instance serves."""
+        self._report = report
+
+    def metrics_changed(self, at_once: bool) -> None:
+        """Have `metrics` called and reported: in this thread, or `at_once` False, by a timer."""
+        if self._report is not None:
+            self._report(at_once)
+
     def is_ready(self) -> bool:
         """Whether the model says that it is ready; only with `checks_ready`. Called in a thread of
         its own, beside batches. What is raised means no."""
@@ -136,10 +145,6 @@ class Backend(ABC):
 
     def unload(self) -> None:  # noqa: B027 - most have nothing to do
         """The instance ends: let the model clean up."""
-
-
-def _nobody_reports(at_once: bool) -> None:
-    """There is no instance yet."""
 
 
 def backend_name(config: ModelSpec) -> str:

@@ -205,6 +205,10 @@ class ResponseStream:
             if not self._closed:
                 self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
 
+    def fail_raised(self, error: BaseException) -> None:
+        """Fail the request with what the model, or the server, has raised."""
+        self.fail(self.explain(error))
+
     def refuse(self, error: ShmserveError) -> Reply | None:
         """`fail`, as a reply of its batch where no response was sent before."""
         with self._writer.link.lock:

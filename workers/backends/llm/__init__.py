@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
+from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
@@ -213,8 +213,7 @@ def _prepare(
             request = unpacker.request(opened.work)
             given = given_inputs(request)
     except Exception as error:
-        failure = error if isinstance(error, ShmserveError) else writer.failures.explain(error)
-        writer.refuse(opened, failure)
+        writer.refuse(opened, writer.failures.explain(error))
         return
     stream = ResponseStream(writer, opened, request)
     texts.put(partial(texts.prepare, stream, given, message.resumed))

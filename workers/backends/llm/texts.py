@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import ShmserveError, Unavailable
+from shmserve.errors import Unavailable
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
 from shmserve.workers.backends import ResponseStream
 from shmserve.workers.backends.llm.answers import Answer
@@ -91,8 +91,7 @@ class Texts:
         try:
             prompt, echo = self._reader.read(stream.request, given, resumed)
         except Exception as error:
-            failure = error if isinstance(error, ShmserveError) else stream.explain(error)
-            stream.fail(failure)
+            stream.fail_raised(error)
             return
         answer = Answer(prompt, self._tokenizer, stream, self._link, echo)
         if not prompt.parameters.beams:
@@ -141,7 +140,7 @@ class Texts:
         for key in keys:
             answer = self._answers.get(key)
             if answer is not None:
-                answer.stream.fail(answer.stream.explain(error))
+                answer.stream.fail_raised(error)
                 self.put(partial(self._forget, answer))
 
     def _respond(self, key: int) -> None:

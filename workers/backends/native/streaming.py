@@ -22,7 +22,7 @@ import torch
 from shmserve.errors import Cancelled
 from shmserve.model import IS_CANCELLED
 from shmserve.workers.backends import Request, Response, ResponseStream
-from shmserve.workers.backends.event_loop import EventLoopThread
+from shmserve.workers.user_code import EventLoopThread
 
 _CANCELLED = Cancelled("request cancelled")
 
@@ -61,7 +61,9 @@ class GeneratorStreams:
             with torch.inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
-                future = self._event_loop().run(self._relay_async(iterator, stream), [stream])
+                future = self._event_loop().run(
+                    self._relay_async(iterator, stream), stream.fail_raised
+                )
                 stream.on_cancel(future.cancel)
                 future.add_done_callback(lambda _: self._end(stream))
             else:
@@ -69,7 +71,7 @@ class GeneratorStreams:
                     target=self._serve, args=(iter(iterator), stream), name="stream", daemon=True
                 ).start()
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            stream.fail(stream.explain(error))
+            stream.fail_raised(error)
             self._free_place()
 
     def _free_place(self) -> None:
@@ -109,7 +111,7 @@ class GeneratorStreams:
             with torch.inference_mode(), _responding(stream):
                 self._relay(iterator, stream)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            stream.fail(stream.explain(error))
+            stream.fail_raised(error)
         finally:
             self._end(stream)
 

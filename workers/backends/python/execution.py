@@ -11,11 +11,11 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Internal
 from shmserve.workers.backends import ModelContext, Request, Response, ResponseStream
-from shmserve.workers.backends.event_loop import EventLoopThread
 from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
@@ -24,6 +24,7 @@ from shmserve.workers.backends.python.response import (
     to_response,
 )
 from shmserve.workers.backends.python.tensor import Lender
+from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class DecoupledExecution:
         received = [DecoupledRequest(stream) for stream in streams]
         returned = self._model.execute(list(received))
         if asyncio.iscoroutine(returned):
-            self._running_loop().run(returned, streams)
+            self._running_loop().run(returned, partial(_fail_all, streams))
         elif returned is not None:
             where = self._context.instance_name
             raise _misbehaved(
@@ -203,6 +204,12 @@ class DecoupledExecution:
         if self._loop is None:
             self._loop = EventLoopThread()
         return self._loop
+
+
+def _fail_all(streams: Sequence[ResponseStream], error: BaseException) -> None:
+    explained = streams[0].explain(error)  # logged once
+    for stream in streams:
+        stream.fail(explained)
 
 
 async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
