@@ -126,7 +126,7 @@ class WorkerInstance:
             if self._writer.abandoned:
                 self._writer.end_abandoned()
             if not self.link.commands:
-                timeout_s = self._metrics.between_batches(self.link)
+                timeout_s = self._metrics.between_batches()
             self.serve_commands()
 
     def serve_commands(self) -> None:
@@ -206,13 +206,13 @@ class WorkerInstance:
         with self.link.lock:
             self._memory.drop_exited()
         self._executor.attached()
-        self._metrics.attach(self.link)
+        self._metrics.attach()
         self.link.flush()
 
     def hand_over(self, answer: Any) -> None:
         """Send an answer; what was made for it is nobody's where that does not arrive."""
         with self.link.lock:
-            self._metrics.before_responses(self.link)
+            self._metrics.before_responses()
             if self.link.send(answer):
                 self._memory.delivered()
             else:
