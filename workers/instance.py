@@ -1,10 +1,10 @@
-"""A loaded instance's loop: wait, execute, report.
+"""The loop of a loaded instance: wait, execute, report.
 
-No exception ends it but the loss of its device: after that a process can only start again.
+Only the loss of the device ends the loop by an exception; the process must be restarted then.
 
-Before it is ready it runs warm-up requests, as `model_warmup` describes them. A sample of batch
-size N is N requests of batch size 1 in one execution, `count` times. They are nobody's: no
-scheduler has seen them, nothing is counted, and what they give is dropped.
+Before it is ready, an instance runs the warm-up requests of `model_warmup`. A sample of batch size
+N is N requests of batch size 1 in one execution, `count` times. No scheduler knows these requests;
+they are not counted, and their responses are dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Iterator[Request]:
-    """Raises InvalidArgument for a sample that the model would not be asked."""
+    """Yield the requests of a warm-up sample.
+
+    Raises:
+        InvalidArgument: The sample does not fit the model.
+    """
     sent = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
     # Controls of sequences, which no client sends, are as the sample has them.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
@@ -57,7 +61,7 @@ def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Itera
 
 
 class WorkerInstance:
-    """One loaded model and its link to the scheduler that feeds it."""
+    """A loaded model, and its link to its scheduler."""
 
     def __init__(self, context: ModelContext, backend: Backend, config: ModelSpec) -> None:
         self._context = context
@@ -109,7 +113,7 @@ class WorkerInstance:
                     raise Internal("".join(f"{failed}: {error.message}; " for error in errors))
 
     def run(self, endpoint: str) -> None:
-        """Offer the instance at `endpoint` and serve until told to stop."""
+        """Offer the instance at `endpoint`, and serve until `Stop`."""
         self.attach(endpoint)
         control = self._context.control
         timeout_s: float | None = None
@@ -130,7 +134,7 @@ class WorkerInstance:
             self.serve_commands()
 
     def serve_commands(self) -> None:
-        """Do what the scheduler has asked for until now."""
+        """Execute the commands received from the scheduler."""
         while self.link.commands:
             message, requests = self.link.commands.popleft()
             self._live = getattr(message, "live", self._live)
@@ -139,7 +143,7 @@ class WorkerInstance:
                 self.hand_over(answer)
 
     def _handle(self, message: Any) -> None:
-        """A message of the supervisor."""
+        """Handle a message of the supervisor."""
         context = self._context
         match message:
             case Attach(endpoint=successor):
@@ -185,7 +189,7 @@ class WorkerInstance:
         self._context.control.send(ReadyChecked(number, ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """As `SupervisorLink.wait`, awake for a moment where that is worth it."""
+        """Wait as `SupervisorLink.wait`, and poll before that if it is worth the CPU time."""
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
         others = False
@@ -210,7 +214,7 @@ class WorkerInstance:
         self.link.flush()
 
     def hand_over(self, answer: Any) -> None:
-        """Send an answer; what was made for it is nobody's where that does not arrive."""
+        """Send an answer; release its output memory if it cannot be sent."""
         with self.link.lock:
             self._metrics.before_responses()
             if self.link.send(answer):

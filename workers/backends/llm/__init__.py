@@ -64,13 +64,13 @@ _OUTPUTS = [
 
 
 class LlmBackend(Backend):
-    """One model, its KV cache, and the texts of the requests that run."""
+    """A generative model, its KV cache, and the texts of its requests."""
 
     _texts: Texts | None = None
     _opened: Checkpoint | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The inputs and outputs of a generative model, and the settings of its engine."""
+        """Add the inputs and outputs of a generative model, and its engine's settings."""
         completed = {**config, "model_transaction_policy": {"decoupled": True}}
         completed["input"] = config.get("input") or _INPUTS
         completed["output"] = config.get("output") or _OUTPUTS
@@ -79,8 +79,11 @@ class LlmBackend(Backend):
         return {**completed, "parameters": parameters}
 
     def load(self, config: ModelSpec) -> None:
-        """Read the weights, and set the engine up. Raises InvalidArgument for a folder whose parts
-        do not fit, with all that is wrong."""
+        """Read the weights, and create the engine.
+
+        Raises:
+            InvalidArgument: Parts of the folder do not fit; the message has all problems.
+        """
         if config.max_batch_size:
             found = config.max_batch_size
             raise InvalidArgument(f"max_batch_size: {found} is not 0: requests join at every step")
@@ -108,7 +111,7 @@ class LlmBackend(Backend):
         raise Unsupported("a generative model has no batches")
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable:
-        """Prompts, steps, and the ends of beam searches."""
+        """Serve prompts, steps, and the ends of beam searches."""
         texts = self._texts = Texts(self._checkpoint(), writer.link, self._longest)
         engine = WorkerEngine(
             self._passes,
@@ -148,7 +151,7 @@ class LlmBackend(Backend):
         return self._opened
 
     def _settings(self, config: ModelSpec) -> EngineSettings:
-        """The settings of the configuration, or of engine.yaml, with what memory allows."""
+        """Return the settings of the configuration or of engine.yaml, limited by memory."""
         given = config.parameters.get(PARAMETER)
         folder = self.context.model_dir
         settings = EngineSettings.read(given) if given else engine_file.read(folder)
@@ -182,7 +185,7 @@ class LlmBackend(Backend):
         return passes
 
     def _draft_folder(self, name: str) -> Path:
-        """The folder of a model in the repository (its latest version), or at a path."""
+        """Return the folder of a model in the repository (its latest version), or at a path."""
         folder = self.context.repository / name
         versions = [each for each in folder.glob("*") if each.name.isdecimal()]
         if versions:
@@ -207,7 +210,7 @@ def _prepare(
     opened: WorkerRequest,
     message: Prepare,
 ) -> None:
-    """Have a request read in the thread of texts; what lies in shared memory is read here."""
+    """Pass a request to the thread of texts, after reading its inputs from shared memory."""
     try:
         with writer.link.lock:
             request = unpacker.request(opened.work)
