@@ -234,8 +234,8 @@ class LifecycleExecutor:
             fingerprint = planner.fingerprint(name)
             specs = planner.plan(name, *order.source)
         except ShmserveError as error:
-            known, ambiguous = planner.has(name), planner.is_ambiguous(name)
-            return LoadPlan(fingerprint, [], {}, error, known, ambiguous)
+            count = planner.count(name)
+            return LoadPlan(fingerprint, [], {}, error, count > 0, count > 1)
         steps: dict[str, list[str]] = {}
         waiting = [step.name for spec in specs for step in spec.steps]
         while waiting:
