@@ -13,7 +13,7 @@ Its rooms:
     health.py           liveness, readiness, and who is told of them; signs of life for the service
                         manager, while every process gives one
     processes/          the process table, zygotes that fork, the control socket, backoff
-    models/             what is loaded: orders, loads, versions, publications, the repository index
+    models/             the lifecycle of models: orders, versions, publications, the repository
     regions/            the registry of shared memory, its quotas
     resources/          what models share: cache bytes, tickets of the rate limiter, workspaces
     local_clients/      programs on this host that use shmserve.client

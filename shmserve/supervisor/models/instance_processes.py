@@ -323,14 +323,13 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        change = change_between(self._all, sized(self.config, count))
-        update = InstanceUpdate(self._spec, self.config, False, *change)
+        added, removed = change_between(self._all, sized(self.config, count))
         try:
-            await self.add(update)
+            await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
         except ShmserveError:
-            self.retire(update.added)
+            self.retire(added)
             raise
-        self.retire(update.removed)
+        self.retire(removed)
 
     def retire(self, instances: list[Instance]) -> None:
         """Retire instances, which finish their requests and end."""
@@ -495,8 +494,4 @@ class Instances:
 
     async def stop(self) -> None:
         """Finalize the model in every process and wait for their exits."""
-        running = [instance for instance in self._all if instance.alive]
-        for instance in running:
-            self._send(instance, m.Stop())
-            instance.transition("stop")
-        await asyncio.gather(*(self._context.end(i.child, _STOP_PATIENCE_S) for i in running))
+        await asyncio.gather(*(self._end(instance) for instance in self._all if instance.alive))

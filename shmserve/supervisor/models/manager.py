@@ -434,7 +434,7 @@ class ModelManager:
     async def unload(self, name: str) -> None:
         """Unload a model, which may be unknown, and the ensembles that need it before it.
 
-        Returns once every client knows that the model does not serve.
+        Returns once every client has acknowledged that the model does not serve.
         """
         await self._wait_for(self._lifecycle.unload(name))
 
