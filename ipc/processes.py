@@ -17,6 +17,10 @@ _PR_SET_NO_NEW_PRIVS = 38
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MARK = "SHMSERVE_SERVER"
 
+# The number of exits for which a process is known to have exited. Its frames may arrive after the
+# report of its exit, and its memory may still be mapped.
+REMEMBERED_EXITS = 512
+
 # glibc writes a large copy with non-temporal stores: it does not read the destination first, which
 # saves a third of the copy's memory traffic, and it keeps the caches. glibc derives the threshold
 # from the size of the last-level cache. A virtual machine often reports that of the whole host (320

@@ -220,7 +220,7 @@ class Accept:
 
 @message
 class SetTokens:
-    """Require one of these tokens of clients, encoded as in common/access/auth_tokens.py."""
+    """Require one of these tokens of clients, encoded as in common/auth_tokens.py."""
 
     tokens: dict[str, Any]
 
@@ -359,7 +359,7 @@ class StatisticsSnapshot:
 
 @message
 class BaseCounters:
-    """The counters of the replaced versions, as `total` in shmserve/common/counters.py returns
+    """The counters of the replaced versions, as `total` in shmserve/common/model_metrics.py returns
     them. The latest message counts.
     """
 

@@ -1,10 +1,17 @@
-"""Custom metrics of models: aggregated over instances, and exposed as Prometheus text (pure).
+"""Metrics of models across instances and reloads, exposed as Prometheus text (pure).
+
+The custom metrics of a model are aggregated over its instances:
 
     counters, histograms   sum over all instances; what an instance counted stays when it ends
     gauges                 the value set last by an instance that lives, and all their increments
                            on top
 
 Families of one name are one family, whichever model reports them, as in Triton.
+
+The flat table of a model's own counters survives a reload: {name: number, list of numbers, numbers
+by key, or histogram}. A scheduler's snapshot is its table, with rows that belong to it alone and,
+as "base", the table of its predecessors under the same name and version. Metrics show the sum, so
+that requests which a predecessor finishes after the switch are counted, and no counter decreases.
 """
 
 from __future__ import annotations
@@ -13,6 +20,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+# Of a snapshot, what no successor adds to its own.
+_NOT_IN_BASE = (
+    *("base", "last_ns", "batch_sizes", "responses"),
+    *("pending", "executing", "open_sequences", "live", "instances"),
+)
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -191,3 +203,29 @@ def _number(value: float) -> str:
         return "+Inf" if value > 0 else "-Inf"
     whole = isinstance(value, int) or (value == int(value) and abs(value) < 1e15)
     return str(int(value)) if whole else repr(float(value))
+
+
+def total(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """The table of a snapshot with its base: the base of what comes next. Raises KeyError."""
+    table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
+    both: dict[str, Any] = plus(table, snapshot["base"])
+    return both
+
+
+def plus(table: Any, base: Any) -> Any:
+    """The entries of `table`, those that `base` has too with what that counted; a histogram whose
+    bounds have changed starts anew.
+
+    Raises AttributeError, TypeError or ValueError where an entry is of another shape.
+    """
+    if isinstance(table, dict):
+        if table.get("buckets") != base.get("buckets"):
+            return table
+        return {
+            # The bounds of a histogram are no counts.
+            key: value if key == "buckets" or key not in base else plus(value, base[key])
+            for key, value in table.items()
+        }
+    if isinstance(table, list):
+        return [plus(a, b) for a, b in zip(table, base, strict=True)]
+    return table + base

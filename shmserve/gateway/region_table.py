@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.common.access.shm_access import EVERYONE, Ownership, Peer
+from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.ipc.messages.publications import RegionPublished

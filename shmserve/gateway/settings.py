@@ -43,7 +43,7 @@ class GatewaySettings:
     (--http-max-input-size). `request_timeout_us` is the server's end-to-end limit for requests, 0
     for none. `arena_byte_size` bounds the memory for request bodies. `body_timeout_s` is how long a
     client may stall while it sends a body or reads a response. `tokens` and `..._restricted` are as
-    auth_tokens.py in common/access has them, `allow_client_shm` as shm_access.py, `shm_overlap` as
+    auth_tokens.py in common has them, `allow_client_shm` as peers.py, `shm_overlap` as
     gateway/region_table.py.
     Headers, or metadata over gRPC, whose names match `..._header_forward_pattern` become parameters
     of the request. `cuda_devices` is how many CUDA devices the server has; without one there is no

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shmserve.common.model_settings import STRATEGY, TARGET, Strategy
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_settings import STRATEGY, TARGET, Strategy
 
 _GAIN = 1.02  # what is less is noise
 _NEAR = 1.04  # sizes of batches that need not be told apart

@@ -55,7 +55,7 @@ from enum import StrEnum
 from operator import sub
 from typing import Any
 
-from shmserve.common.counters import plus, total
+from shmserve.common.model_metrics import plus, total
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.requests.request import Timing

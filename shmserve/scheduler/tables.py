@@ -148,7 +148,7 @@ class Table:
     """
 
     def table(self) -> dict[str, Any]:
-        """Return the entries, in the form of shmserve/common/counters.py."""
+        """Return the entries, in the form of shmserve/common/model_metrics.py."""
         entries: dict[str, Any] = {}
         for name, value in self._entries():
             entries |= value.table() if isinstance(value, Table) else {name: _plain(value)}

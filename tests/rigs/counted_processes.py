@@ -27,7 +27,7 @@ import numpy as np
 import uvloop
 
 from bench.system.servers import BENCH
-from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway

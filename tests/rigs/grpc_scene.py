@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront, UnaryCall
 from shmserve.gateway.grpc.calls.head import CallHead

@@ -27,11 +27,12 @@ from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.processes.control_socket import (
     Acknowledgements,
     Address,
+    LogControl,
     SchedulerAddress,
+    TraceControl,
     pid_of,
 )
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces

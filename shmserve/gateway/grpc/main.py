@@ -10,7 +10,7 @@ from functools import partial
 import uvloop
 
 from shmserve.common import fd_limits
-from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
+from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor

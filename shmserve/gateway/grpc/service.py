@@ -46,7 +46,7 @@ Handler = Callable[[AdminCall, Any], Awaitable[Message | None]]
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """One RPC: the API it belongs to (`scope`, as common/access/auth_tokens.py has them), and
+    """One RPC: the API it belongs to (`scope`, as common/auth_tokens.py has them), and
     the method `handler` of `AdminCall` for plain ones.
 
     Those without a handler are the `Service`'s own.

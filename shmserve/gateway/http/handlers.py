@@ -8,7 +8,7 @@ import base64
 import binascii
 from typing import Any
 
-from shmserve.common.access.peer_credentials import unix_pid
+from shmserve.common.peers import unix_pid
 from shmserve.errors import Internal, InvalidArgument, Unavailable, clip, suggestion
 from shmserve.gateway.api import metadata, statistics
 from shmserve.gateway.api import repository as repository_api

@@ -305,8 +305,10 @@ async def _encode(
     template: JsonResponseTemplate,
     datas: Sequence[bytes | Place],
 ) -> HttpResponse:
-    """The same for tensors of any size, zero-copy where they are binary, compressed if the client
-    takes it."""
+    """Return the response for tensors of any size.
+
+    Binary tensors are sent without a copy; the response is compressed if the client accepts it.
+    """
     views = [data if isinstance(data, bytes) else gateway.mappings.view(data) for data in datas]
     pairs = list(zip(template.outputs, views, strict=True))
     trim = gateway.malloc_trim

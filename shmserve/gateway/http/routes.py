@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from shmserve.common.access.auth_tokens import METRICS
+from shmserve.common.auth_tokens import METRICS
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.http import handlers, infer
 from shmserve.gateway.http.dashboard.live import LiveFigures

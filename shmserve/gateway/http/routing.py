@@ -143,7 +143,7 @@ def authorise(route: Route, request: HttpRequest) -> None:
     the request before it on its connection is not asked again (`HttpRequest.match`).
 
     Another site's page in the user's browser may not: it could send such a POST unasked. What else
-    is refused says common/access/auth_tokens.py.
+    is refused says common/auth_tokens.py.
     """
     headers = request.headers
     if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":

@@ -18,8 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from shmserve.common.accelerators import accelerators, cuda_devices
-from shmserve.common.host import cgroup_limit
+from shmserve.common.host import accelerators, cgroup_limit, cuda_devices
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.cuda_ipc import CudaError, DeviceAllocation, Driver

@@ -11,8 +11,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from shmserve.common.accelerators import cuda_devices
-from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.host import cuda_devices
+from shmserve.common.peers import credentials
 from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints

@@ -29,9 +29,9 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
-from shmserve.common import model_settings
 from shmserve.common.host import CpuUtilization, memory_bytes, memory_left, processors
 from shmserve.errors import ShmserveError
+from shmserve.ipc import model_settings
 from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.messages.supervision import CountChange
 from shmserve.ipc.model_spec import ModelSpec

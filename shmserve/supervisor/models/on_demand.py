@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from shmserve.common.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.common.tasks import either
 from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.ipc.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.autoscaler import private_bytes
 from shmserve.supervisor.models.lifecycle import Lifecycle

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from shmserve.common.counters import total
+from shmserve.common.model_metrics import total
 from shmserve.common.tasks import either, settle
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 import shmserve.client
-from shmserve.common.accelerators import cuda_devices
+from shmserve.common.host import cuda_devices
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import Answered, Refused, UnloadModel, UnregisterRegion
 from shmserve.ipc.messages.inference import Failed, Finished, Submit

@@ -22,8 +22,8 @@ from shmserve.supervisor.models.manager import LifecycleExecutor, Publications
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.processes.control_socket import LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag

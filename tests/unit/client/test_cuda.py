@@ -25,7 +25,7 @@ import shmserve.client
 from shmserve.client.memory import cuda as client_device
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.sync import Server
-from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, Capabilities
@@ -42,8 +42,7 @@ from shmserve.scheduler.hosting.local_clients import LocalClientListener
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.control_socket import Acknowledgements
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
 from tests.rigs.process_rig import ToldProcesses

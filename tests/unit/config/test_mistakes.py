@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.accelerators import Accelerators
+from shmserve.common.host import Accelerators
 from shmserve.config import command_line, server
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
-from shmserve.common.access import auth_tokens
+from shmserve.common import auth_tokens
 from shmserve.gateway.http import routing
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.ipc.messages import control_requests as m

@@ -12,14 +12,13 @@ from dataclasses import replace
 import posix_ipc
 import pytest
 
-from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
+from shmserve.common.peers import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages.publications import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.tensors.descriptors import unpack_place
 from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.process_rig import ToldProcesses
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shmserve.common import fd_limits
-from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m

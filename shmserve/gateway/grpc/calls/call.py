@@ -258,7 +258,7 @@ class GrpcCall(ABC):
     def _wants(self, assembly: Assembly) -> None:
         """Have the client send what is missing, however much it is."""
         extra, assembly.extra = assembly.extra, 0
-        self._connection.http2.grant(self._stream, extra)
+        self._connection.http2.send_window_update(self._stream, extra)
 
     def check_message(self) -> None:  # noqa: B027
         """All is handled that came with its beginning."""

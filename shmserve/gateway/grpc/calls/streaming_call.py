@@ -105,7 +105,7 @@ class StreamingCall(GrpcCall):
     def _grant(self) -> None:
         if self._consumed > self._connection.front.limits.window // 4:
             consumed, self._consumed = self._consumed, 0
-            self._connection.http2.grant(self._stream, consumed)
+            self._connection.http2.send_window_update(self._stream, consumed)
         if not self._queue and self._assembly is not None:
             self._wants(self._assembly)
         self._connection.flush()
@@ -113,7 +113,7 @@ class StreamingCall(GrpcCall):
     def _wants(self, assembly: Assembly) -> None:
         if not self._queue:  # what was asked for before is to be taken first
             extra, assembly.extra = assembly.extra, 0
-            self._connection.http2.grant(self._stream, extra)
+            self._connection.http2.send_window_update(self._stream, extra)
 
     def _is_ahead(self) -> bool:
         return len(self._queue) >= _AHEAD

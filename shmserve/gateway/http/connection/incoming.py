@@ -14,7 +14,7 @@ import asyncio
 from abc import abstractmethod
 from collections import deque
 
-from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.common.tasks import settle
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import LimitedConnection

@@ -12,7 +12,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from shmserve.common.access.auth_tokens import METRICS
+from shmserve.common.auth_tokens import METRICS
 from shmserve.errors import Unauthenticated
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.request import HttpRequest

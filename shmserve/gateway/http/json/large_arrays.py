@@ -58,7 +58,7 @@ class Numbers:
 
 
 def loads_large(body: bytes) -> Any:
-    """Like `values.loads`, but large arrays of numbers under the key "data" become `Numbers`."""
+    """Like `parser.loads`, but large arrays of numbers under the key "data" become `Numbers`."""
     spans = list(_arrays(body))
     if not spans:
         return loads(body)

@@ -9,8 +9,8 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, clip
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
-from shmserve.gateway.http.json.parser import JsonFault, loads
+from shmserve.gateway.http.body import read_json
+from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
@@ -69,11 +69,13 @@ def tensor(
 
 
 async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
-    """The JSON object that a body is. Raises InvalidArgument for another one."""
-    content = Body(request, gateway.settings, gateway.body_budget)
-    raw = await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+    """Return the JSON object in a request's body, which may be compressed.
+
+    Raises:
+        InvalidArgument: The body is not a JSON object.
+    """
     try:
-        body = loads(raw)
+        body = await read_json(gateway, request, required=True)
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
     if type(body) is not dict:
@@ -125,7 +127,9 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> Asked:
     for place, message in enumerate(messages):
         if type(message) is not dict or type(message.get("role")) is not str:
             raise InvalidArgument(f"messages[{place}]: it is no object with a 'role'")
-    parameters = {"max_tokens": body.get("max_completion_tokens") or _ALL, **body, "echo": False}
+    limits = (body.get("max_tokens"), body.get("max_completion_tokens"), _ALL)
+    most = next(limit for limit in limits if limit is not None)
+    parameters = {**body, "max_tokens": most, "echo": False}
     prompt = tensor("messages", "BYTES", [orjson.dumps(messages).decode()])
     return _asked(model, [prompt], parameters)
 

@@ -16,7 +16,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body import Body

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.accelerators import Accelerators
+from shmserve.common.host import Accelerators
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import Internal, InvalidArgument, ShmserveError

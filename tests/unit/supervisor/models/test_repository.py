@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.accelerators import Accelerators
+from shmserve.common.host import Accelerators
 from shmserve.common.model_names import check_model_name, is_inline
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags

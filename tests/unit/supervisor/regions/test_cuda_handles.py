@@ -20,9 +20,8 @@ import pytest
 import tritonclient.http as triton
 import uvloop
 
-from shmserve.common.accelerators import Accelerators, accelerators, cuda_devices
-from shmserve.common.access.peer_credentials import unix_pid
-from shmserve.common.access.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy
+from shmserve.common.host import Accelerators, accelerators, cuda_devices
+from shmserve.common.peers import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy, unix_pid
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.api.shared_memory import decode_uuid
 from shmserve.gateway.grpc.admin import AdminCall
@@ -43,10 +42,9 @@ from shmserve.ipc.tensors.descriptors import (
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.regions import cuda_handles
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions import opener
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
 from tests.rigs.process_rig import ToldProcesses
@@ -375,7 +373,7 @@ def test_what_they_refuse_is_refused() -> None:
 
 def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.MonkeyPatch) -> None:
     Workers({}, {}).check(0)
-    monkeypatch.setattr(cuda_handles, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(opener, "_PATIENCE_S", 0.0)
     Workers({0: [10]}, {10: None}).check(0)
 
 

@@ -8,12 +8,12 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
-from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
+from shmserve.common.peers import NO_GROUP, Peer, ShmPolicy
 from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.supervisor.host.handover_link import HandoverLink
 from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.process_rig import ToldProcesses
 from tests.support.regions import SharedObject
@@ -43,21 +43,16 @@ class Side(ToldProcesses):
         opener = RegionOpener(policy(most))
         self.kept = KeptRegions(ServiceManager(None))
         self.registry = RegionRegistry(self, opener, lambda _: None, self.kept)
-        self.link = self.kept.other = HandoverLink(end, self.take)
-
-    async def take(self, verb: str, name: str, fds: list[int]) -> None:
-        if verb == KEEP:
-            await self.registry.adopt(name, fds)
-        elif verb == DROP:
-            await self.registry.forget(name)
+        self.link = HandoverLink(end, self.registry.apply)
+        self.kept.mirror_to(self.link)
 
     async def register(self, name: str, key: str) -> None:
         await self.registry.register(name, key, 0, SIZE, ME)
-        await self.kept.told()
+        await self.kept.flush()
 
     async def unregister(self, name: str) -> None:
         await self.registry.unregister(name, ME)
-        await self.kept.told()
+        await self.kept.flush()
 
     def names(self) -> list[str]:
         return [region.name for region in self.registry.active()]
