@@ -18,7 +18,7 @@ from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
 from shmserve.gateway.http.connection.protocol import HttpConnection
-from shmserve.gateway.http.dashboard.live import LiveFigures
+from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart

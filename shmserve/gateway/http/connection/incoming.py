@@ -25,7 +25,7 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
     StreamReader,
     make_parser,
 )
-from shmserve.gateway.http.request import (
+from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
     HttpRequest,

@@ -27,15 +27,17 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
     StreamReader,
 )
 from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming
-from shmserve.gateway.http.request import (
+from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
     BegunRequest,
     HttpRequest,
+    HttpResponse,
     Repeat,
     WholeBody,
+    drain,
+    error_response,
 )
-from shmserve.gateway.http.response import HttpResponse, drain, error_response
 from shmserve.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
-from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import loaded

@@ -11,10 +11,9 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, clip
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.answers import TooManyRequests
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import HttpResponse, json_response
 from shmserve.gateway.http.streaming.responses import ResponseQueue
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest

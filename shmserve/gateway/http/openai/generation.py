@@ -14,7 +14,13 @@ import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS
+from shmserve.gateway.http.messages import (
+    SERVER_SENT_EVENTS,
+    ChunkedResponse,
+    HttpRequest,
+    HttpResponse,
+    json_response,
+)
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.answers import (
     CHAT,
@@ -25,8 +31,6 @@ from shmserve.gateway.http.openai.answers import (
     TooManyRequests,
     openai_error,
 )
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, json_response
 from shmserve.gateway.http.streaming.responses import ResponseQueue
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.submit import error_of, log_failure

@@ -7,10 +7,9 @@ from typing import Any
 
 from shmserve.errors import NotFound
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai.bodies import generates
 from shmserve.gateway.http.openai.embeddings import embeds
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import HttpResponse, json_response
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import loaded
 
