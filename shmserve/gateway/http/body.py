@@ -15,11 +15,13 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
+from aiohttp import StreamReader
+
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.connection.aiohttp_parts import MalformedBody, StreamReader
+from shmserve.gateway.http.connection.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import (
     fingerprint,
