@@ -30,8 +30,7 @@ from shmserve.gateway.http.json.fingerprint import (
     worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
-from shmserve.gateway.http.json.large_arrays import LARGE, Numbers, loads_large
-from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.json.parser import LARGE, Numbers, loads, loads_large
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,

@@ -21,8 +21,8 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import handlers, infer
 from shmserve.gateway.http.dashboard import LiveFigures, page
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, triton_error
-from shmserve.gateway.http.openai import embeddings, generation, models
-from shmserve.gateway.http.openai.answers import openai_error
+from shmserve.gateway.http.openai import embeddings, generation
+from shmserve.gateway.http.openai.bodies import openai_error
 from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
 from shmserve.gateway.http.streaming import generate
 
@@ -159,8 +159,8 @@ ROUTES = RouteTable(
     _route("POST", _CUDA + "/register", _MEMORY, handlers.register_cuda),
     _route("GET", _CUDA + "/status", _MEMORY, _CUDA_STATUS),
     _route("POST", _CUDA + "/unregister", _MEMORY, _CUDA_UNREGISTER),
-    _route("GET", "/v1/models", "metadata", models.all_models),
-    _route("GET", "/v1/models/{model}", "metadata", models.one_model),
+    _route("GET", "/v1/models", "metadata", embeddings.all_models),
+    _route("GET", "/v1/models/{model}", "metadata", embeddings.one_model),
     _route("POST", "/v1/completions", "inference", generation.completions),
     _route("POST", "/v1/chat/completions", "inference", generation.chats),
     _route("POST", "/v1/embeddings", "inference", embeddings.embeddings),
