@@ -1,13 +1,15 @@
 """Inter-process communication: the messages, sockets and memory that processes share.
 
-messages/           typed messages, grouped by sender and receiver
-transport/          sockets: ZMTP over unix sockets, dealers and routers
-tensors/            datatypes, descriptors, packed requests and responses, signatures
-memory/             arenas, mappings, POSIX shared memory, CUDA IPC
-model_spec.py       a model's typed configuration
-model_settings.py   parameters of a configuration that several rooms read
-inflight.py         the table of submitted requests that are not completed (sans IO)
-link_table.py       the links of a submitter to its schedulers
-endpoints.py        paths of a server's sockets, and the MACs that authenticate local clients
-processes.py        process control of Linux and glibc
+Its rooms:
+
+    messages/           typed messages, grouped by sender and receiver
+    transport/          sockets: ZMTP over unix sockets, dealers and routers
+    tensors/            datatypes, descriptors, packed requests and responses, signatures
+    memory/             arenas, mappings, POSIX shared memory, CUDA IPC
+    model_spec.py       a model's typed configuration
+    model_settings.py   parameters of a configuration that several rooms read
+    inflight.py         the table of submitted requests that are not completed (sans IO)
+    link_table.py       the links of a submitter to its schedulers
+    endpoints.py        paths of a server's sockets, and the MACs that authenticate local clients
+    processes.py        process control of Linux and glibc
 """

@@ -14,10 +14,11 @@ MIN_INSTANCES = "min_instances"
 MAX_INSTANCES = "max_instances"
 IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
+PADDING = "padding"
 # The parameters of a configuration that have a meaning, to whatever backend.
 KNOWN_PARAMETERS = (
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD, EXECUTION_TIMEOUT),
-    *("padding", "class", "EXECUTION_ENV_PATH"),
+    *(PADDING, "class", "EXECUTION_ENV_PATH"),
     *("FORCE_CPU_ONLY_INPUT_TENSORS", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "INFERENCE_MODE"),
     *("DISABLE_OPTIMIZED_EXECUTION", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
     *("NUM_THREADS", "NUM_INTEROP_THREADS", "intra_op_thread_count", "inter_op_thread_count"),

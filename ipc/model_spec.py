@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from shmserve.ipc.tensors import padding
+from shmserve.ipc.model_settings import PADDING
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.records import Document, from_map
@@ -333,7 +333,7 @@ class ModelSpec(Document):
     def padding(self) -> Padding | None:
         """The padding of the inputs; None: they are not padded."""
         return Padding.of(
-            self.parameters.get(padding.PARAMETER, ""),
+            self.parameters.get(PADDING, ""),
             {each.name: each.dims for each in self.input},
         )
 

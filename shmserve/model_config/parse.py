@@ -11,16 +11,16 @@ from shmserve.ipc.model_settings import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
+    PADDING,
     STRATEGY,
     TARGET,
 )
 from shmserve.ipc.model_spec import source_positions
 from shmserve.model_config.diagnostics import Key, Source, located, member
-from shmserve.model_config.rules.padding import PADDING
+from shmserve.model_config.syntax import Malformed, MessageValue
 from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
 from shmserve.model_config.syntax.message_builder import Builder
 from shmserve.model_config.syntax.text_format import parse
-from shmserve.model_config.syntax.tree import Malformed, MessageValue
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 

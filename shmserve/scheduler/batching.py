@@ -1,11 +1,11 @@
-"""The batching core, the scheduler of a model that has instances: its queue, batcher and pool, and
-what each message changes there.
+"""The core of a batching scheduler: the queue, the batcher and the pool of a model that has
+instances.
 
-admit, cancel, ...   a client's message, by the front
-from_control         the supervisor's; what workers say, its `executions` take
-tick                 now: expire, dispatch, release
+    admit, cancel, ...   messages of clients, from the front
+    from_control         messages of the supervisor (`results` handles those of workers)
+    tick                 expire, dispatch, release
 
-What is to be sent is posted to outboxes, which the loop flushes once a turn.
+Messages to send are posted to outboxes, which the event loop flushes once a turn.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 
 class BatchingCore(Core[ScheduledRequest]):
-    """One model version's requests, queued, batched and sent to its instances; `executions` take
-    what workers say of them."""
+    """The core of a model version with instances. `executions` sends batches to workers, `results`
+    handles their messages."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def hit(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        # Only its turn may still have to come.
+        # The response may still have to wait for its turn.
         request = self._queue.enqueue(client, submit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.enqueued(request)
@@ -171,7 +171,7 @@ class BatchingCore(Core[ScheduledRequest]):
         for request in list(client.requests.values()):
             match request.state:
                 case State.DONE:
-                    continue  # it was of a sequence of which another one was cancelled
+                    continue  # it ended with an earlier request of its sequence
                 case State.QUEUED | State.HELD:
                     self._withdraw(request, now_ns)
                 case State.EXECUTING | State.RESPONDING:
@@ -200,7 +200,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.give_up(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
-                self._release_retired()  # now: another may be announced in its place next
+                self._release_retired()  # before the next message announces a successor
             case CountChange():
                 self.statistics.instance_changes["more" if message.more else "fewer"] += 1
             case TicketGranted():

@@ -46,7 +46,7 @@ from shmserve.scheduler.requests.request import Lookup
 logger = logging.getLogger(__name__)
 
 _DIGEST_SIZE = 32
-# What an entry takes besides the bytes of its tensors, about.
+# The approximate overhead of an entry and of a tensor, in bytes.
 _ENTRY = 512
 _TENSOR = 256
 _IN_BODY = Inferred(())
@@ -63,8 +63,8 @@ class _Entry(NamedTuple):
 
 @dataclass(eq=False)
 class ResponseCache:
-    """The responses of one model version. `start` says how large it may be, and who holds the
-    memory of clients; copies of large responses are `lent`."""
+    """The cached responses of one model version. `start` has its size and the owner of clients'
+    memory; copies of large responses are `lent` to clients."""
 
     _model: str
     _version: str
@@ -79,8 +79,8 @@ class ResponseCache:
         self._entries: LruCache[_Entry] = LruCache(self._start.byte_size)
 
     def look_up(self, submit: Submit) -> Lookup | None:
-        """The cached response to a request, which whoever asks is to settle; None: the request
-        passes the cache by."""
+        """Return the result of a lookup, which the caller settles, or None if the request bypasses
+        the cache."""
         began_ns = self._clock()
         copies: list[Block] = []
         try:
@@ -96,8 +96,8 @@ class ResponseCache:
         return Lookup(b"" if body else key, body, self._clock() - began_ns, copies)
 
     def insert(self, key: bytes, body: bytes) -> int:
-        """Keep the response to a request that missed, as its worker has packed it; returns the ns
-        that this took."""
+        """Add the response to a request that missed, as its worker has packed it; return the
+        duration in ns."""
         began_ns = self._clock()
         try:
             response = unpack_inferred(body)
@@ -106,7 +106,7 @@ class ResponseCache:
                 for each in response.outputs
             )
         except (MalformedMessage, ShmserveError):
-            return self._clock() - began_ns  # it lies where we do not read
+            return self._clock() - began_ns  # in memory that schedulers do not read
         if tensors == response.outputs:
             entry, byte_size = _Entry(body, _IN_BODY), _ENTRY + len(body)
         else:
@@ -129,7 +129,8 @@ class ResponseCache:
     # --- memory -----------------------------------------------------------------------------------
 
     def _read(self, place: Place) -> memoryview:
-        """Raises Unavailable where the bytes may be changed by a client, or are gone."""
+        """Return the bytes of a memory range; raise Unavailable if a client may change them or they
+        are gone."""
         memory = place.memory
         clients = memory.pid == self._start.supervisor_pid
         if memory.cuda is not None or memory.copied or not memory.sealed or clients:
@@ -141,7 +142,8 @@ class ResponseCache:
         return data if isinstance(data, bytes) else bytes(self._read(data))
 
     def _copied(self, response: Inferred, copies: list[Block]) -> bytes:
-        """A large response in memory that is lent; raises ShmserveError where it does not fit."""
+        """Copy a large response to lent memory and return its body; raise ShmserveError if it does
+        not fit."""
         placed: list[TensorRef] = []
         inline = INLINE_LIMIT
         try:
@@ -163,32 +165,32 @@ class ResponseCache:
         return pack_inferred(Inferred(tuple(placed), response.parameters))
 
     def lend(self, reader: int, lookup: Lookup) -> None:
-        """`reader` is told of a response: what is copied for it is its own until it releases it."""
+        """Lend the copies of a response to `reader` until it releases them."""
         for copy in lookup.copies:
             self.lent.lend(reader, copy.place, copy)
 
     def free(self, place: Place) -> None:
-        """Free a copy that nobody has any more."""
+        """Free a copy that no reader has any more."""
         self._lent_bytes -= place.byte_size
         self.lent.free(place)
 
     def process_exited(self, pid: int) -> None:
-        """A process is gone, with its memory and all that it was reading."""
+        """Release the memory of a process that has exited, and everything it was reading."""
         self._mappings.drop_process(pid)
         self.lent.drop_reader(pid)
 
     def clear(self) -> None:
-        """Forget all responses: they would be others now."""
+        """Remove all responses: they may not be valid any more."""
         self._entries.clear()
 
     # --- size -------------------------------------------------------------------------------------
 
     def resize(self, byte_size: int) -> None:
-        """Have another share of the server's cache."""
+        """Change the share of the server's cache."""
         self._entries.resize(byte_size)
 
     def gauges(self) -> dict[str, int]:
-        """The sizes and counts of what is in it now."""
+        """Return the current sizes and counts."""
         return {
             "bytes": self._entries.used,
             "entries": len(self._entries),
@@ -198,8 +200,8 @@ class ResponseCache:
 
 
 class LruCache(Generic[T]):
-    """Values by key, of which all sizes together are at most `bound` bytes: what was used least
-    recently is evicted."""
+    """Values by key with a total size of at most `bound` bytes; the least recently used ones are
+    evicted."""
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
@@ -211,7 +213,7 @@ class LruCache(Generic[T]):
         return len(self._entries)
 
     def find(self, key: bytes) -> T | None:
-        """The value of a key, which is then the one used last; or None."""
+        """Return the value of a key, which becomes the most recently used one, or None."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -219,8 +221,8 @@ class LruCache(Generic[T]):
         return entry[1]
 
     def insert(self, key: bytes, value: T, byte_size: int) -> bool:
-        """Keep a value, and evict others as long as there is no room; False: it is larger than
-        the whole cache, and nothing has changed."""
+        """Add a value and evict others to make space; return False, without a change, if it is
+        larger than the cache."""
         if byte_size > self.bound:
             return False
         before = self._entries.pop(key, None)
@@ -232,12 +234,12 @@ class LruCache(Generic[T]):
         return True
 
     def clear(self) -> None:
-        """Keep nothing of it."""
+        """Remove all values."""
         self._entries.clear()
         self.used = 0
 
     def resize(self, bound: int) -> None:
-        """Have another bound from now on."""
+        """Change the bound."""
         self.bound = bound
         self._evict(bound)
 
@@ -274,7 +276,7 @@ def cache_key(
     head = (
         model,
         version,
-        # With the sizes the bytes that follow can be cut in one way only.
+        # The sizes make the concatenation of the bytes that follow unambiguous.
         [(t.name, t.datatype, t.shape, len(d)) for t, d in zip(inputs, datas, strict=True)],
         sorted(inference.parameters.items()),
         sequence,

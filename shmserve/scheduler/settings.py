@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
 _IDLE_NS = _NS_PER_S
-_MOST_SEQUENCES = 16384  # of a client, that wait for a slot
+_MOST_SEQUENCES = 16384  # waiting for a slot, of a client
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """The dynamic batcher's rules. Sizes are sums of request batch sizes, at least 1. `target_ns`:
-    what it adapts to, 0: it does not. `padding`: which shapes may share a batch; None: equal ones.
-    """
+    """The rules of the dynamic batcher. Sizes are sums of request batch sizes, at least 1.
+    `target_ns` is the latency target that it adapts to (0: none). `padding` decides which shapes
+    may share a batch (None: equal ones)."""
 
     max_batch_size: int
     preferred: frozenset[int]
@@ -43,32 +43,32 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicies:
-    """The queue's priority levels, 1 .. `levels` (0: there is one, and no priority counts), and the
-    policy of each."""
+    """The queue's priority levels, 1 .. `levels` (0: one level, and priorities are ignored), and
+    the policy of each."""
 
     default: LevelPolicy
     levels: int = 0
     default_level: int = 0
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
-    limited: bool = False  # the model's configuration asks for any of it
+    limited: bool = False  # the configuration has levels or limits
 
     def level(self, priority: int) -> int:
-        """The level of a request with this priority."""
+        """Return the level of requests with this priority."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def of(self, level: int) -> LevelPolicy:
-        """The policy of a level."""
+        """Return the policy of a level."""
         return self.by_level.get(level, self.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequencing:
-    """The sequence batcher's rules: those of the configuration, its `spec`, and what follows from
-    it and the server's. `slots` an instance; no `oldest`: the direct strategy, which waits for a
-    minimum utilization of its slots up to `delay_ns` where both are set.
+    """The rules of the sequence batcher: the configuration (`spec`) and what follows from it and
+    the server's limits.
 
-    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `correlation_id`
-    is as the spec has it.
+    Each instance has `slots`. Without `oldest`, the strategy is direct, which waits up to
+    `delay_ns` for a minimum utilization of its slots if both are set. A sequence is idle after
+    `idle_ns`, and `most` of a client may wait for a slot.
     """
 
     spec: SequenceBatching
@@ -80,12 +80,12 @@ class Sequencing:
     most: int = _MOST_SEQUENCES
 
     def without_delay(self) -> Sequencing:
-        """These rules where nothing more comes that would be worth waiting for."""
+        """Return these rules without delays: no further request is expected."""
         oldest = None if self.oldest is None else replace(self.oldest, delay_ns=0)
         return replace(self, delay_ns=0, oldest=oldest)
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
-        """Raises InvalidArgument for an id that the model's control input cannot hold."""
+        """Raise InvalidArgument if the model's control input cannot hold this id."""
         name, datatype = self.correlation_id
         is_text = isinstance(correlation_id, str)
         if datatype and is_text != (datatype == "BYTES"):
@@ -97,7 +97,8 @@ class Sequencing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The scheduling of a model version. No `batching`: one request an execution, in order."""
+    """The scheduling of a model version. Without `batching`, each execution has one request, in
+    order."""
 
     name: str
     version: str
@@ -115,12 +116,12 @@ class Settings:
     first_response_buckets_ms: tuple[float, ...] = model_settings.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
-    cached: bool = False  # its responses may be kept and given again
+    cached: bool = False  # its responses may be cached
     engine: EngineSettings | None = None  # of a model that generates text
 
     @classmethod
     def read(cls, config: ModelSpec, version: str, limits: SchedulingLimits) -> Settings:
-        """From a model's configuration and what the server sets for all models."""
+        """Read the settings from a model's configuration and the server's limits."""
         dynamic, padding = config.dynamic_batching, config.padding
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
         ordered = dynamic is not None and dynamic.preserve_ordering
@@ -132,7 +133,7 @@ class Settings:
             max_batch_size=config.max_batch_size,
             batching=None if dynamic is None else _strategy(config, dynamic, padding),
             policies=_policies(dynamic or DynamicBatching(), limits.max_queue_size),
-            # What may never end cannot be waited for.
+            # The responses of a decoupled model may never end, so that no order can be kept.
             preserve_ordering=ordered and not config.decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             hold=_hold(config, limits),
@@ -184,7 +185,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         idle_ns=given.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=given.direct_delay_microseconds * _NS_PER_US,
-        # Not so many that one client's fill the queue.
+        # So few that the sequences of one client cannot fill the queue.
         most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
     )
 
@@ -220,7 +221,7 @@ def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> LevelPoli
     return replace(
         policy,
         max_queue_size=policy.max_queue_size or default_bound,
-        # A request that is put behind the others would hold up the responses of all of them.
+        # A delayed request would hold up the responses of all others.
         allow_timeout_override=policy.allow_timeout_override and not (ordered and policy.delays),
     )
 

@@ -1,4 +1,4 @@
-"""The control API: requests of gateways and models to the control plane, and its responses."""
+"""The control API: requests of gateways and models to the supervisor, and their responses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from shmserve.common.peers import Peer
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import (
-    LeaseWorkspace,
     RegionAbandoned,
     RegionReleased,
     RegisterCudaRegion,
     RegisterRegion,
-    ReturnWorkspace,
-    UnregisterRegion,
 )
 from shmserve.ipc.messages.supervision import MemoryChecked, ReadyChecked, RequestTraced
 from shmserve.ipc.tensors.descriptors import CudaHandle
@@ -31,27 +28,13 @@ from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
 
-# Those with a response, by number; and notifications.
-_Requests = (
-    RegisterRegion
-    | RegisterCudaRegion
-    | UnregisterRegion
-    | m.LoadModel
-    | m.UnloadModel
-    | m.IndexRepository
-    | m.ChangeLogging
-    | m.ChangeTracing
-    | m.FindModel
-    | m.WantModel
-    | m.AskReady
-)
-_Workspace = LeaseWorkspace | ReturnWorkspace
-_Notifications = RegionReleased | RegionAbandoned | MemoryChecked | ReadyChecked
+_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.AskReady
+_Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 
 @dataclass(slots=True, eq=False)
 class ControlApi:
-    """Dispatches requests to the rooms; the response is `Answered` or `Refused`."""
+    """The dispatcher of requests to their services. The response is `Answered` or `Refused`."""
 
     _context: SupervisorContext
     _regions: RegionRegistry
@@ -62,10 +45,11 @@ class ControlApi:
     _readiness: ReadinessCheck
 
     def __post_init__(self) -> None:
-        self._context.control.serve(typing.get_args(_Notifications), self._notified)
-        self._context.control.serve(typing.get_args(_Workspace), self._context.workspaces.handle)
-        self._context.control.serve([RequestTraced], self._context.tracing.on_traced)
-        self._context.control.serve(typing.get_args(_Requests), self._requested)
+        serve = self._context.control.serve
+        serve(typing.get_args(_Notifications), self._notified)
+        serve(typing.get_args(m.WorkspaceRequest), self._context.workspaces.handle)
+        serve([RequestTraced], self._context.tracing.on_traced)
+        serve(typing.get_args(_Requests), self._requested)
 
     def _notified(self, pid: int, message: Any) -> None:
         match message:
@@ -86,11 +70,10 @@ class ControlApi:
         try:
             payload = await self._handle(pid, request)
         except ShmserveError as error:
-            send(pid, m.Refused(number, error.code, error.message))
+            send(pid, m.Refused.of(number, error))
         except Exception:
             logger.exception("a request to the control plane failed")
-            failure = Internal("internal error")
-            send(pid, m.Refused(number, failure.code, failure.message))
+            send(pid, m.Refused.of(number, Internal("internal error")))
         else:
             send(pid, m.Answered(number, payload or {}))
 
@@ -120,13 +103,12 @@ class ControlApi:
         return None
 
     async def _region(self, pid: int, request: Any) -> dict[str, Any] | None:
-        """Done here, and known to whom it outlives this server by: a service manager, or the server
-        that takes over."""
-        payload = await self._region_here(pid, request)
+        """Handle a request, and wait until service manager and successor have the registrations."""
+        payload = await self._handle_region(pid, request)
         await self._kept.flush()
         return payload
 
-    def _region_here(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
+    def _handle_region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
         peer = Peer(request.uid, tuple(request.groups))
         match request:
             case RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):

@@ -171,6 +171,19 @@ class Rig:
         (one,) = self.executes()
         return one
 
+    def begin(self, **fields: Any) -> tuple[int, m.Execute]:
+        """Submit a request that runs at once: its number, and its batch."""
+        (number,) = self.submit(**fields)
+        return number, self.execute()[1]
+
+    def to_supervisor(self, *kinds: type[Any]) -> list[Any]:
+        """The messages to the supervisor since the last time, or those of these kinds."""
+        return [each for _, each in self.control.take() if not kinds or isinstance(each, kinds)]
+
+    def to_workers(self) -> list[Any]:
+        """The messages to workers since the last time."""
+        return [message for _, message in self.workers.take()]
+
     def answers(self) -> list[Any]:
         """What clients were told since the last time."""
         return [message for _, message in self.clients.take()]
@@ -195,10 +208,7 @@ class Rig:
     def snapshot(self) -> dict[str, Any]:
         """The statistics, as the supervisor gets them."""
         self.report()
-        told = [message for _, message in self.control.take()]
-        statistics: dict[str, Any] = [m for m in told if type(m) is StatisticsSnapshot][
-            -1
-        ].statistics
+        statistics: dict[str, Any] = self.to_supervisor(StatisticsSnapshot)[-1].statistics
         return statistics
 
     def report(self) -> dict[str, Any]:
@@ -208,6 +218,12 @@ class Rig:
         (answer,) = self.answers()
         assert isinstance(answer, m.StatisticsReported) and answer.id == 5
         return answer.statistics
+
+
+def ready_rig(*args: Any, **options: Any) -> tuple[Rig, bytes]:
+    """A rig with a ready instance, and the address of that."""
+    rig = Rig(*args, **options)
+    return rig, rig.start()
 
 
 def ok(key: int, body: bytes = b"done") -> m.Reply:

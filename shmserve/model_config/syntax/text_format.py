@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shmserve.errors import clip
-from shmserve.model_config.syntax.tree import (
+from shmserve.model_config.syntax import (
     MAX_DEPTH,
     Entry,
     Lines,

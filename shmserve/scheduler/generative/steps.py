@@ -89,7 +89,7 @@ class StepTimes:
     _matrix: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
     _moments: list[float] = field(default_factory=lambda: [0.0] * 4)
     copy_ms: float = 0.05  # of a block
-    draft_ms: float = 0.2  # of a token that is proposed
+    draft_ms: float = 0.2  # of a draft token
 
     def expect(self, load: StepWork) -> float:
         """Return the expected duration of a step in ms."""

@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 _MOST_EARLY = 4096
 _NS_PER_S = 1_000_000_000
 _FIRST_GUESS_NS = 10_000_000
-_MARGIN_NS = 1_000_000  # timers and messages on the way
+_MARGIN_NS = 1_000_000  # for timers and the latency of messages
 _LONGEST_RETRY_S = 60
-_AHEAD_NS = 500_000  # of computation that may be at a worker
+_AHEAD_NS = 500_000  # of computation that may be queued at a worker
 _DEEPEST = 4
 _SOON_NS = 20_000_000
-_KNOWN = 16  # observations that say something about the next execution
+_KNOWN = 16  # observations before the average is used
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +53,12 @@ class ServiceTime:
     _busy_ns: float = 0.0
     _requests: float = 0.0
     _observed: int = 0
-    # How many batches a worker may have at a time: more than one where they are so short that it
-    # would otherwise wait for messages as long as it computes.
+    # The number of batches that a worker may have at a time: more than one if batches are so short
+    # that the worker would otherwise wait for messages as long as it computes.
     pipeline_depth: int = 1
-    # Whether batches end so soon that what is cancelled or late behind one may wait for its end.
+    # Whether batches are so short that a cancelled or late request may wait for the end of one.
     ends_soon: bool = False
-    # How long before a deadline an execution must start to be done in time.
+    # How long before a deadline an execution must start in order to meet it.
     reserve_ns: int = _FIRST_GUESS_NS
 
     def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:

@@ -1,22 +1,22 @@
-"""The model's instances as slots: who is there, who is free, what each one runs (pure).
+"""The model's instances as slots: which are ready, which are free, what each one runs (pure).
 
     GONE <-> EXPECTED -> IDLE <-> BUSY -> DOOMED -> EXPECTED
 
-The supervisor announces (`InstanceExpected`) and reports ends: of a process (`ProcessExited`), from
-everywhere back to EXPECTED, for the next is on its way, or of an instance (`InstanceGone`). A
-worker offers itself (`InstanceReady`). These come on two sockets, in any order: the last offer
-is kept until it is announced. Only the process that was announced is taken: the models of others
-run foreign code, which may offer itself too, though under no other's pid.
+The supervisor announces instances (`InstanceExpected`) and reports the exit of a process
+(`ProcessExited`: back to EXPECTED, because a successor follows) or the end of an instance
+(`InstanceGone`). A worker offers itself (`InstanceReady`). These messages come on two sockets, in
+any order, so the last offer is kept until it is announced. Only the announced process is accepted:
+workers of other models run foreign code, which may offer itself too, though not under another pid.
 
-An idle instance gets a batch at once. One that is busy may get more ahead, as many as it has credit
-for: that hides the messages' way between two batches, but what is sent ahead cannot grow any more
-and waits behind one worker while another may become free.
+An idle instance receives a batch at once. A busy instance may receive more batches ahead, up to its
+credit: that hides the latency of messages between two batches. A batch that was sent ahead cannot
+grow any more, and waits for one worker while another may become free.
 
-One that is to retire gets nothing more, but for the sequences that it has, and leaves the pool once
-it has nothing to do.
+A retiring instance receives only requests of its own sequences, and leaves the pool when it has
+nothing to do.
 
-A slot and a request end apart: an instance of a decoupled model is free again when `execute` has
-returned, and goes on with the requests that are open there until their last response.
+The executions of a slot and its requests end independently: an instance of a decoupled model is
+free again when `execute` has returned, and its open requests continue until their last response.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SlotState(StrEnum):
     EXPECTED = "expected"
     IDLE = "idle"
     BUSY = "busy"
-    DOOMED = "doomed"  # its end was asked for
+    DOOMED = "doomed"  # its exit was requested
 
 
 SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
@@ -71,11 +71,11 @@ SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """A batch on its way through a worker.
+    """A batch at a worker.
 
-    `started_ns`: since when we know of nothing before it there. The worker may have begun earlier,
-    though not before `sent_ns`: it goes on at once, and its word of the last batch takes a while.
-    `rows` of the batch are its requests', once an instance has it, or nobody's.
+    `started_ns` is when the batch became the first of its worker. The worker may have started
+    earlier, though not before `sent_ns`: it continues at once, and its result for the previous
+    batch takes time to arrive. `rows` is the total batch size, once an instance is assigned.
     """
 
     id: int
@@ -88,41 +88,40 @@ class Execution:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An instance by its index; `peer` and `pid` are the worker's while there is one.
+    """An instance by its index; `peer` and `pid` are those of its worker, if there is one.
 
-    `requests` are all that it has, by key: those of its executions and, of a decoupled model, those
-    that are open after `execute` returned.
+    `requests` are those of its executions and the open ones.
     """
 
     index: int
     state: SlotState = SlotState.GONE
     peer: bytes = b""
     pid: int = 0
-    awaited: int = 0  # the process that was announced
-    offer: Worker | None = None  # the last one, as long as it is not taken
-    worker: Worker | None = None  # the one that was taken: `peer` and `pid`
+    awaited: int = 0  # the announced process
+    offer: Worker | None = None  # the last offer, until it is accepted
+    worker: Worker | None = None  # the accepted worker: `peer` and `pid`
     retiring: bool = False
-    served: bool = False  # its process has executed something to its end
+    served: bool = False  # its process has completed an execution
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
     @property
     def execution(self) -> Execution | None:
-        """The execution that it runs now; behind it is what was sent ahead."""
+        """The execution that runs now; executions that were sent ahead follow it."""
         return self.executions[0] if self.executions else None
 
     @property
     def idle(self) -> bool:
-        """Whether it can take a batch at once."""
+        """Whether the instance can take a batch at once."""
         return self.state is SlotState.IDLE
 
     def meet(self, event: str) -> None:
-        """Move to the next state; raises KeyError where there is none."""
+        """Move to the next state; raise KeyError if there is none."""
         self.state = SLOT[self.state][event]
 
 
 class Lost(NamedTuple):
-    """The work an instance had when it ended: its executions, the running one first, and the
+    """The work of an instance that ended: its executions, the running one first, and the open
     requests whose execution had returned."""
 
     executions: list[Execution]
@@ -197,12 +196,12 @@ class InstanceTickets:
 
 @dataclass(eq=False)
 class Pool:
-    """All slots of a model version. With `tickets` each execution needs one.
+    """The instances of a model version. With `tickets`, each execution needs a ticket.
 
-    `free` are the instances that can take a batch, the one that has been free for longest first; of
-    a decoupled model those alone that have less than `most_open` requests (0: any number).
-    `failure` says why nothing can run and nothing is worth waiting for, as all are gone; it is
-    empty while something may. Before `due_ns` no execution passes its limit.
+    `free` are the instances that can take a batch, the longest free one first; those of a decoupled
+    model only while they have less than `most_open` requests (0: any number). `failure` is the
+    reason why no instance can run or is expected; otherwise it is empty. No execution exceeds its
+    limit before `due_ns`.
     """
 
     _limit_ns: int
@@ -210,23 +209,23 @@ class Pool:
     _most_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
-    _offers: dict[int, Worker] = field(default_factory=dict)  # by whom nobody has announced
+    _offers: dict[int, Worker] = field(default_factory=dict)  # of processes that were not announced
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
-    _given_up: str = ""  # why the last one did not come back
+    _given_up: str = ""  # the reason of the last `give_up`
     retiring: list[Slot] = field(default_factory=list)
-    members: int = 0  # counts who came, who went, and who is to
+    members: int = 0  # counts joins, exits and retirements
     due_ns: int = NEVER
 
     def __post_init__(self) -> None:
-        # The instance that speaks from an address, or None.
+        # Returns the instance with this address, or None.
         self.by_peer: Callable[[bytes], Slot | None] = self._by_peer.get
 
     # --- coming and going -------------------------------------------------------------------------
 
     def expect(self, index: int, pid: int) -> Slot | None:
-        """An instance is loading; requests wait for it. `pid` is its process, 0: not yet known.
-        Returns the instance if it is there by this: it had offered itself."""
+        """Announce an instance, for which requests wait from now on; return it if its worker has
+        offered itself before. `pid` is its process, or 0 if that is not known yet."""
         slot = self._slot(index)
         slot.meet("expect")
         slot.awaited = pid or slot.awaited
@@ -234,8 +233,7 @@ class Pool:
         return self._take_offer(slot)
 
     def offer(self, index: int, peer: bytes, pid: int) -> Slot | None:
-        """A worker is ready for batches; it counts once the supervisor's word of it is here.
-        Returns the instance if it is there by this."""
+        """Record that a worker is ready; return the instance if the worker was announced before."""
         slot = self._slots.get(index)
         if slot is None:
             self._offers[index] = Worker(peer, pid)
@@ -245,7 +243,8 @@ class Pool:
         return None
 
     def process_exited(self, pid: int) -> Lost:
-        """Some process is gone; returns what it had, if it was an instance: another is expected."""
+        """Record the exit of a process; return the work of the instance that it was, if any. A
+        successor is expected."""
         self._offers = {at: each for at, each in self._offers.items() if each.pid != pid}
         for slot in self._slots.values():
             if slot.offer is not None and slot.offer.pid == pid:
@@ -257,7 +256,7 @@ class Pool:
         return Lost([], [])
 
     def retire(self, index: int) -> None:
-        """The instance is to leave once it has nothing to do."""
+        """Mark an instance to be removed when it has nothing to do."""
         slot = self._slot(index)
         if not slot.retiring:
             slot.retiring = True
@@ -267,8 +266,8 @@ class Pool:
                 self.free.remove(slot)
 
     def take_retired(self, needed: Callable[[Slot], bool]) -> list[int]:
-        """Take out who was to leave and has nothing to do, unless it is `needed`: the process of
-        each, 0 where none is known."""
+        """Remove the retiring instances that have nothing to do and are not `needed`; return the
+        process of each, 0 if it has none."""
         over: list[int] = []
         for slot in self.retiring[:]:
             works = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
@@ -278,7 +277,7 @@ class Pool:
         return over
 
     def give_up(self, index: int, reason: str) -> None:
-        """An instance, which has no process, will not come back."""
+        """Record that an instance without a process will not come back."""
         self._slot(index).meet("give_up")
         self._given_up = reason
         self._judge()
@@ -333,7 +332,7 @@ class Pool:
     # --- work -------------------------------------------------------------------------------------
 
     def room(self, credit: int) -> Slot | None:
-        """The least busy of the busy instances that have less than `credit` batches."""
+        """Return the least busy instance with less than `credit` batches."""
         found: Slot | None = None
         if credit > 1:
             for slot in self._by_peer.values():
@@ -343,8 +342,8 @@ class Pool:
         return found
 
     def assign(self, execution: Execution, wanted: Slot | None = None) -> Slot:
-        """Give a batch to the instance that is `wanted`, which is idle or has room, or else to the
-        one that has been free for longest."""
+        """Assign a batch to the instance `wanted`, which is idle or has credit, or else to the
+        longest free one; return the instance."""
         if wanted is None:
             slot = self.free.popleft()
             slot.meet("assign")
@@ -369,14 +368,14 @@ class Pool:
         return slot
 
     def join(self, slot: Slot, request: ScheduledRequest, now_ns: int) -> None:
-        """A request is open at an instance, without an execution of its own."""
+        """Add an open request to an instance, without an execution."""
         slot.requests[request.key] = request
         request.worker = slot.worker
         request.responded_ns = now_ns
 
     def finish(self, slot: Slot, now_ns: int) -> None:
-        """The instance has returned its batch, and begins the next one if it has it. What becomes
-        of its `requests` is the caller's to say."""
+        """Record that an instance has returned its first batch; the next one, if any, starts. The
+        caller handles the requests."""
         slot.executions.popleft()
         if self._tickets is not None:
             self._tickets.done(slot)
@@ -387,8 +386,7 @@ class Pool:
         self.ended(slot)
 
     def ended(self, slot: Slot) -> None:
-        """An execution of an instance, or a request that was open there, has ended: it may be able
-        to take a batch again."""
+        """Update `free` after an execution or an open request of an instance has ended."""
         if slot.state is SlotState.IDLE and self._may_take(slot) and slot not in self.free:
             self.free.append(slot)
 
@@ -396,23 +394,23 @@ class Pool:
         return not slot.retiring and (not self._most_open or len(slot.requests) < self._most_open)
 
     def ready(self) -> list[Slot]:
-        """The instances that are there."""
+        """Return the instances with a worker."""
         return list(self._by_peer.values())
 
     def by_pid(self, pid: int) -> Slot | None:
-        """The instance that is this process."""
+        """Return the instance with this process, or None."""
         return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
 
     def awaited(self) -> list[int]:
-        """The processes that were announced, and have not offered themselves yet."""
+        """Return the announced processes that have not offered themselves yet."""
         slots = self._slots.values()
         return [slot.awaited for slot in slots if slot.awaited not in (0, slot.pid)]
 
     # --- time and counts --------------------------------------------------------------------------
 
     def overdue(self, now_ns: int) -> list[Slot]:
-        """Instances that run their batch for the execution limit or longer; they are to be doomed,
-        and do not count for `due_ns` any more."""
+        """Return the instances whose batch has run for the execution limit. The caller dooms them;
+        they do not count for `due_ns` any more."""
         over: list[Slot] = []
         self.due_ns = NEVER
         for slot in self._by_peer.values():
@@ -426,16 +424,16 @@ class Pool:
 
     @property
     def ready_count(self) -> int:
-        """Instances that run batches or could."""
+        """The number of instances with a worker."""
         return len(self._by_peer)
 
     @property
     def executing(self) -> int:
-        """Requests that instances have now."""
+        """The number of requests at instances."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
     def counts(self) -> dict[str, int]:
-        """The number of instances in each state."""
+        """Return the number of instances in each state."""
         counted = dict.fromkeys(map(str, SlotState), 0)
         for slot in self._slots.values():
             counted[slot.state] += 1

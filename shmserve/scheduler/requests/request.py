@@ -94,8 +94,8 @@ class State(StrEnum):
     RESPONDING = auto()  # it has had a response, or `execute` has returned and more may follow
     HELD = auto()  # executed; its response waits for those of earlier requests
     FAILED_EARLY = auto()  # a worker still has it, `Settled` is owed
-    CANCELLED = auto()  # nobody waits for the result: a worker still has it, an error is owed
-    ORPHANED = auto()  # its client is gone: a worker still has it, nothing is owed
+    CANCELLED = auto()  # by its client: a worker still has it, an error is owed
+    ORPHANED = auto()  # its client has exited: a worker still has it, nothing is owed
     DONE = auto()
 
 
@@ -129,7 +129,7 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
-        Event.RETURN: State.QUEUED,  # its model asks for it once more
+        Event.RETURN: State.QUEUED,  # its model asks for it again
         Event.FINISH: State.DONE,
         Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,
@@ -144,7 +144,7 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
 
 
 class IllegalEvent(Exception):
-    """A request met an event that its state does not know: a defect of ours."""
+    """An event that is not allowed in the state of a request: a defect of the scheduler."""
 
 
 # A worker has the request, and its client waits.
@@ -152,16 +152,15 @@ AT_WORK = frozenset((State.EXECUTING, State.RESPONDING))
 
 
 class Worker(NamedTuple):
-    """The worker that runs a request: its address and pid."""
+    """The worker of a request: its address and pid."""
 
     peer: bytes
     pid: int
 
 
 class Lookup(NamedTuple):
-    """The result of a look into the response cache: the request's `key` where it missed, or else
-    its response, with the `copies` that it is read from, to be lent or cancelled; and the ns that
-    it took."""
+    """The result of a lookup in the response cache: the `key` after a miss, or the response with
+    the `copies` that it is read from; and the duration of the lookup in ns."""
 
     key: bytes
     body: bytes
@@ -169,14 +168,14 @@ class Lookup(NamedTuple):
     copies: Sequence[Block]
 
     def cancel(self) -> None:
-        """Release the copies of a response that nobody will read."""
+        """Release the copies of a response that will not be read."""
         for copy in self.copies:
             copy.release()
 
 
 class Outcome(NamedTuple):
-    """The outcome of a request's execution whose turn is still to come: `code` "" is success, no
-    `timing` a death."""
+    """The outcome of an execution that is held until its turn. `code` "" is success; without
+    `timing`, the worker died."""
 
     code: str
     message: str
@@ -186,16 +185,15 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """One inference, which counts for `units` in a batch, and the message that submitted it, as
-    long as it lives. Times are monotonic ns, 0: none.
+    """An inference, which counts for `units` in a batch, and the message that submitted it. Times
+    are monotonic ns, 0: none.
 
-    `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
-    `flush_by_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker`
-    is who had it last. Of a decoupled model's: `responses` it has had, as many as `credited` of
-    which its client has read; since `responded_ns` the model has been at the next one. `level`
-    is its priority level, 1 the highest; it is `delayed` where its timeout put it behind the
-    others there. `sequence` is the one that it belongs to, where there are any, and `flags` say
-    where in it. `lookup` is what the response cache said of it, if it was asked.
+    `deadline_ns` is valid until the last response, `queue_limit_ns` only in the queue. A batch
+    should run before `flush_by_ns` rather than wait (`NEVER`: it may wait). `worker` had it last. A
+    decoupled model has sent `responses`, of which the client has read `credited`, the last one at
+    `responded_ns`. `level` is its priority level, 1 the highest; `delayed` if its timeout moved it
+    behind the others of its level. `flags` are those in its `sequence`, if it has one. `lookup` is
+    the result of its cache lookup, if there was one.
     """
 
     key: int
@@ -221,11 +219,11 @@ class ScheduledRequest:
     timing: Timing | None = None  # of the execution, once it has returned
     sequence: Any = None  # a batchers.sequence.slots.Sequence
     flags: int = 0
-    untimed: bool = False  # it succeeded before that
+    untimed: bool = False  # it succeeded before its execution returned
     lookup: Lookup | None = None
 
     def meet(self, event: Event) -> None:
-        """Move to the next state; raises IllegalEvent and changes nothing where there is none."""
+        """Move to the next state; raise IllegalEvent and change nothing if there is none."""
         try:
             self.state = LIFE[self.state][event]
         except KeyError:

@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.inference import Cancel
 from shmserve.ipc.messages.publications import ProcessExited
-from tests.rigs.scheduler_rig import MS, Rig
+from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
 ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
@@ -150,8 +150,7 @@ def test_sequences_ask_for_the_instance_of_their_slot() -> None:
 
 
 def test_without_the_limiter_nobody_is_asked() -> None:
-    rig = Rig()
-    rig.start()
+    rig, _ = ready_rig()
     rig.submit()
     rig.execute()
     assert asked(rig) == []

@@ -307,7 +307,7 @@ def test_results_of_another_step_end_the_worker() -> None:
     submit(rig)
     llm.turn()
     rig.worker(llm.peer, g.Stepped(99, [], 0, 0, 0))
-    kills = [each for _, each in rig.control.take() if isinstance(each, KillInstance)]
+    kills = rig.to_supervisor(KillInstance)
     assert [each.process for each in kills] == [100]
 
 
@@ -317,10 +317,10 @@ def test_a_drain_waits_for_what_runs() -> None:
     llm = Llm(rig, settings)
     submit(rig)
     rig.supervisor(Drain(False))
-    assert not [each for _, each in rig.control.take() if isinstance(each, Drained)]
+    assert not rig.to_supervisor(Drained)
     while llm.turn():
         pass
-    assert [each for _, each in rig.control.take() if isinstance(each, Drained)]
+    assert rig.to_supervisor(Drained)
 
 
 def test_a_step_that_failed_fails_its_requests_alone() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from shmserve.ipc.messages.generation import Row
 from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.sampling.sampler import (
+from shmserve.workers.backends.llm.sampler import (
     ACCEPTANCE,
     PROPOSAL,
     SampledRow,

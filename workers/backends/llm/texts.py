@@ -17,13 +17,13 @@ import numpy as np
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, clip
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
 from shmserve.workers.backends import Request, ResponseStream
+from shmserve.workers.backends.llm.answers import Answer
+from shmserve.workers.backends.llm.chat import ChatTemplate
 from shmserve.workers.backends.llm.engine import Emitted
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.sampling.grammars import Grammars
-from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters, parse
+from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
+from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
-from shmserve.workers.backends.llm.text.answers import Answer
-from shmserve.workers.backends.llm.text.chat import ChatTemplate
 from shmserve.workers.batch.response_stream import MOST_WAIT_S
 from shmserve.workers.links.scheduler import InstanceLink
 

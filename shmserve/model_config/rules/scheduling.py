@@ -1,17 +1,19 @@
-"""Validation of sequence batching."""
+"""Rules of the two batchers: the dynamic batcher, and that of sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shmserve.model_config.diagnostics import Key, Problem, repeats
-from shmserve.model_config.rules.batching import preferred_problems
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
+    ModelDynamicBatching,
+    ModelQueuePolicy,
     ModelSequenceBatching,
 )
 
+_DYNAMIC: Key = ("dynamic_batching",)
 _Control = ModelSequenceBatching.Control
 _SEQUENCE: Key = ("sequence_batching",)
 _FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
@@ -23,6 +25,60 @@ _CORRELATION_TYPES = (
     DataType.TYPE_INT32,
     DataType.TYPE_STRING,
 )
+
+
+def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
+    """The problems of `dynamic_batching`, in Triton's words."""
+    name, batching = config.name, config.dynamic_batching
+    sizes = batching.preferred_batch_size
+    yield from _preferred_problems(config, _DYNAMIC, sizes, "dynamic batching preferred size")
+    levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
+    if levels:
+        if not 1 <= batching.default_priority_level <= levels:
+            text = f"default priority level must be in range [1, {levels}] for {name}"
+            yield Problem((*_DYNAMIC, "default_priority_level"), text, (levels_at,))
+        for level in sorted(batching.priority_queue_policy):
+            if not 1 <= level <= levels:
+                text = (
+                    f"priority queue policy must have priority level in range [1, {levels}] "
+                    f"for {name}"
+                )
+                yield Problem((*_DYNAMIC, "priority_queue_policy", level), text, (levels_at,))
+    if batching.preserve_ordering:
+        if levels > 1:
+            text = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
+            yield Problem(levels_at, text)
+        for key in _delays(batching):
+            text = (
+                "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is "
+                f"true for {name}"
+            )
+            yield Problem(key, text)
+
+
+def _preferred_problems(
+    config: ModelConfig, at: Key, sizes: Iterable[int], subject: str
+) -> Iterator[Problem]:
+    """The problems of a batcher's `preferred_batch_size`."""
+    for index, size in enumerate(sizes):
+        key = (*at, "preferred_batch_size", index)
+        if size <= 0:
+            yield Problem(key, f"{subject} must be positive for {config.name}")
+        if size > config.max_batch_size:
+            text = f"{subject} must be <= max batch size for {config.name}"
+            yield Problem(key, text, (("max_batch_size",),))
+
+
+def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
+    """The queue policies that let a request wait on after its time."""
+    policies: dict[Key, ModelQueuePolicy] = {
+        (*_DYNAMIC, "default_queue_policy"): batching.default_queue_policy
+    }
+    for level, policy in sorted(batching.priority_queue_policy.items()):
+        policies[*_DYNAMIC, "priority_queue_policy", level] = policy
+    for key, policy in policies.items():
+        if policy.timeout_action == ModelQueuePolicy.DELAY and policy.default_timeout_microseconds:
+            yield key
 
 
 def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -41,7 +97,7 @@ def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
     for at, control in controls:
         yield from _control(at, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
-    yield from preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject)
+    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
         key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"

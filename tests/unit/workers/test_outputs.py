@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from shmserve.workers.memory.copying import Copier
+from shmserve.workers.memory.outputs import Copier
 
 MIB = 1024 * 1024
 

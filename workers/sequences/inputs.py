@@ -1,29 +1,101 @@
-"""Implicit state: tensors that a model gives back for the next request of the same sequence.
+"""The inputs that the server adds to requests of a sequence: controls and implicit state.
+
+A control tells the model where in its sequence a request is. It has one element and the shape [1],
+or [1, 1] if the model batches. A state is an output that returns as an input of the sequence's next
+request:
 
     config ──> StateSpec ──START──> initial value ──> an input of the request
                                          ^                     │ the model
                                          └── its output <──────┘
 
-A value stays where the model left it, in host memory or on the device, and in the same buffer as
-long as its size does not change. It never passes the scheduler, and ends with its sequence: by an
-END that has run, or when the scheduler says so (`EndSequences`).
+A value stays in the memory in which the model left it, and in the same buffer while its size is
+constant. It is never sent to the scheduler. It is released with its sequence: after an END was
+executed, or when the scheduler sends `EndSequences`.
 """
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shmserve.ipc.messages.inference import SequenceRow
-from shmserve.ipc.model_spec import InitialState, ModelSpec, SequenceState
+from shmserve.ipc.model_spec import CORRELATION_ID, InitialState, ModelSpec, SequenceState
 from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.inference import SEQUENCE_START
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.samples import read_data
 from shmserve.ipc.transport.records import record
 from shmserve.workers.batch.request import Input, Output, Request, Response
+
+_START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
+_END = "CONTROL_SEQUENCE_END"
+# Of each pair [false, true] its datatype, and how struct packs one.
+_PAIRS = {
+    "int32_false_true": ("INT32", "<i"),
+    "fp32_false_true": ("FP32", "<f"),
+    "bool_false_true": ("BOOL", "<?"),
+}
+
+
+@record
+class ControlInput:
+    """One control input: the bytes of its false and its true; of the correlation id none."""
+
+    name: str
+    kind: str
+    datatype: str
+    values: tuple[bytes, bytes] = (b"", b"")
+
+    def data(self, row: SequenceRow) -> bytes:
+        """Its bytes for a row."""
+        if self.kind == CORRELATION_ID:
+            return self._id(row)
+        ready = row.key != 0
+        says = {
+            _START: ready and row.flags & SEQUENCE_START,
+            _END: ready and row.flags & SEQUENCE_END,
+            _READY: ready,
+        }
+        return self.values[bool(says[self.kind])]
+
+    def _id(self, row: SequenceRow) -> bytes:
+        if self.datatype == "BYTES":
+            text = row.correlation_text.encode()
+            return struct.pack("<I", len(text)) + text
+        # The low bytes of what is too large, as Triton has it.
+        return (row.correlation_id % 2**64).to_bytes(8, "little")[: ITEM_SIZE[self.datatype]]
+
+
+def read_controls(config: ModelSpec) -> list[ControlInput]:
+    """The control inputs of a model's configuration."""
+    batching = config.sequence_batching
+    found: list[ControlInput] = []
+    for name, control in batching.controls if batching is not None else ():
+        if control.kind == CORRELATION_ID:
+            found.append(ControlInput(name, control.kind, control.datatype))
+            continue
+        for field, (datatype, packing) in _PAIRS.items():
+            if pair := getattr(control, field):
+                false, true = (struct.pack(packing, value) for value in pair)
+                found.append(ControlInput(name, control.kind, datatype, (false, true)))
+    return found
+
+
+def control_inputs(
+    controls: list[ControlInput], row: SequenceRow, batched: bool
+) -> dict[str, Input]:
+    """The control inputs of a row, by name."""
+    shape = (1, 1) if batched else (1,)
+    return {
+        control.name: Input(
+            control.name, control.datatype, shape, memoryview(bytearray(control.data(row)))
+        )
+        for control in controls
+    }
+
 
 _FOLDER = "initial_state"
 _STRING_HEAD = 4
@@ -157,7 +229,7 @@ def _stored(raw: Any, fresh: Any) -> Any:
     return raw
 
 
-def read(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
+def read_states(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
     """The states of a model's configuration, with what they begin with.
 
     Raises InvalidArgument for a file that cannot be read or is too short.

@@ -1,19 +1,56 @@
-"""The rules of the parameter `padding`: inputs filled up to one shape, outputs cut back."""
+"""Rules of the parameters that have a meaning to the server, whatever the backend: the batching
+strategy, the bounds of a model's instances, unloading when idle, padding."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shmserve.common.duplicate_keys import members
 from shmserve.errors import suggestion
+from shmserve.ipc.engine_settings import GENERATIVE
+from shmserve.ipc.model_settings import (
+    IDLE_UNLOAD,
+    LONGEST_IDLE_S,
+    MAX_INSTANCES,
+    MAX_STREAMS,
+    MIN_INSTANCES,
+    MOST_INSTANCES,
+    MOST_STREAMS,
+    PADDING,
+    STRATEGY,
+    TARGET,
+    Strategy,
+    idle_unload_s,
+    instance_bound,
+    max_streams,
+    strategy,
+    target_ms,
+)
 from shmserve.model_config.diagnostics import Key, Problem, member
-from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
+from shmserve.proto.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+)
 
-PADDING = "padding"
-_AT: Key = ("parameters", member(PADDING))
+_INSTANCES = (instance_bound, f"an integer from 1 to {MOST_INSTANCES}")
+# The parser of a parameter's text, None for a text that is wrong, and the texts that are allowed.
+_PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    STRATEGY: (strategy, "one of " + ", ".join(f"'{name}'" for name in Strategy)),
+    TARGET: (
+        target_ms,
+        "a number of milliseconds, 0.001 at least and of a day at most",
+    ),
+    MAX_STREAMS: (max_streams, f"an integer from 1 to {MOST_STREAMS}"),
+    IDLE_UNLOAD: (idle_unload_s, f"a number of seconds from 0 to {LONGEST_IDLE_S:.0f}"),
+    MIN_INSTANCES: _INSTANCES,
+    MAX_INSTANCES: _INSTANCES,
+}
 _OF_INPUT = ("value", "buckets", "lengths", "mask", "max_waste")
 _MOST_ELEMENTS = 1 << 28  # of a row in a bucket
 _LONGEST_SHOWN = 64
@@ -34,15 +71,114 @@ _RANGES = {
 }
 
 
-def padding_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """The problems of `padding`; `complete`: the model has completed its inputs."""
-    if PADDING not in config.parameters:
+def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
+    """Yield the problems of a configuration's parameters.
+
+    Args:
+        config: The configuration.
+        complete: Whether the model has completed it.
+    """
+    of = f"for {config.name}"
+    texts = {
+        name: config.parameters[name].string_value
+        for name in _PARAMETERS
+        if name in config.parameters
+    }
+    values = {name: _PARAMETERS[name][0](text) for name, text in texts.items()}
+    for name, text in texts.items():
+        if values[name] is None:
+            near = suggestion(text, Strategy) if name == STRATEGY else ""
+            allowed = f"parameter '{name}' must be {_PARAMETERS[name][1]} {of}"
+            yield Problem(_at(name), f"{allowed}, found '{text}'{near}")
+    if complete:
+        yield from _strategy_problems(config, values)
+    if PADDING in config.parameters:
+        for text in _padding_problems(config, config.parameters[PADDING].string_value, complete):
+            yield Problem(_at(PADDING), f"parameter '{PADDING}' {text} {of}")
+    yield from _bound_problems(config, values, complete)
+
+
+def _at(name: str) -> Key:
+    return "parameters", member(name)
+
+
+def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterator[Problem]:
+    chosen, of = values.get(STRATEGY), f"for {config.name}"
+    if chosen is not None and not config.HasField("dynamic_batching"):
+        text = (
+            f"parameter '{STRATEGY}' is '{chosen}' {of}, which has no 'dynamic_batching': add that "
+            "block, or leave the parameter out"
+        )
+        yield Problem(_at(STRATEGY), text)
+    if chosen is Strategy.ADAPTIVE and TARGET not in values:
+        text = (
+            f"parameter '{STRATEGY}' is '{chosen}' {of}, which needs the parameter '{TARGET}', a "
+            "number of milliseconds"
+        )
+        yield Problem(_at(STRATEGY), text)
+    held = chosen is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
+    if TARGET in values and not held and (chosen or STRATEGY not in values):
+        found = f"'{chosen}'" if chosen else "not given"
+        text = (
+            f"parameter '{TARGET}' is for '{STRATEGY}' '{Strategy.ADAPTIVE}' only, which is "
+            f"{found} {of}, or for '{MAX_INSTANCES}'"
+        )
+        yield Problem(_at(TARGET), text)
+
+
+def _bound_problems(
+    config: ModelConfig, values: Mapping[str, Any], complete: bool
+) -> Iterator[Problem]:
+    bounds = {name: values[name] for name in (MIN_INSTANCES, MAX_INSTANCES) if name in values}
+    if not bounds or None in bounds.values():
         return
-    for text in _problems(config, config.parameters[PADDING].string_value, complete):
-        yield Problem(_AT, f"parameter '{PADDING}' {text} for {config.name}")
+    least, most = bounds.get(MIN_INSTANCES) or 1, bounds.get(MAX_INSTANCES)
+    of = f"for {config.name}"
+    if most is None:
+        if complete:
+            text = f"parameter '{MIN_INSTANCES}' is {least} {of}, which needs '{MAX_INSTANCES}'"
+            yield Problem(_at(MIN_INSTANCES), text)
+        return
+    if least > most:
+        text = f"parameter '{MIN_INSTANCES}' must be at most '{MAX_INSTANCES}', {most}, {of}"
+        needs = (_at(MAX_INSTANCES),)
+        yield Problem(_at(MIN_INSTANCES), f"{text}, found {least}", needs)
+    yield from _of_its_kind(config)
+    if complete:
+        yield from _of_groups(config, most)
 
 
-def _problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
+def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
+    """What has no instances of its own, or gives one more than a batch: its load does not show in
+    how long requests wait, and an instance does not end with a batch."""
+    for key, found, is_there in (
+        ("ensemble_scheduling", "an ensemble", config.HasField("ensemble_scheduling")),
+        ("sequence_batching", "a model with sequences", config.HasField("sequence_batching")),
+        ("backend", "a model that generates text", config.backend == GENERATIVE),
+    ):
+        if is_there:
+            text = (
+                f"parameter '{MAX_INSTANCES}' is for models whose requests are independent of one "
+                f"another, found {found}: {config.name}"
+            )
+            yield Problem(_at(MAX_INSTANCES), text, ((key,),))
+
+
+def _of_groups(config: ModelConfig, most: int) -> Iterator[Problem]:
+    groups = config.instance_group
+    of = f"for {config.name}, which has the parameter '{MAX_INSTANCES}'"
+    if len(groups) > 1:
+        text = f"one instance group is allowed {of}, found {len(groups)}"
+        yield Problem(("instance_group", 1), text, (_at(MAX_INSTANCES),))
+        return
+    for group in groups:
+        count = group.count * (len(group.gpus) if group.kind == ModelInstanceGroup.KIND_GPU else 1)
+        if count > most:
+            text = f"at most {most} instances are allowed {of}, found {count}"
+            yield Problem(("instance_group", 0, "count"), text, (_at(MAX_INSTANCES),))
+
+
+def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
     try:
         said = json.loads(text, object_pairs_hook=members)
     except ValueError as error:
@@ -70,7 +206,7 @@ def _problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
             problems = _of_input(name, entry, inputs)
         for problem in problems:
             yield f"{problem}, of '{name}',"
-    yield from _names(said, inputs)
+    yield from _padding_names(said, inputs)
 
 
 def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
@@ -164,7 +300,7 @@ def _of_output(
         yield f"cuts an output with {free} dimensions of any size like an input with {known}"
 
 
-def _names(said: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
+def _padding_names(said: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
     taken = set(inputs)
     for name, entry in said.items():
         for key in ("lengths", "mask"):
