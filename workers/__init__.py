@@ -8,13 +8,13 @@ Its rooms:
     links/              to the scheduler that feeds it, and to the supervisor
     batch/              requests unpacked, inputs gathered, run, outputs scattered; those that an
                         instance runs before it is ready
-    model_view.py       what of that a model sees: its configuration, and what the server makes
+    tensor_specs.py     inputs and outputs: described by a file, and as the model receives them
     sequences/          control inputs of sequences, batches of their slots
     backends/           the contract of a backend, and the five there are
     bls/                business logic scripting: a model's calls of other models
     memory/             outputs in the arena, device memory, copies
     device.py           where a model runs: the CPU, an accelerator
     user_code.py        models' own files, imported
-    preloads/           what a zygote does before it forks workers
+    preloads.py         what a zygote imports and runs before it forks workers
     triton_python_backend_utils.py      Triton's API for Python models
 """

@@ -29,13 +29,12 @@ from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.failures import Failures
-from shmserve.workers.batch.padding import Padder
+from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Input, Request
-from shmserve.workers.batch.response_stream import ResponseWriter
+from shmserve.workers.batch.response_stream import MetricsReports, ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.context import ModelContext
-from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import InstanceLink
 from shmserve.workers.sequences.execute import SequenceExecutor
 

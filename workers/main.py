@@ -49,7 +49,7 @@ from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.sequences import state
+from shmserve.workers.sequences.inputs import read_states
 from shmserve.workers.user_code import in_words, place
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class _Worker:
     def _load(self, config: ModelSpec) -> None:
         began = time.monotonic()
         backend = self._made(config)
-        state.read(config, self._context.model_dir)  # its files can be read
+        read_states(config, self._context.model_dir)  # its files can be read
         backend.load(config)
         self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()

@@ -42,17 +42,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "workers.bls": ("ipc.*", "workers", "workers.batch", "workers.links"),
     "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.links", "workers.memory"),
-    "workers.preloads": (),
     "workers.sequences": ("ipc.*", "workers", "workers.backends", "workers.batch", "workers.links"),
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),
     "workers.backends.onnx": ("ipc.*", "workers.*"),
     "workers.backends.llm.model": ("ipc", "ipc.messages", "workers.backends.llm.*"),
-    "workers.backends.llm.sampling": ("ipc.messages", "workers.backends.llm.*"),
-    "workers.backends.llm.text": ("ipc.*", "workers.*"),
     "workers.backends.llm": ("ipc.*", "workers.*"),
-    "workers.backends.ascend": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
     "common": (),
@@ -84,15 +80,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway": ("ipc.*", "common", "gateway.inference", "gateway.tracing"),
     "gateway.http.json": ("ipc.*", "common", "gateway.inference"),
     "gateway.http.connection": ("common", "gateway", "gateway.http"),
-    "gateway.http.dashboard": (
-        *("ipc", "ipc.messages", "ipc.transport", "common", "gateway"),
-        *("gateway.api", "gateway.http", "gateway.http.json"),
-    ),
     "gateway.http.streaming": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.json"),
     ),
     "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
-    "gateway.http.openapi": ("gateway", "gateway.http"),
     "gateway.http": (
         *("ipc.*", "common", "gateway", "gateway.inference"),
         *("gateway.api.*", "gateway.http.*"),

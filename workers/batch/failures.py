@@ -16,7 +16,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import Request
 from shmserve.workers.context import ModelContext
-from shmserve.workers.memory import device_errors
+from shmserve.workers.memory.device_memory import free_cached, lost, out_of_memory
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -44,19 +44,17 @@ class Failures:
         """Whether it is neither this server's error, nor says that memory is full or a device
         lost."""
         return not (
-            isinstance(error, ShmserveError | WrongCount)
-            or device_errors.lost(error)
-            or device_errors.out_of_memory(error)
+            isinstance(error, ShmserveError | WrongCount) or lost(error) or out_of_memory(error)
         )
 
     def is_too_large(self, error: BaseException, requests: int) -> bool:
         """Whether `error` says that memory was too small for so many requests, half of which may
         fit."""
-        return requests > 1 and device_errors.out_of_memory(error)
+        return requests > 1 and out_of_memory(error)
 
     def make_room(self) -> None:
         """Give back what torch keeps on the device for tensors to come."""
-        device_errors.free_cached()
+        free_cached()
 
     def explain(self, error: BaseException, work: Work | None = None) -> ShmserveError:
         """The error for the client of a request. Raises `error` itself where the device is lost:
@@ -72,10 +70,10 @@ class Failures:
             trace_id = TraceContext.of(work.trace).trace_id
             told = {"request_id": work.request_id, "trace_id": trace_id}
         logger.error("model '%s' failed", model, exc_info=error, extra=told)
-        if device_errors.lost(error):
+        if lost(error):
             raise error
-        if device_errors.out_of_memory(error):
-            device_errors.free_cached()
+        if out_of_memory(error):
+            free_cached()
             return Unavailable(
                 f"there is not enough memory on device '{self._context.device}' for model "
                 f"'{model}' to run this request"

@@ -1,13 +1,12 @@
-"""Response streams of decoupled models, with back-pressure: any number of responses to a request,
-from any thread.
+"""Response streams of decoupled models, and reports of a model's own metrics.
 
 send ──> credit? ──> scatter ──> ExecutionResponded
 
-The first response leaves at once, and so does the end; those between may be sent together (see
-`InstanceLink.flush_soon`).
+A stream sends any number of responses to one request, from any thread. The first response and the
+end are sent at once; responses between them may be sent together (see `InstanceLink.flush_soon`).
 
-A client that does not read its responses has its model's `send` wait (back-pressure), and after
-`MOST_WAIT_S` its request ended, so that it costs nobody else more than that.
+`send` blocks while the client has not read earlier responses (back-pressure). After `MOST_WAIT_S`
+the request fails, so that it no longer holds resources.
 """
 
 from __future__ import annotations
@@ -18,15 +17,79 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc.messages.inference import ExecutionResponded, Reply
+from shmserve.ipc.messages.inference import ExecutionResponded, MetricsReported, Reply
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.context import ModelContext
-from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
+from shmserve.workers.links.scheduler import InstanceLink, Timer, WorkerRequest
+
+_PAUSE_S = 0.1
+_SOON_NS = 1_000_000
+_AT_ONCE = 100
+
+
+class MetricsReports:
+    """`changes` gives all families if anything changed since it was last called, else None.
+    `timer`: when what the collector has ended is told, through `scheduler`."""
+
+    def __init__(
+        self, changes: Callable[[], list[list[Any]] | None], scheduler: InstanceLink
+    ) -> None:
+        self._changes = changes
+        self._scheduler = scheduler
+        self._last: MetricsReported | None = None
+        self._again_s = 0.0
+        self._left, self._counted_s = float(_AT_ONCE), 0.0  # reports that may be sent at once; when
+        self.timer = Timer(_SOON_NS, self._send)
+
+    def changed(self, at_once: bool) -> None:
+        """Something changed that was not reported; in any thread. Not `at_once`: at any moment."""
+        if at_once:
+            self._send()
+        else:
+            self.timer.start()
+
+    def _send(self) -> None:
+        now = time.monotonic()
+        self._left = min(_AT_ONCE, self._left + (now - self._counted_s) / _PAUSE_S)
+        self._counted_s = now
+        if self._left < 1:
+            return
+        with self._scheduler.lock:
+            if self.before_responses(self._scheduler):
+                self._left -= 1
+                self._scheduler.flush()
+
+    def attach(self, scheduler: InstanceLink) -> None:
+        """A scheduler that knows nothing yet: queue all that there is."""
+        with scheduler.lock:
+            if not self.before_responses(scheduler) and self._last is not None:
+                scheduler.post(self._last)
+
+    def before_responses(self, scheduler: InstanceLink) -> bool:
+        """Queue what changed, if anything did; with the link's lock held where others may send."""
+        families = self._changes()
+        if families is not None:
+            self._last = MetricsReported(families)
+            scheduler.post(self._last)
+        return families is not None
+
+    def between_batches(self, scheduler: InstanceLink) -> float | None:
+        """Send what changed, unless that was done just now; how long to wait for it then."""
+        now = time.monotonic()
+        if now < self._again_s:
+            return self._again_s - now
+        with scheduler.lock:
+            if not self.before_responses(scheduler):
+                return None
+            scheduler.flush()
+        self._again_s = now + _PAUSE_S
+        return _PAUSE_S
+
 
 MOST_WAIT_S = 30.0
 _LET_GO = Internal(

@@ -26,8 +26,7 @@ from shmserve.workers.batch.execute import Executor, Part
 from shmserve.workers.batch.request import Input, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
-from shmserve.workers.sequences import controls
-from shmserve.workers.sequences.state import States, read
+from shmserve.workers.sequences.inputs import States, control_inputs, read_controls, read_states
 
 _NOBODY = Work(0, 0, b"")
 _NOTHING = Inference(())
@@ -46,10 +45,12 @@ class SequenceExecutor(Executor):
     def __post_init__(self) -> None:
         super().__post_init__()
         config = self._config
-        self._controls = controls.read(config)
+        self._controls = read_controls(config)
         self._batched = config.max_batch_size > 0
         self._policy.copies = True  # no second try would find out that a model needs them
-        self._states = States(read(config, self._context.model_dir), self._backend.read_only_inputs)
+        self._states = States(
+            read_states(config, self._context.model_dir), self._backend.read_only_inputs
+        )
         # Those that clients get, too.
         self._returned = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
@@ -84,7 +85,7 @@ class SequenceExecutor(Executor):
         for slot, request in enumerate(requests):
             key = request.work.key
             row = SequenceRow(slot, key, SEQUENCE_START | SEQUENCE_END, key)
-            made = controls.inputs(self._controls, row, self._batched)
+            made = control_inputs(self._controls, row, self._batched)
             request.inputs = made | request.inputs
             self._states.lend(request, row)
         try:
@@ -100,7 +101,7 @@ class SequenceExecutor(Executor):
             if real is not None:
                 real.row = row
                 real.request.work = _identified(real.request.work, row)
-                real.request.inputs |= controls.inputs(self._controls, row, self._batched)
+                real.request.inputs |= control_inputs(self._controls, row, self._batched)
                 shapes = self._states.lend(real.request, row)
                 by_shape.setdefault(shapes, []).append(real)
         if self._decoupled:
@@ -136,7 +137,7 @@ class SequenceExecutor(Executor):
             size = ITEM_SIZE[item.datatype] or _STRING_HEAD
             zeros = memoryview(bytearray(size * element_count(item.shape)))
             inputs[name] = Input(name, item.datatype, item.shape, zeros, None, item.model)
-        inputs |= controls.inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
+        inputs |= control_inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
         null = Request(_NOBODY, _NOTHING, like.request.batch_size, inputs, {})
         null.states = like.request.states
         return null

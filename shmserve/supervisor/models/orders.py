@@ -322,7 +322,7 @@ class ModelEntry:
         coming: The versions of the executed load, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.
         retiring: The versions that finish their requests.
-        draining: The versions of `retiring` that have been told to drain.
+        draining: The versions of `retiring` that drain.
         outcomes: The reasons why versions do not serve, by number.
         loaded_of: The fingerprint and the sent configuration of the last load.
         source: The source of the last load of an ensemble.

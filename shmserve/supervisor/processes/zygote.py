@@ -24,6 +24,7 @@ import gc
 import importlib
 import logging
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -62,10 +63,11 @@ def encode_request(number: int, entry: str, start: bytes) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Import modules, then fork on request.
+    """Preload, then fork on request.
 
     Args:
-        argv: SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE MODULE...
+        argv: SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE PRELOAD... A preload is a module to
+            import, or MODULE:FUNCTION, a function to call.
     """
     link = socket.socket(fileno=int(argv[0]))
     # The lock is held until the run directory is removed; processes of models do not inherit it.
@@ -99,8 +101,10 @@ def main(argv: list[str]) -> int:
         supervisor_ended()
     name_process(title)
     gc.disable()  # nearly all objects stay, and collections take a tenth of the time
-    for module in argv[5:]:
-        importlib.import_module(module)
+    for name in argv[5:]:
+        loaded = pkgutil.resolve_name(name)
+        if callable(loaded):
+            loaded()
     # A collection in a child would otherwise copy all pages of the imported objects.
     gc.collect()
     gc.freeze()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from shmserve.ipc.processes import LARGE_COPY, with_large_copies
-from shmserve.workers.memory import copying
+from shmserve.workers.memory import outputs
 from tests.support.servers import ROOT
 
 _SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
@@ -60,4 +60,4 @@ def test_an_operators_own_threshold_stays() -> None:
 
 
 def test_the_pieces_of_a_large_copy_are_large() -> None:
-    assert copying._PIECE >= LARGE_COPY
+    assert outputs._PIECE >= LARGE_COPY

@@ -611,7 +611,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     freed: list[int] = []
     seen: list[int] = []
     monkeypatch.setattr(
-        "shmserve.workers.memory.device_errors.free_cached", lambda: freed.append(len(seen))
+        "shmserve.workers.batch.failures.free_cached", lambda: freed.append(len(seen))
     )
 
     def execute(requests: list[Request]) -> list[Response]:

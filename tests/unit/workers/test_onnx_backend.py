@@ -16,14 +16,15 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
-from shmserve.workers.backends.onnx import OnnxBackend, OnnxRuntimeError
-from shmserve.workers.backends.onnx.binding import DeviceBinding
-from shmserve.workers.backends.onnx.session import (
+from shmserve.workers.backends.onnx import (
+    OnnxBackend,
+    OnnxRuntimeError,
     describe,
     import_onnxruntime,
     providers,
     session_options,
 )
+from shmserve.workers.backends.onnx.binding import DeviceBinding
 from shmserve.workers.device import Device
 from tests.rigs.worker_rig import (
     Region,

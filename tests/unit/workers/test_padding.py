@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.batch.padding import Padder
+from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 

@@ -21,9 +21,8 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.backends.pytorch.graphs import Recorder, Tensors
 from shmserve.workers.device import Device
-from shmserve.workers.memory.static_plan import MemoryPlan, buckets
+from shmserve.workers.memory.static_plan import MemoryPlan, Recorder, Tensors, buckets
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
 F32 = np.float32

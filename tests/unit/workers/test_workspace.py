@@ -22,7 +22,7 @@ from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
-from shmserve.workers.memory.device_errors import DeviceLost
+from shmserve.workers.memory.device_memory import DeviceLost
 from tests.rigs.arrivals import arrived
 from tests.rigs.fake_cuda import Exported, FakeCuda
 

@@ -1,13 +1,14 @@
 """Backend `llm`: text generation by the Llama, Qwen2 and Qwen3 families from Hugging Face folders.
 
 The version folder is the model's; `engine.yaml` beside config.pbtxt has the settings of the engine.
-Its scheduler plans steps (`shmserve.ipc.messages.generation`), and this carries them out.
+The scheduler plans steps (`shmserve.ipc.messages.generation`), and the worker executes them.
 
-engine.py sequences.py    steps
-engine_file.py            `engine.yaml`
-model/       the folder, checked; the decoder, its attention and KV cache
-sampling/    from logits to tokens: parameters, sampler, speculation, grammars
-text/        requests to tokens, tokens to responses, in a thread of their own
+engine_file.py    `engine.yaml`
+engine.py         steps
+sequences.py      prompts and sequences
+parameters.py sampler.py speculation.py     from logits to tokens
+texts.py chat.py answers.py                 from requests to tokens, from tokens to responses
+model/            the checkpoint, the decoder, its attention and KV cache
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
-from shmserve.workers.backends.llm.sampling.parameters import parse
-from shmserve.workers.backends.llm.sampling.speculation import DraftModel, NgramProposer, Proposer
-from shmserve.workers.backends.llm.text.texts import Texts, given_inputs
+from shmserve.workers.backends.llm.parameters import parse
+from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
+from shmserve.workers.backends.llm.texts import Texts, given_inputs
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest

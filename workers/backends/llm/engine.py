@@ -14,16 +14,16 @@ import torch
 
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.sampling.grammars import allowed_tokens
-from shmserve.workers.backends.llm.sampling.sampler import (
+from shmserve.workers.backends.llm.sampler import (
     SampledRow,
     TokenLogprobs,
+    allowed_tokens,
     candidates,
     logprobs,
     process,
 )
-from shmserve.workers.backends.llm.sampling.speculation import Check, Proposal, Proposer, verify
 from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
+from shmserve.workers.backends.llm.speculation import Check, Proposal, Proposer, verify
 
 
 class Emitted(NamedTuple):

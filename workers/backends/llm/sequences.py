@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.ipc.messages.generation import Row
-from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sampling.sampler import SampledRow, TokenLogprobs
+from shmserve.workers.backends.llm.parameters import GenerationParameters
+from shmserve.workers.backends.llm.sampler import SampledRow, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)

@@ -30,14 +30,13 @@ from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.model import Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
-from shmserve.workers.backends.native import attributes
-from shmserve.workers.backends.native import signature as predict_signature
+from shmserve.workers.backends.native import declaration
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
-from shmserve.workers.memory.device_tensors import as_bytes
-from shmserve.workers.model_view import as_model_sees, made_here
+from shmserve.workers.memory.tensors import as_bytes
+from shmserve.workers.tensor_specs import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
 
 logger = logging.getLogger(__name__)
@@ -65,37 +64,37 @@ class NativeBackend(Backend):
         """Inputs and outputs from the annotations, batching from the class's attributes."""
         spec = ModelSpec.of(config)
         model = self._find(spec)
-        attributes.warn_of_misspelt(model, self._at)
-        predict = attributes.check(model, self._at)
+        declaration.warn_of_misspelt(model, self._at)
+        predict = declaration.check(model, self._at)
         completed = dict(config)
-        own = attributes.parameters(model)
+        own = declaration.parameters(model)
         completed["parameters"] = {**own, **(config.get("parameters") or {})}
-        inputs, outputs = predict_signature.as_config(predict)
+        inputs, outputs = declaration.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             completed["sequence_batching"] = model.sequence_batching
         for field in ("batch_input", "batch_output"):
             if not config.get(field) and hasattr(model, field):
-                completed[field] = attributes.mappings(model, field)
-        groups = attributes.instance_groups(model)
+                completed[field] = declaration.mappings(model, field)
+        groups = declaration.instance_groups(model)
         if groups:
             completed["instance_group"] = groups
         seen = ModelSpec.of(completed)
         ours = made_here(seen)
-        completed["input"] = config.get("input") or attributes.own_inputs(
+        completed["input"] = config.get("input") or declaration.own_inputs(
             model, inputs, ours, self._at
         )
         completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
         if not config.get("max_batch_size"):
             # Without inputs nothing says how many rows a batch has.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
-            completed["max_batch_size"] = attributes.whole(model, "max_batch_size", most)
+            completed["max_batch_size"] = declaration.whole(model, "max_batch_size", most)
         if predict.streams:
             completed["model_transaction_policy"] = {"decoupled": True}
             # For the scheduler, where others wait.
-            most = max(1, attributes.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            most = max(1, declaration.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
         elif completed["max_batch_size"] > 1 and not seen.has_scheduler:
-            delay = attributes.whole(model, "max_queue_delay_us", 0)
+            delay = declaration.whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
 
@@ -103,7 +102,7 @@ class NativeBackend(Backend):
         """Make the object; raises InvalidArgument when configuration and annotations disagree."""
         context = self.context
         kind = self._find(config)
-        predict = predict_signature.read(kind)
+        predict = declaration.read(kind)
         signature = Signature(as_model_sees(config), context.version)
         _check(signature, predict)
         if predict.streams != config.decoupled:
@@ -204,7 +203,7 @@ class NativeBackend(Backend):
         return f"{where}:{place}: " if place else f"{where}: "
 
 
-def _check(signature: Signature, predict: predict_signature.PredictSignature) -> None:
+def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
     annotated = {p.name: p.type for p in predict.parameters}
     needed = {p.name for p in predict.parameters if not p.optional}
     sides: tuple[tuple[str, dict[str, TensorSpec], dict[str, TensorType], set[str]], ...] = (

@@ -21,9 +21,9 @@ from shmserve.ipc.tensors.arrays import STORED
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
-from shmserve.workers.backends.described import Described, Description
 from shmserve.workers.device import Device
-from shmserve.workers.memory.torch_types import as_torch
+from shmserve.workers.memory.tensors import as_torch
+from shmserve.workers.tensor_specs import Described, Description
 
 _WORTH = 64 * 1024  # bytes of an output: to bind it costs more than to copy less
 # What a client may change while the model runs must not be used as an index.

@@ -16,7 +16,6 @@ from typing import Any
 from shmserve.errors import Internal
 from shmserve.workers.backends import ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.event_loop import EventLoopThread
-from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
@@ -24,6 +23,7 @@ from shmserve.workers.backends.python.response import (
     SingleResponse,
     to_response,
 )
+from shmserve.workers.backends.python.tensor import Lender
 
 logger = logging.getLogger(__name__)
 

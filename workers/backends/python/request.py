@@ -22,7 +22,6 @@ from shmserve.workers.backends.python.errors import (
     text,
     whole,
 )
-from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
     InferenceResponseSender,
@@ -32,7 +31,7 @@ from shmserve.workers.backends.python.response import (
     from_call,
     from_error,
 )
-from shmserve.workers.backends.python.tensor import ReceivedTensor, Tensor
+from shmserve.workers.backends.python.tensor import Lender, ReceivedTensor, Tensor
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
