@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.errors import ShmserveError
 from shmserve.ipc.transport.frames import message
 
 
@@ -25,6 +26,11 @@ class Refused:
     id: int
     code: str
     message: str
+
+    @classmethod
+    def of(cls, number: int, error: ShmserveError) -> Refused:
+        """Return the reply for an error of request `number`."""
+        return cls(number, error.code, error.message)
 
 
 # --- models and settings

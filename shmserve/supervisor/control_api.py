@@ -70,11 +70,10 @@ class ControlApi:
         try:
             payload = await self._handle(pid, request)
         except ShmserveError as error:
-            send(pid, m.Refused(number, error.code, error.message))
+            send(pid, m.Refused.of(number, error))
         except Exception:
             logger.exception("a request to the control plane failed")
-            failure = Internal("internal error")
-            send(pid, m.Refused(number, failure.code, failure.message))
+            send(pid, m.Refused.of(number, Internal("internal error")))
         else:
             send(pid, m.Answered(number, payload or {}))
 

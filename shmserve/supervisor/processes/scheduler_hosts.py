@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shmserve.common.tasks import either, settle
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
@@ -84,7 +85,7 @@ class SchedulerHosts:
         host = await self._host(group)
         host.awaited += 1
         try:
-            await _either(host.ready, host.child.exited)
+            await either(host.ready, host.child.exited)
         finally:
             host.awaited -= 1
         if not host.child.alive:
@@ -129,20 +130,17 @@ class SchedulerHosts:
         self._logging.on_message(host.child.pid, message)
         match message:
             case m.Started():
-                if not host.ready.done():
-                    host.ready.set_result(None)
+                settle(host.ready, None)
             case m.SchedulerClosed(number, reason):
-                hosted = host.hosted.get(number)
-                if hosted is not None and not hosted.closed.done():
-                    hosted.closed.set_result(reason)
+                if (hosted := host.hosted.get(number)) is not None:
+                    settle(hosted.closed, reason)
 
     async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
         """Close a scheduler, and its process if it was the last one, and wait for that."""
         host = hosted._host
         self._control.send(hosted.address, m.Stop())
-        await _either(hosted.closed, host.child.exited, timeout_s=patience_s)
-        if not hosted.closed.done():
-            hosted.closed.set_result("")
+        await either(hosted.closed, host.child.exited, timeout_s=patience_s)
+        settle(hosted.closed, "")
         host.hosted.pop(hosted.address.number, None)
         self._control.withdraw(hosted.address)
         if host.hosted or host.awaited:
@@ -152,10 +150,6 @@ class SchedulerHosts:
         if not host.child.alive:
             return
         self._control.send(host.child.pid, m.Stop())
-        await _either(host.child.exited, timeout_s=patience_s)
+        await either(host.child.exited, timeout_s=patience_s)
         host.child.kill()
         await host.child.gone()
-
-
-async def _either(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

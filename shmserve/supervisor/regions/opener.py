@@ -251,7 +251,10 @@ class RegionOpener:
         with contextlib.ExitStack() as undone:
             undone.callback(os.close, shared.fd)
             owner = self._owner(peer, key, shared)
-            region = self._of_object(name, key, shared, offset, byte_size, owner, pin)
+            number = secrets.randbits(62)
+            region = self._admit(
+                OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin), shared
+            )
             undone.callback(self._release, region)
             await self._reserve(name, key, shared, offset, byte_size)
             region.blocks = os.fstat(shared.fd).st_blocks
@@ -272,28 +275,18 @@ class RegionOpener:
         """Open the object that a previous server registered. The region owns its descriptor."""
         self._refuse_if_disabled()
         shared = posix_shm.described(fd)
-        region = self._of_object(name, key, shared, offset, byte_size, owner, pinned)
-        region.blocks = os.fstat(fd).st_blocks
-        return region
+        number, blocks = secrets.randbits(62), os.fstat(fd).st_blocks
+        place = (shared, offset, byte_size)
+        region = OpenRegion(name, key, number, *place, owner, blocks=blocks, pinned=pinned)
+        return self._admit(region, shared)
 
     def _owner(self, peer: Peer, key: str, shared: posix_shm.SharedObject) -> Ownership:
         group = self._quota.policy.group
         return ownership(peer, key, shared.uid, shared.gid, shared.mode, group)
 
-    def _of_object(
-        self,
-        name: str,
-        key: str,
-        shared: posix_shm.SharedObject,
-        offset: int,
-        byte_size: int,
-        owner: Ownership,
-        pin: bool,
-    ) -> OpenRegion:
-        posix_shm.check_range(name, shared, offset, byte_size)
-        number = secrets.randbits(62)
-        region = OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin)
-        self._count(region, copied=owner.copied)
+    def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> OpenRegion:
+        posix_shm.check_range(region.name, shared, region.offset, region.byte_size)
+        self._count(region, copied=region.owner.copied)
         return region
 
     def _count(self, region: OpenRegion, *, copied: bool = False) -> None:

@@ -46,6 +46,8 @@ from shmserve.supervisor.regions.region import DROP, KEEP, KeptRegions, OpenRegi
 
 logger = logging.getLogger(__name__)
 
+_REMOVED = "the object behind its name was removed"
+
 
 class Processes(Protocol):
     """The part of the control socket that reaches gateways and workers by role."""
@@ -221,18 +223,18 @@ class RegionRegistry:
         key = posix_shm.normal_key(name, key)
         async with self._turn:
             known = self._active.get(name)
-            if known is not None and not known.owner.admits(peer):
-                raise _taken(name)
-            if known is not None and not known.orphaned:
-                if known.pinned != pin:
+            if known is not None:
+                if not known.owner.admits(peer):
                     raise _taken(name)
-                self._refuse_unless_same(known, key, offset, byte_size)
-                return {"memory_id": known.memory_id}
+                if not known.orphaned:
+                    if not _is_same(known, key, offset, byte_size, pin):
+                        raise _taken(name)
+                    return {"memory_id": known.memory_id}
             region = await self._opener.open_object(name, key, offset, byte_size, peer, pin=pin)
             region.lessor = lessor
             if known is not None:
                 logger.info("region replaced: the object behind its name was removed")
-                await self._withdraw(known, "the object behind its name was removed")
+                await self._withdraw(known, _REMOVED)
             self._kept.add(region)
             await self._activate(region)
             return {"memory_id": region.memory_id}
@@ -271,7 +273,7 @@ class RegionRegistry:
                 self._exporter_exited,
             )
             if known is not None:
-                await self._withdraw(known, "the object behind its name was removed")
+                await self._withdraw(known, _REMOVED)
             await self._activate(region)
 
     def _has_cuda(
@@ -294,20 +296,6 @@ class RegionRegistry:
                     await self._withdraw(region, "the process that owned it has ended")
 
         in_background(end(), self._endings)
-
-    @staticmethod
-    def _refuse_unless_same(known: OpenRegion, key: str, offset: int, byte_size: int) -> None:
-        taken = _taken(known.name)
-        if known.shared is None or (known.key, known.offset, known.byte_size) != (
-            key,
-            offset,
-            byte_size,
-        ):
-            raise taken
-        now = posix_shm.open_object(key)
-        os.close(now.fd)
-        if (now.device, now.inode) != (known.shared.device, known.shared.inode):
-            raise taken
 
     async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
         """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
@@ -358,6 +346,15 @@ class RegionRegistry:
             self._opener.close(region)
         self._active.clear()
         self.draining.close()
+
+
+def _is_same(known: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
+    registered = (known.key, known.offset, known.byte_size, known.pinned)
+    if known.shared is None or registered != (key, offset, byte_size, pin):
+        return False
+    now = posix_shm.open_object(key)
+    os.close(now.fd)
+    return now.file == known.shared.file
 
 
 def _taken(name: str) -> AlreadyExists:

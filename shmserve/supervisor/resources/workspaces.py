@@ -209,7 +209,7 @@ class Workspaces:
                         )
                     granted = pool.leases.ask(pid, number, size)
                 except ShmserveError as error:
-                    self._send(pid, Refused(number, error.code, error.message))
+                    self._send(pid, Refused.of(number, error))
                 else:
                     self._send_granted(pool, granted)
 
