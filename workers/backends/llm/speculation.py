@@ -1,8 +1,8 @@
 """Speculative decoding: proposals for the next tokens, and their exact verification.
 
-What was proposed without chance (n-grams, a greedy draft) is accepted where the model's own draw is
-the same token, which leaves every text as it is without proposals. What a draft model has drawn is
-accepted by rejection sampling (Leviathan et al., 2023; Chen et al., 2023).
+A deterministic proposal (n-grams, a greedy draft) is accepted where the model's own draw is the
+same token, so texts do not change. A token that a draft model has drawn is accepted by rejection
+sampling (Leviathan et al., 2023; Chen et al., 2023).
 """
 
 from __future__ import annotations
@@ -33,25 +33,28 @@ _MOST_BEHIND = 512  # tokens of a sequence that a draft model reads in one step
 
 @dataclass(slots=True)
 class Proposal:
-    """Tokens that may follow a sequence; `chances` [tokens, vocabulary] are the probabilities with
-    which each was drawn, where it was drawn."""
+    """Tokens that may follow a sequence.
+
+    Attributes:
+        chances: The distribution [tokens, vocabulary] from which each token was drawn, if it was
+            drawn.
+    """
 
     tokens: list[int] = field(default_factory=list)
     chances: list[torch.Tensor] = field(default_factory=list)
 
 
 class Proposer(Protocol):
-    """A way to propose tokens."""
+    """A method to propose tokens."""
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
-        """Up to `row.draft` tokens behind each sequence, by its number."""
+        """Return up to `row.draft` tokens for each sequence, by its number."""
 
 
 class NgramProposer:
-    """Proposes what followed when a sequence last had the tokens that it ends with."""
+    """A proposer of the tokens that followed the last occurrence of a sequence's ending."""
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
-        """As `Proposer.propose` says."""
         return {
             sequence.number: Proposal(followers(sequence.tokens, row.draft))
             for sequence, row in rows
@@ -59,7 +62,7 @@ class NgramProposer:
 
 
 def followers(tokens: Sequence[int], count: int) -> list[int]:
-    """Up to `count` tokens that followed the last earlier occurrence of the longest ending."""
+    """Return up to `count` tokens behind the last earlier occurrence of the longest ending."""
     known = np.array(tokens)
     for length in range(_LONGEST, _SHORTEST - 1, -1):
         if len(known) <= length:
@@ -73,14 +76,16 @@ def followers(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class DraftModel:
-    """Proposes what a smaller model says. It has a KV cache of its own, over the same blocks, and
-    catches up with a sequence where it has to propose for it."""
+    """A proposer that runs a smaller model.
+
+    The model has a KV cache of its own over the same blocks, and reads the tokens of a sequence
+    before it proposes for it.
+    """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
-        """As `Proposer.propose` says."""
         made = {sequence.number: Proposal() for sequence, _ in rows}
         ready = self._catch_up(rows)
         most = max((row.draft for _, row in ready), default=0)
@@ -95,7 +100,7 @@ class DraftModel:
     def _catch_up(
         self, rows: Sequence[tuple[TokenSequence, Row]]
     ) -> list[tuple[TokenSequence, Row]]:
-        """Those that it can propose for now: of the others it has read a part."""
+        """Return the rows it can propose for; of other sequences it reads a part."""
         late = [
             (sequence, row)
             for sequence, row in rows
@@ -113,7 +118,7 @@ class DraftModel:
     def _next(
         self, rows: Sequence[tuple[TokenSequence, Row]], made: dict[int, Proposal]
     ) -> torch.Tensor:
-        """The logits behind each sequence and what is proposed for it."""
+        """Return the logits behind each sequence and its proposed tokens."""
         reading = self._passes.empty()
         wanted: list[int] = []
         for sequence, _ in rows:
@@ -140,8 +145,7 @@ class DraftModel:
 
 
 class Check(NamedTuple):
-    """The rows of one sequence to verify, from `first` on: one for each proposed token, and one
-    behind the last."""
+    """The rows of one sequence to verify, from `first`: one per proposed token, and one more."""
 
     first: int
     proposal: Proposal
@@ -150,8 +154,10 @@ class Check(NamedTuple):
 def verify(
     logits: torch.Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]
 ) -> list[list[int]]:
-    """The tokens that each sequence goes on with, from processed logits of all its rows: what was
-    proposed as far as that is accepted, and one token more."""
+    """Return the tokens that continue each sequence, given processed logits of all rows.
+
+    They are the accepted part of the proposal, and one more token.
+    """
     drawn, _ = sample(logits, rows)
     wanted = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
     found: list[list[int]] = []
@@ -170,8 +176,11 @@ def verify(
 def _rejection(
     wanted: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
 ) -> list[int]:
-    """Accept each token with the probability min(1, p / q); behind the first that is rejected the
-    next is drawn from what p has more than q, behind all `bonus` follows."""
+    """Accept each token with the probability min(1, p / q).
+
+    The first rejected token is replaced by a draw from the excess of p over q. `bonus` follows if
+    all tokens are accepted.
+    """
     tokens: list[int] = []
     for token, chance, mine, row in zip(
         proposal.tokens, proposal.chances, wanted, rows, strict=False
