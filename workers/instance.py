@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmserve.errors import Internal, ShmserveError
@@ -34,7 +34,7 @@ from shmserve.workers.batch.response_stream import MetricsReports, ResponseWrite
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.context import ModelContext
-from shmserve.workers.links.scheduler import InstanceLink
+from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
 from shmserve.workers.sequences.execute import SequenceExecutor
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,10 @@ class WorkerInstance:
         self._context = context
         self._backend = backend
         self._memory = context.output_memory
-        self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
+        self._messages: dict[type[Any], Callable[[Any, list[WorkerRequest]], Any]] = {}
+        self.link = InstanceLink(
+            context.control, context.index, os.getpid(), self._read, served=self._messages.keys()
+        )
         self._metrics = MetricsReports(backend.metrics, self.link)
         backend.report_metrics_by(self._metrics.changed)
         signature = Signature(config, context.version)
@@ -85,8 +88,8 @@ class WorkerInstance:
         )
         self._samples = warmup_samples(config, context.model_dir)
         self._signature, self._unpacker = signature, unpacker
-        self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
-        self.link.served = self._messages.keys()
+        served = backend.serve(self._writer, unpacker) or self._executor.messages()
+        self._messages.update(served)
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
 

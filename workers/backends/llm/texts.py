@@ -169,8 +169,8 @@ class Texts:
     def _cancel(self, key: int) -> None:
         answer = self._answers.get(key)
         if answer is not None and answer.stream.is_cancelled():
+            self._forget(answer)  # before its scheduler can plan another step
             answer.stream.send(final=True)
-            self._forget(answer)
 
     def _forget(self, answer: Answer) -> None:
         key = answer.prompt.key
