@@ -15,9 +15,9 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, clip, suggestion
-from shmserve.gateway.api import metadata, repository, statistics
+from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as api
-from shmserve.gateway.api.metadata import (
+from shmserve.gateway.api.management import (
     FILE,
     FORMAT,
     LEVEL,
@@ -27,8 +27,8 @@ from shmserve.gateway.api.metadata import (
 )
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
-from shmserve.gateway.grpc.status import Ending, StatusCode
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import whole
@@ -45,7 +45,7 @@ _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 def serving(gateway: Gateway) -> HealthCheckResponse:
     """The status for grpc.health.v1, whatever the service's name: that of the server."""
-    ready = gateway.health.ready and not metadata.is_leaving(gateway)
+    ready = gateway.health.ready and not management.is_leaving(gateway)
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
     )
@@ -68,18 +68,18 @@ class AdminCall:
 
     async def server_live(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         """ServerLive."""
-        metadata.check_staying(self.gateway)
+        management.check_staying(self.gateway)
         return pb.ServerLiveResponse(live=self.gateway.health.live)
 
     async def server_ready(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
         """ServerReady."""
-        metadata.check_staying(self.gateway)
+        management.check_staying(self.gateway)
         return pb.ServerReadyResponse(ready=self.gateway.health.ready)
 
     async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         """ModelReady."""
         version = checked_version(request.version)
-        ready = await metadata.is_model_ready(self.gateway, request.name, version)
+        ready = await management.is_model_ready(self.gateway, request.name, version)
         return pb.ModelReadyResponse(ready=ready)
 
     async def check(self, request: HealthCheckRequest) -> HealthCheckResponse:
@@ -88,11 +88,11 @@ class AdminCall:
 
     async def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """ServerMetadata."""
-        return pb.ServerMetadataResponse(**metadata.server(self.gateway))
+        return pb.ServerMetadataResponse(**management.server(self.gateway))
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """ModelMetadata; a version in the request is the only one listed."""
-        described = await metadata.model(
+        described = await management.model(
             self.gateway, request.name, checked_version(request.version)
         )
         return ParseDict(described, pb.ModelMetadataResponse())
@@ -100,14 +100,14 @@ class AdminCall:
     async def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         """ModelConfig."""
         version = checked_version(request.version)
-        config = await metadata.model_config(self.gateway, request.name, version)
+        config = await management.model_config(self.gateway, request.name, version)
         return ParseDict({"config": orjson.loads(config)}, pb.ModelConfigResponse())
 
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest
     ) -> pb.ModelStatisticsResponse:
         """ModelStatistics, of all models without a name."""
-        reports = await statistics.reported(
+        reports = await management.reported(
             self.gateway, request.name, checked_version(request.version)
         )
         return ParseDict({"model_stats": reports}, pb.ModelStatisticsResponse())
@@ -116,13 +116,13 @@ class AdminCall:
         self, request: pb.RepositoryIndexRequest
     ) -> pb.RepositoryIndexResponse:
         """RepositoryIndex."""
-        repository.check_repository(request.repository_name)
-        models = await repository.index(self.gateway, only_ready=request.ready)
+        management.check_repository(request.repository_name)
+        models = await management.index(self.gateway, only_ready=request.ready)
         return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
     async def repository_model_load(self, request: pb.RepositoryModelLoadRequest) -> None:
         """RepositoryModelLoad, optionally with a configuration and files."""
-        repository.check_names(request.repository_name, request.model_name)
+        management.check_names(request.repository_name, request.model_name)
         config = ""
         files: dict[str, Any] = {}
         for key, parameter in request.parameters.items():
@@ -138,23 +138,23 @@ class AdminCall:
                     f"unrecognized load parameter '{clip(key)}'. Allowed are 'config' and "
                     f"'file:PATH'{suggestion(key, ('config',))}"
                 )
-        await repository.load(self.gateway, self.client, request.model_name, config, files)
+        await management.load(self.gateway, self.client, request.model_name, config, files)
 
     async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> None:
         """RepositoryModelUnload."""
-        repository.check_names(request.repository_name, request.model_name)
+        management.check_names(request.repository_name, request.model_name)
         dependents = False
         for key, parameter in request.parameters.items():
             if key == "unload_dependents":
                 _expect(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
                 dependents = parameter.bool_param
-        await repository.unload(self.gateway, request.model_name, dependents=dependents)
+        await management.unload(self.gateway, request.model_name, dependents=dependents)
 
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """TraceSetting: all of the changes or none, then what the settings are."""
         given = {key: list(setting.value) for key, setting in request.settings.items()}
         response = pb.TraceSettingResponse()
-        settings = await metadata.change_trace_settings(self.gateway, request.model_name, given)
+        settings = await management.change_trace_settings(self.gateway, request.model_name, given)
         for key, values in settings.items():
             response.settings[key].value.extend(values)
         return response

@@ -18,19 +18,19 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving
 from shmserve.gateway.grpc.calls.call import Carrier, GrpcCall, UnaryCall, UnaryHandler
-from shmserve.gateway.grpc.calls.head import CallHead
-from shmserve.gateway.grpc.calls.messages import Sinks
-from shmserve.gateway.grpc.calls.streaming_call import StreamHandler, StreamingCall
-from shmserve.gateway.grpc.infer import Inferences, RequestRefused
-from shmserve.gateway.grpc.placed_request import PlacedRequest
-from shmserve.gateway.grpc.status import (
+from shmserve.gateway.grpc.calls.headers import (
     INTERNAL,
     MISSING,
     OVER,
     UNKNOWN_METHOD,
+    CallHead,
     Ending,
     ending_of,
 )
+from shmserve.gateway.grpc.calls.messages import Sinks
+from shmserve.gateway.grpc.calls.streaming_call import StreamHandler, StreamingCall
+from shmserve.gateway.grpc.infer import Inferences, RequestRefused
+from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import LARGE

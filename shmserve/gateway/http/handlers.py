@@ -10,10 +10,9 @@ from typing import Any
 
 from shmserve.common.peers import unix_pid
 from shmserve.errors import Internal, InvalidArgument, Unavailable, clip, suggestion
-from shmserve.gateway.api import metadata, statistics
-from shmserve.gateway.api import repository as repository_api
+from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as memory_api
-from shmserve.gateway.api.metadata import FILE, FORMAT, LEVEL, SWITCHES
+from shmserve.gateway.api.management import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
@@ -28,13 +27,13 @@ _TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/health/live."""
-    metadata.check_staying(gateway)
+    management.check_staying(gateway)
     return HttpResponse(200 if gateway.health.live else 400)
 
 
 async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/health/ready."""
-    metadata.check_staying(gateway)
+    management.check_staying(gateway)
     return HttpResponse(200 if gateway.health.ready else 400)
 
 
@@ -42,40 +41,40 @@ async def model_ready(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """GET /v2/models/NAME/ready."""
-    if await metadata.is_model_ready(gateway, name, version or ""):
+    if await management.is_model_ready(gateway, name, version or ""):
         return HttpResponse()
     raise InvalidArgument("Model version not ready")
 
 
 async def server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2."""
-    return json_response(metadata.server(gateway))
+    return json_response(management.server(gateway))
 
 
 async def model(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """GET /v2/models/NAME; a version in the URL is the only one listed."""
-    return json_response(await metadata.model(gateway, name, version or ""))
+    return json_response(await management.model(gateway, name, version or ""))
 
 
 async def model_config(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """GET /v2/models/NAME/config."""
-    return HttpResponse(200, (await metadata.model_config(gateway, name, version or ""),), JSON)
+    return HttpResponse(200, (await management.model_config(gateway, name, version or ""),), JSON)
 
 
 async def all_statistics(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/models/stats."""
-    return json_response({"model_stats": await statistics.reported(gateway, "", "")})
+    return json_response({"model_stats": await management.reported(gateway, "", "")})
 
 
 async def model_statistics(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """GET /v2/models/NAME/stats."""
-    return json_response({"model_stats": await statistics.reported(gateway, name, version or "")})
+    return json_response({"model_stats": await management.reported(gateway, name, version or "")})
 
 
 async def metrics(
@@ -92,7 +91,7 @@ async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def show_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """GET /v2/trace/setting and /v2/models/NAME/trace/setting."""
-    return _trace_settings(await metadata.change_trace_settings(gateway, name or "", {}))
+    return _trace_settings(await management.change_trace_settings(gateway, name or "", {}))
 
 
 async def change_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
@@ -100,7 +99,7 @@ async def change_trace(gateway: Gateway, request: HttpRequest, name: str | None)
     body = await read_json(gateway, request, required=True)
     members = body if type(body) is dict else {}
     given = {key: _texts(key, value) for key, value in members.items()}
-    return _trace_settings(await metadata.change_trace_settings(gateway, name or "", given))
+    return _trace_settings(await management.change_trace_settings(gateway, name or "", given))
 
 
 def _texts(key: str, value: Any) -> list[str] | None:
@@ -121,14 +120,14 @@ def _trace_settings(settings: dict[str, list[str]]) -> HttpResponse:
 
 async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/logging."""
-    return json_response(await metadata.change_log_settings(gateway, {}))
+    return json_response(await management.change_log_settings(gateway, {}))
 
 
 async def change_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """POST /v2/logging: all of the changes or none; what the extension does not know is left
     alone, and so is what a null is given for."""
     body = await read_json(gateway, request, required=True)
-    return json_response(await metadata.change_log_settings(gateway, _changes(body)))
+    return json_response(await management.change_log_settings(gateway, _changes(body)))
 
 
 def _changes(body: Any) -> dict[str, Any]:
@@ -137,7 +136,7 @@ def _changes(body: Any) -> dict[str, Any]:
     changes = {key: members[key] for key in known if members.get(key) is not None}
     for key, value in changes.items():
         if key == FILE:
-            raise metadata.refuse_file()
+            raise management.refuse_file()
         if key in SWITCHES and type(value) is not bool:
             raise mistyped_value("boolean")
         if key == LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
@@ -155,16 +154,16 @@ async def index(gateway: Gateway, request: HttpRequest, repository: str | None) 
     only_ready = wanted.get("ready", False) if type(wanted) is dict else False
     if type(only_ready) is not bool:
         raise InvalidArgument("Invalid value for 'ready': expected a boolean")
-    return json_response(await repository_api.index(gateway, only_ready=only_ready))
+    return json_response(await management.index(gateway, only_ready=only_ready))
 
 
 async def load(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
     """POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
-    repository_api.check_names(repository, name)
+    management.check_names(repository, name)
     config, files = _load_parameters(_parameters(await read_json(gateway, request)))
-    await repository_api.load(gateway, request.connection.client, name, config, files)
+    await management.load(gateway, request.connection.client, name, config, files)
     return HttpResponse()
 
 
@@ -172,14 +171,14 @@ async def unload(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
     """POST /v2/repository/models/NAME/unload."""
-    repository_api.check_names(repository, name)
+    management.check_names(repository, name)
     parameters = _parameters(await read_json(gateway, request))
     dependents = parameters.get("unload_dependents", False)
     if type(dependents) is not bool:
         raise JsonFault(
             "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         )
-    await repository_api.unload(gateway, name, dependents=dependents)
+    await management.unload(gateway, name, dependents=dependents)
     return HttpResponse()
 
 

@@ -22,7 +22,16 @@ from typing import Any, ClassVar, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.grpc.calls.head import ENCODINGS, CallHead
+from shmserve.gateway.grpc.calls.headers import (
+    ENCODINGS,
+    INTERNAL,
+    LATE,
+    MISSING,
+    OVER,
+    CallHead,
+    StatusCode,
+    percent_encoded,
+)
 from shmserve.gateway.grpc.calls.messages import (
     LARGE,
     PREFIX,
@@ -36,7 +45,6 @@ from shmserve.gateway.grpc.calls.messages import (
     inflated,
     release,
 )
-from shmserve.gateway.grpc.status import INTERNAL, LATE, MISSING, OVER, StatusCode, percent_encoded
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.header_blocks import STATUS_200, encode
 from shmserve.gateway.http2.limits import Limits

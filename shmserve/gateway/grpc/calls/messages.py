@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.compression import Inflater
-from shmserve.gateway.grpc.calls.head import CallHead
-from shmserve.gateway.grpc.status import Ending, StatusCode
+from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 

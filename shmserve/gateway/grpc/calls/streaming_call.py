@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.grpc.calls.call import HEADS, Carrier, GrpcCall
-from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.headers import DONE, INTERNAL, CallHead, Ending, StatusCode
 from shmserve.gateway.grpc.calls.messages import (
     PREFIX,
     Assembly,
@@ -20,7 +20,6 @@ from shmserve.gateway.grpc.calls.messages import (
     framed,
     release,
 )
-from shmserve.gateway.grpc.status import DONE, INTERNAL, Ending, StatusCode
 from shmserve.gateway.http2.outgoing import Stream
 
 logger = logging.getLogger(__name__)

@@ -1,12 +1,12 @@
-"""Whose times are wanted, and what becomes of them: an explanation in the response, a line in the
-log, an entry in Triton's trace file, spans for OpenTelemetry.
+"""Traces of requests: an explanation in the response, a log line, an entry in Triton's trace file,
+or spans for OpenTelemetry.
 
     begin ──> Submit.trace ... response ──answered──> explanation, if asked for ──> finish
                                                        log, file, collector <─────────┘
 
-The file is a JSON array, in which each request, and each that was made for it, has an entry that
-says what it is, and one with its timestamps (monotonic ns). Several gateways write to one, each
-under a lock: it is whole after each.
+The file is a JSON array. Each request, and each request of an ensemble's step or of a model's call,
+has an entry with its names and an entry with its timestamps (monotonic ns). Several gateways write
+to the file. Each write holds a lock and leaves a complete array.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ import itertools
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmserve.common.trace_settings import OPENTELEMETRY, Sampler, Samplers, TraceSettings
-from shmserve.gateway.tracing.request_trace import RequestTrace
+from shmserve.ipc.inflight import Response
+from shmserve.ipc.messages.inference import Failed, Responded
 from shmserve.ipc.messages.supervision import RequestTraced
-from shmserve.ipc.trace import Span, TraceContext, unpack_spans, within
+from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.trace import Span, TraceContext, explain, unpack_spans, within
 
 if TYPE_CHECKING:
-    from shmserve.gateway.tracing.otel import Exporter
+    from shmserve.gateway.otel import Exporter
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,71 @@ _EXECUTED = (
 
 _NS_PER_MS = 1_000_000
 _HELD_S = 1.0  # so long a trace waits for others to be written with
+
+
+@dataclass(slots=True, eq=False)
+class RequestTrace:
+    """The trace of one request. Times are monotonic ns; 0 means that the event is still to happen.
+
+    Attributes:
+        on_end: The callback for the end of the request.
+        context: The gateway's span.
+        scheduler: The scheduler's span.
+        spans: The scheduler's span and the spans within it, once the response has arrived.
+        explained: Whether the response contains an explanation.
+        sampled: Whether the trace is written to the file or sent to the collector.
+        local: Whether a scheduler received the request from a program on this host.
+        error: The message of the error, if the request failed.
+    """
+
+    on_end: Callable[[RequestTrace], None]
+    model: str
+    version: str
+    request_id: str
+    context: TraceContext
+    arrived_ns: int
+    explained: bool
+    sampled: bool
+    local: bool = False
+    scheduler: TraceContext = field(init=False)
+    submitted_ns: int = field(default_factory=time.monotonic_ns)
+    answered_ns: int = 0
+    ended_ns: int = 0
+    spans: list[Span] = field(default_factory=list)
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        self.scheduler = self.context.child()
+
+    def answered(self, message: Response) -> None:
+        """Record the last response."""
+        self.answered_ns = time.monotonic_ns()
+        if isinstance(message, Failed | Responded) and message.code:
+            self.error = message.message
+        if not isinstance(message, Failed) and message.spans:
+            self.spans = within(unpack_spans(message.spans), self.scheduler.span_id)
+
+    def explanation(self, now_ns: int) -> dict[str, Any]:
+        """Return the durations of the phases until `now_ns`, as `ipc.trace.explain` does."""
+        times = (self.arrived_ns, self.submitted_ns, now_ns)
+        return explain(self.spans, self.scheduler.span_id, *times)
+
+    def explain(self, inferred: Inferred) -> Inferred:
+        """Return the response, with an explanation if the request asked for one."""
+        if not self.explained:
+            return inferred
+        added = {"explanation": self.explanation(time.monotonic_ns())}
+        return replace(inferred, parameters=inferred.parameters | added)
+
+    def finish(self, error: str = "") -> None:
+        """Record the end of the request. The first call and the first error count."""
+        if not self.ended_ns:
+            self.ended_ns, self.error = time.monotonic_ns(), self.error or error
+            self.on_end(self)
+
+    def gone(self) -> None:
+        """Record that the client has disconnected, unless the request has ended."""
+        self.finish("its client has gone")
 
 
 def entries_of(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
@@ -149,7 +219,7 @@ class Tracer:
         common = TraceSettings(**settings[""])
         if common.trace_mode == OPENTELEMETRY and self._exporter is None:
             # Here, since it is an extra, and takes some time.
-            from shmserve.gateway.tracing.otel import Exporter
+            from shmserve.gateway.otel import Exporter
 
             self._exporter = Exporter(common.exporter)
             gc.freeze()  # the modules stay: no collection needs to look at them
