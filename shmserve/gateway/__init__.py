@@ -33,7 +33,8 @@ A gRPC request:
                                     many connections there may be
     inference/, api/                inference and the other APIs, for any protocol; the page of
                                     /metrics, and the families on it, are in api/metrics.py
-    tracing.py, otel.py             traces of requests, and their export to OpenTelemetry
+    request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:
+                                    their export to OpenTelemetry
     http/dashboard.py               the dashboard's page, and the feed of api/figures.py
     http/handlers.py, grpc/admin.py what HTTP and gRPC make of these
 """

@@ -10,7 +10,7 @@ from shmserve.gateway.links import RequestDispatcher, SupervisorLink
 from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
-from shmserve.gateway.tracing import Tracer
+from shmserve.gateway.tracer import Tracer
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.control_requests import WantModel

@@ -27,7 +27,7 @@ from shmserve.gateway.links import RequestDispatcher, SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
-from shmserve.gateway.tracing import Tracer
+from shmserve.gateway.tracer import Tracer
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings

@@ -25,7 +25,7 @@ from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
-from shmserve.gateway.tracing import RequestTrace
+from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response, make_submit, stopping
 from shmserve.ipc.messages import inference as m
