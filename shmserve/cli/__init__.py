@@ -1,5 +1,6 @@
 """The program `shmserve VERB ...`; each verb is a few lines that call a room.
 
+arguments.py         tables of flags: *.txt
 check.py             `shmserve check`
 client.py            `shmserve client VERB`: the table of verbs
 doctor.py            `shmserve doctor`

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.protocols import (
     AdminTransport,
@@ -54,53 +55,22 @@ def _perhaps_a_version(parser: argparse.ArgumentParser) -> None:
 def _infer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
     parser.add_argument("model", metavar="MODEL", help="the model to ask")
-    _add_tensors(parser)
-    parser.add_argument(
-        "--model-version", default="", metavar="V", help="of the model [the latest]"
-    )
-    parser.add_argument("--request-id", default="", metavar="ID", help="shown in the server's log")
-    parser.add_argument(
-        "--sequence",
-        default="",
-        metavar="ID",
-        help="the sequence that the request belongs to, a number or a text [none]",
-    )
-    parser.add_argument("--start", action="store_true", help="it is the first of its sequence")
-    parser.add_argument("--end", action="store_true", help="it is the last of its sequence")
-    parser.add_argument(
-        "--timeout-us",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how long it may take, in microseconds [no limit]",
-    )
-
-
-def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         action="append",
         default=[],
         required=True,
-        dest="inputs",
         metavar="NAME=VALUE",
         help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE for "
         "what is in it, as one text; a value with one "
         "dimension less than the model takes becomes a batch of one",
     )
-    parser.add_argument(
-        "--output",
-        action="append",
-        default=[],
-        dest="outputs",
-        metavar="NAME",
-        help="an output to ask for (repeatable) [all]",
-    )
+    add_flags(parser, "infer")
 
 
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Send the request that the command line says. Raises InvalidArgument or TransportError."""
-    given = [split_input(text) for text in args.inputs]
+    given = [split_input(text) for text in args.input]
     values = [(name, load(name, value)) for name, value in given]
     model = transport.inputs(args.model, args.model_version)
     inputs = []
@@ -115,7 +85,7 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
             args.request_id,
             args.timeout_us,
             inputs,
-            args.outputs,
+            args.output,
             int(args.sequence) if args.sequence.isdecimal() else args.sequence,
             args.start,
             args.end,
@@ -213,7 +183,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
     """The verb and its arguments; None: help is asked for. The verb is the first word that is one,
     and no value of the server's flags, which may stand before it."""
     server = _Parser(prog="shmserve client", add_help=False, allow_abbrev=False)
-    servers.add_arguments(server)
+    add_flags(server, "server")
     args, rest = server.parse_known_args(arguments)
     name = next((word for word in rest if word in VERBS), "")
     if not name:
