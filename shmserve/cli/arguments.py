@@ -1,4 +1,4 @@
-"""The flags of verbs that have many: tables in the syntax of config/flags.txt.
+"""The flags of verbs: tables in the syntax of config/flags.txt.
 
 infer.txt     `shmserve client infer`
 perf.txt      `shmserve perf`
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.config.options import Flag, read
+from shmserve.errors import refused
 
 
 def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
@@ -46,3 +47,9 @@ def _add(group: Any, flag: Flag) -> None:
     if flag.metavar:
         more["metavar"] = flag.metavar
     group.add_argument(f"--{flag.name}", help=flag.help, **more)
+
+
+def write_file(flag: str, path: str, text: str) -> None:
+    """Write the file that a flag names. Raises InvalidArgument."""
+    with refused(f"--{flag}: cannot write '{path}'"):
+        Path(path).write_text(text)

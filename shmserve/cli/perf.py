@@ -10,11 +10,10 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from shmserve import __version__
-from shmserve.cli.arguments import add_flags
-from shmserve.errors import InvalidArgument, refused
+from shmserve.cli.arguments import add_flags, write_file
+from shmserve.errors import InvalidArgument
 from shmserve.perf import measure, report, targets
 from shmserve.perf.load import KINDS, LoadGenerator, loads_of
 from shmserve.protocols.connection import Poller
@@ -108,5 +107,4 @@ def _write(args: argparse.Namespace, where: str, found: Sequence[measure.Point])
     for flag, text in made.items():
         path = getattr(args, flag)
         if path:
-            with refused(f"--{flag}: cannot write '{path}'"):
-                Path(path).write_text(text())
+            write_file(flag, path, text())

@@ -11,11 +11,10 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shmserve.cli.arguments import add_flags
-from shmserve.errors import InvalidArgument, refused
+from shmserve.cli.arguments import add_flags, write_file
+from shmserve.errors import InvalidArgument
 from shmserve.perf import measure, report, search, targets
 from shmserve.perf.load import LoadGenerator
 from shmserve.perf.search import Candidate, Search, Trial
@@ -86,7 +85,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
     trials = list(attempt.trials.values())
     if args.plot:
         title = f"{args.model} at {target.where}, p99 within {target_ms:g} ms"
-        _write("plot", args.plot, report.draw_trials(title, trials, target_ms))
+        write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best is None:
         print(search.table(trials, target_ms))
         print(f"no configuration that was tried has a p99 within {target_ms:g} ms", file=sys.stderr)
@@ -95,7 +94,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
         server.load(args.model, search.configured(config, best.candidate, target_ms))
     text = search.recommendation(config, trials, best, target_ms)
     if args.write:
-        _write("write", args.write, text)
+        write_file("write", args.write, text)
     else:
         print(text, end="")
     return 0
@@ -159,8 +158,3 @@ class _Runs:
             return measure.measured(
                 *(load, plan, "concurrency", in_flight, self.target.streams, dict)
             )
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    with refused(f"--{flag}: cannot write '{path}'"):
-        Path(path).write_text(text)
