@@ -13,7 +13,7 @@ An HTTP request, file by file:
     inference/submit.py             its regions authorised; the message to the scheduler
     links.py                        submitted, in flight until the scheduler has responded
     http/json/infer_response.py     the response as JSON and binary tensors
-    http/response.py                written
+    http/messages.py                written
 
 A gRPC request:
 
@@ -34,6 +34,6 @@ A gRPC request:
     inference/, api/                inference and the other APIs, for any protocol; the page of
                                     /metrics, and the families on it, are in api/metrics.py
     tracing/                        requests whose times are wanted, and who is told
-    http/dashboard/                 the page for who watches, and the feed of api/figures.py
+    http/dashboard.py               the dashboard's page, and the feed of api/figures.py
     http/handlers.py, grpc/admin.py what HTTP and gRPC make of these
 """

@@ -22,8 +22,7 @@ from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
-from shmserve.gateway.http.json.large_arrays import Numbers, loads_large
-from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.json.parser import Numbers, loads, loads_large
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.inference.builder import raw_request
 from shmserve.gateway.inference.request import InferRequest, RegionRange

@@ -80,15 +80,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway": ("ipc.*", "common", "gateway.inference", "gateway.tracing"),
     "gateway.http.json": ("ipc.*", "common", "gateway.inference"),
     "gateway.http.connection": ("common", "gateway", "gateway.http"),
-    "gateway.http.dashboard": (
-        *("ipc", "ipc.messages", "ipc.transport", "common", "gateway"),
-        *("gateway.api", "gateway.http", "gateway.http.json"),
-    ),
     "gateway.http.streaming": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.json"),
     ),
     "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
-    "gateway.http.openapi": ("gateway", "gateway.http"),
     "gateway.http": (
         *("ipc.*", "common", "gateway", "gateway.inference"),
         *("gateway.api.*", "gateway.http.*"),

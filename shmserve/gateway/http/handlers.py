@@ -18,8 +18,7 @@ from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import JSON, HttpResponse, json_response
+from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, json_response
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
 from shmserve.logs import FORMATS, MOST_VERBOSE

@@ -15,18 +15,20 @@ from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import own_timeout_us, read_request, repeated_request
-from shmserve.gateway.http.json.framing import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
-from shmserve.gateway.http.request import (
+from shmserve.gateway.http.messages import (
     ACCEPT,
     ACCEPT_ENCODING,
     CONTENT_ENCODING,
     HEADER_LENGTH,
+    JSON,
     TRACEPARENT,
     Answer,
     HttpRequest,
+    HttpResponse,
+    accepted,
+    written,
 )
-from shmserve.gateway.http.response import JSON, HttpResponse, written
 from shmserve.gateway.http.streaming.infer_stream import infer_stream
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest

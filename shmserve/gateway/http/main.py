@@ -16,9 +16,8 @@ from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.connection import aiohttp_parts
 from shmserve.gateway.http.connection.protocol import HttpConnection
-from shmserve.gateway.http.dashboard.live import LiveFigures
+from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart
@@ -30,7 +29,6 @@ def run(data: bytes, *fds: int) -> None:
     sockets."""
     start = decode_start(GatewayStart, data)
     process.prepare(f"gateway {start.name}", f"gateway http {start.name}", start.log)
-    aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
     front = partial(HttpFrontend, http=http, scrapes=scrapes, run_dir=start.run_dir)

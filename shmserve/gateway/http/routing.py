@@ -22,10 +22,11 @@ from shmserve.errors import (
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import BrokenBody
-from shmserve.gateway.http.openapi.operations import Operation
-from shmserve.gateway.http.request import FETCH_SITE, TRACEPARENT, HttpRequest
-from shmserve.gateway.http.response import (
+from shmserve.gateway.http.messages import (
+    FETCH_SITE,
+    TRACEPARENT,
     ErrorForm,
+    HttpRequest,
     HttpResponse,
     error_response,
     traced,
@@ -59,7 +60,7 @@ class Route:
     In a template `{name}` is a part, of which a `{version}` is a number, and what is in brackets
     may be left out: "/v2/models/{model}[/versions/{version}]". `scope` is the API that the route
     belongs to, for which its clients are authorised. `error_form` makes the body of a response of
-    an error, as that API has it. `operation` describes it, if anybody is to know of it.
+    an error, as that API has it.
     """
 
     method: str
@@ -67,7 +68,6 @@ class Route:
     scope: str
     handler: Handler
     error_form: ErrorForm = triton_error
-    operation: Operation | None = None
 
 
 # A route, and the parts of a path that it takes.
@@ -102,8 +102,8 @@ class RouteTable:
         return found
 
 
-def parts(template: str) -> Iterator[tuple[str, bool]]:
-    """The parts of a route's template, and whether each may be left out."""
+def optional_parts(template: str) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a route's template, and whether each part is optional."""
     for must, may in re.findall(r"([^\[\]]+)|\[([^\]]+)\]", template):
         yield must or may, bool(may)
 
@@ -111,7 +111,7 @@ def parts(template: str) -> Iterator[tuple[str, bool]]:
 def _pattern(template: str) -> re.Pattern[str]:
     if template == ANY:
         return re.compile(".*")
-    made = ((_PART.sub(_group, re.escape(part)), may) for part, may in parts(template))
+    made = ((_PART.sub(_group, re.escape(part)), may) for part, may in optional_parts(template))
     return re.compile("".join(f"(?:{part})?" if may else part for part, may in made))
 
 

@@ -1,15 +1,15 @@
 """The autoscaler: changes the number of a model's instances with its load, within the bounds of its
 configuration.
 
-An instance is added if requests wait too long: if a request that arrives now would, in two samples
-in a row, or if the mean wait of executed requests is too long. Waits in a queue are about
+An instance is added if a request that arrives now would wait too long, in two samples in a row.
+It is also added if the mean wait of executed requests is too long. Waits in a queue are about
 exponential, so that their p99 is ln 100 times the mean (L. Kleinrock, "Queueing Systems", vol. 1,
 1975). No instance is added if the queue will be empty within a second, or if the host lacks
 processors or memory.
 
-An instance is removed if for twenty seconds no request waited too long and the remaining instances
-would have been busy for at most 60 % of each half second. If an instance is missed soon after its
-removal, the twenty seconds are doubled, so that a periodic load is expected from then on.
+An instance is removed if no request waited too long for twenty seconds. The remaining instances
+must also have been busy for at most 60 % of each half second. If an instance is missed soon after
+its removal, the twenty seconds are doubled, so that a periodic load is expected from then on.
 """
 
 from __future__ import annotations

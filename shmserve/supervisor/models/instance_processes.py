@@ -195,7 +195,6 @@ class Instances:
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
         message = await self._watched(instance, m.InstanceLoaded)
-        self._check_wanted(instance)
         instance.loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
         if current != endpoint:  # the scheduler was replaced while the model loaded
@@ -235,7 +234,6 @@ class Instances:
         self._context.enrol(child.pid, "worker", receive)
         self._check_wanted(instance)
         instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
-        self._check_wanted(instance)
         instance.transition("started")
 
     async def _watched(self, instance: Instance, kind: type[T]) -> T:
@@ -251,39 +249,35 @@ class Instances:
             ShmserveError: The load failed.
             Unavailable: The worker died.
         """
-        message = await self._message(instance)
-        if isinstance(message, kind):
-            return message
-        if isinstance(message, m.LoadFailed):
-            raise from_code(message.code, message.message)
-        raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
-
-    async def _message(self, instance: Instance) -> Any:
-        child = instance.child
+        child, ended = (
+            instance.child,
+            f"the process of instance '{instance.name}' ended while loading",
+        )
         assert child is not None
         get = asyncio.ensure_future(instance.inbox.get())
         try:
             await either(get, child.exited)
         finally:
             get.cancel()
-        if get.done():
-            return get.result()
-        if not instance.inbox.empty():  # the reason for its end, for example
-            return instance.inbox.get_nowait()
-        if not self._wanted(instance):
-            raise Unavailable("the model is unloaded")
-        raise Unavailable(
-            f"the process of instance '{instance.name}' ended while loading "
-            f"({child.exited.result()})"
-        )
+        if not get.done() and instance.inbox.empty():
+            self._check_wanted(instance)
+            raise Unavailable(f"{ended} ({child.exited.result()})")
+        # A worker that has ended may have sent the reason before.
+        message = get.result() if get.done() else instance.inbox.get_nowait()
+        if isinstance(message, m.LoadFailed):
+            raise from_code(message.code, message.message)
+        if not isinstance(message, kind):
+            raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
+        self._check_wanted(instance)
+        if not instance.alive:  # the process died right after its message
+            raise Unavailable(ended)
+        return message
 
     def _check_wanted(self, instance: Instance) -> None:
         if not self._wanted(instance):  # the process may have started after the stop
             if instance.child is not None:
                 instance.child.kill()
             raise Unavailable("the model is unloaded")
-        if not instance.alive:  # the process died right after its message
-            raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
 
     def _announce(self, instance: Instance) -> None:
         """Send the scheduler an instance to expect, with its process if it has one."""
@@ -329,14 +323,13 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        change = change_between(self._all, sized(self.config, count))
-        update = InstanceUpdate(self._spec, self.config, False, *change)
+        added, removed = change_between(self._all, sized(self.config, count))
         try:
-            await self.add(update)
+            await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
         except ShmserveError:
-            self.retire(update.added)
+            self.retire(added)
             raise
-        self.retire(update.removed)
+        self.retire(removed)
 
     def retire(self, instances: list[Instance]) -> None:
         """Retire instances, which finish their requests and end."""
@@ -501,8 +494,4 @@ class Instances:
 
     async def stop(self) -> None:
         """Finalize the model in every process and wait for their exits."""
-        running = [instance for instance in self._all if instance.alive]
-        for instance in running:
-            self._send(instance, m.Stop())
-            instance.transition("stop")
-        await asyncio.gather(*(self._context.end(i.child, _STOP_PATIENCE_S) for i in running))
+        await asyncio.gather(*(self._end(instance) for instance in self._all if instance.alive))

@@ -66,7 +66,7 @@ class Lifecycle:
     def expect(self, steps: Mapping[str, list[str]]) -> None:
         """Register the models that are loaded at the start, with the steps of each.
 
-        The steps decide in which process each model is scheduled.
+        The steps determine the process of each model's scheduler.
         """
         for name, needs in steps.items():
             model = self._registry.model(name)
@@ -158,15 +158,13 @@ class Lifecycle:
         for order in [*model.orders, *self._waiting_for(model)]:
             if order.kind is OrderKind.LOAD:
                 self._give_up(order)
-        before = []
-        for user in self._users(model):
+        users = self._users(model)
+        for user in users:
             if user not in entered:
                 entered[user] = self._unload(user, entered, on_demand)
-            before.append(entered[user])
-        ends = [order for order in before if order is not None]
-        order = entered[model] = self._enter(
-            Order(model, OrderKind.UNLOAD, asked=not again, again=again, before=ends)
-        )
+        ends = [end for user in users if (end := entered[user]) is not None]
+        order = Order(model, OrderKind.UNLOAD, asked=not again, again=again, before=ends)
+        entered[model] = self._enter(order)
         return order
 
     def _users(self, model: ModelEntry) -> list[ModelEntry]:
@@ -195,7 +193,7 @@ class Lifecycle:
     # --- events
 
     def was_read(self, order: Order, plan: LoadPlan) -> None:
-        """The folder and the configuration of a load were read."""
+        """Handle the plan of a load whose folder and configuration were read."""
         if order.phase is not OrderPhase.READING:  # cancelled meanwhile
             self._actions.discard(plan.specs)
             return
@@ -239,7 +237,7 @@ class Lifecycle:
         return None
 
     def config_completed(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        """The first worker of a version has completed the configuration.
+        """Handle the configuration that the first worker of a version has completed.
 
         An ensemble has no worker: its configuration is completed with the models that serve.
 
@@ -262,7 +260,7 @@ class Lifecycle:
         return self._actions.complete(spec, {"steps": configs, "elsewhere": elsewhere})
 
     def started(self, version: ModelVersion, error: BaseException | None) -> None:
-        """A version has started, or has failed and ended."""
+        """Handle a version that has started, or that has failed and ended."""
         model = self._registry.model(version.spec.name)
         order = model.orders[0] if model.orders else None
         if order is None or model.coming.get(version.spec.version) is not version:
@@ -273,7 +271,7 @@ class Lifecycle:
         self._offer_once_started(order)
 
     def updated(self, order: Order, errors: Mapping[str, BaseException]) -> None:
-        """The instances of an order's updates were added, except for versions with an error."""
+        """Handle the end of an order's updates; `errors` has those that failed, by version."""
         order.starting.discard(UPDATES)
         order.failures |= errors
         self._offer_once_started(order)
@@ -288,12 +286,12 @@ class Lifecycle:
         self._run()
 
     def moved(self, order: Order) -> None:
-        """The schedulers of a model have moved, or stay where they are."""
+        """Handle the end of a move, whether or not the schedulers have moved."""
         self._settle(order)
         self._run()
 
     def ended(self, version: ModelVersion) -> None:
-        """All processes of a version have ended."""
+        """Handle a version whose processes have all ended."""
         model, number = self._registry.model(version.spec.name), version.spec.version
         if version in model.dropping:
             model.dropping.remove(version)
@@ -307,14 +305,14 @@ class Lifecycle:
         self._run()
 
     def changed(self, version: ModelVersion) -> None:
-        """The readiness, endpoint or failure of a version has changed."""
+        """Handle a change of a version's readiness, endpoint or failure."""
         model = self._registry.models.get(version.spec.name)
         if model is not None and model.shown.get(version.spec.version) is version:
             self._publish(model)
             self._run()
 
     def acknowledged(self) -> None:
-        """A client has acknowledged a publication."""
+        """Handle the acknowledgement of a publication."""
         self._run()
 
     def publish(self, model: ModelEntry) -> None:
@@ -346,13 +344,10 @@ class Lifecycle:
                 self._advance(model)
         for order in self._open[:]:
             if order.settled and all(each.answered for each in order.after):
-                self._answer(order)
-
-    def _answer(self, order: Order) -> None:
-        self._open.remove(order)
-        order.answered = self._news = True
-        self._registry.forget(order.model)
-        self._actions.answer(order)
+                self._open.remove(order)
+                order.answered = self._news = True
+                self._registry.forget(order.model)
+                self._actions.answer(order)
 
     def _advance(self, model: ModelEntry) -> None:
         try:
@@ -455,8 +450,7 @@ class Lifecycle:
     def _load_outdated(self, order: Order) -> None:
         """Reload the serving versions if the failed load was expected to adopt a step's shape."""
         model = order.model
-        later = model.last_order is not None
-        if model.outdated and model.serving and not later:
+        if model.outdated and model.serving and model.last_order is None:
             model.outdated = False
             order.after.append(self._load(model, model.source, again=True))
 
@@ -490,7 +484,7 @@ class Lifecycle:
     # --- the end of versions
 
     def _retire(self, model: ModelEntry) -> None:
-        """Drain versions once every client knows their successors and no ensemble needs them."""
+        """Drain versions that every client has replaced and that no ensemble needs."""
         waiting = [version for version in model.retiring if version not in model.draining]
         if not waiting or not self._actions.is_known(model):
             return

@@ -234,8 +234,8 @@ class LifecycleExecutor:
             fingerprint = planner.fingerprint(name)
             specs = planner.plan(name, *order.source)
         except ShmserveError as error:
-            known, ambiguous = planner.has(name), planner.is_ambiguous(name)
-            return LoadPlan(fingerprint, [], {}, error, known, ambiguous)
+            count = planner.count(name)
+            return LoadPlan(fingerprint, [], {}, error, count > 0, count > 1)
         steps: dict[str, list[str]] = {}
         waiting = [step.name for spec in specs for step in spec.steps]
         while waiting:
@@ -434,7 +434,7 @@ class ModelManager:
     async def unload(self, name: str) -> None:
         """Unload a model, which may be unknown, and the ensembles that need it before it.
 
-        Returns once every client knows that the model does not serve.
+        Returns once every client has acknowledged that the model does not serve.
         """
         await self._wait_for(self._lifecycle.unload(name))
 

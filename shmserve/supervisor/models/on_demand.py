@@ -60,8 +60,8 @@ class Resident(NamedTuple):
 def to_unload(residents: Iterable[Resident], bound: int, now_ns: int) -> list[str]:
     """Return the models to unload, ensembles before their steps.
 
-    These are the models that are idle for longer than their limit, then the least recently used
-    models until the total is at most `bound` bytes (0 is no bound).
+    Models that are idle for longer than their limit are unloaded. The least recently used models
+    follow until the total is at most `bound` bytes (0 is no bound).
     """
     left = sorted(residents, key=attrgetter("used_ns"))
     chosen: list[str] = []
@@ -105,7 +105,8 @@ class MemoryUse:
             return
         pids = {each: each.pids() for each in loaded}
         shared = Counter(pid for each in loaded for pid in pids[each])
-        found = await asyncio.to_thread(_measured, {pid for each in wanted for pid in pids[each]})
+        asked = {pid for each in wanted for pid in pids[each]}
+        found = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in asked})
         self._measured = last | dict.fromkeys(wanted, now)
         self._sizes = {each: self._sizes[each] for each in loaded if each in self._sizes}
         for each in wanted:
@@ -123,10 +124,6 @@ class MemoryUse:
         known = self._usual.values()
         expected = self._usual.get(model.name, sum(known) // (len(known) or 1))
         return sum(self._sizes.get(version, expected) for version in model.versions)
-
-
-def _measured(pids: Iterable[int]) -> dict[int, int]:
-    return {pid: private_bytes(pid) for pid in pids}
 
 
 class _Use(NamedTuple):
@@ -260,16 +257,12 @@ class OnDemand:
 
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
         uses = [self._use(version) for version in model.serving.values()]
+        used_ns = max((use.used_ns for use in uses), default=0)
         held = model.orders or model.retiring or model.name in self._loads or not model.on_demand
-        idle_s = min(map(self._idle_s, model.serving.values()), default=0.0)
-        return Resident(
-            model.name,
-            self._memory.byte_size(model),
-            max((use.used_ns for use in uses), default=0),
-            bool(held) or any(use.busy for use in uses),
-            int(idle_s * 1e9),
-            users,
-        )
+        held = bool(held) or any(use.busy for use in uses)
+        idle_ns = int(1e9 * min(map(self._idle_s, model.serving.values()), default=0.0))
+        size = self._memory.byte_size(model)
+        return Resident(model.name, size, used_ns, held, idle_ns, users)
 
     def _idle_s(self, version: ModelVersion) -> float:
         given = idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))

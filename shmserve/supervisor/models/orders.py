@@ -297,19 +297,16 @@ class Order:
         if graph_problem is not None:
             text = f"load failed for model '{name}': {graph_problem.message}\n"
             return InvalidArgument(text)
-        failed = "".join(
-            f"version {number} is at UNAVAILABLE state: {reason};\n"
-            for number, reason in reasons.items()
-        )
-        return InvalidArgument(f"load failed for model '{name}': {failed}")
+        failed = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
+        return InvalidArgument(f"load failed for model '{name}': {''.join(failed)}")
 
 
 def _reasons(failures: Mapping[str, BaseException]) -> dict[str, str]:
-    known = {
-        number: error if isinstance(error, ShmserveError) else Internal("internal error")
-        for number, error in failures.items()
-    }
-    return {number: f"{error.title}: {error.message}" for number, error in known.items()}
+    def reason(error: BaseException) -> str:
+        known = error if isinstance(error, ShmserveError) else Internal("internal error")
+        return f"{known.title}: {known.message}"
+
+    return {number: reason(error) for number, error in failures.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -322,7 +319,7 @@ class ModelEntry:
         coming: The versions of the executed load, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.
         retiring: The versions that finish their requests.
-        draining: The versions of `retiring` that have been told to drain.
+        draining: The versions of `retiring` that drain.
         outcomes: The reasons why versions do not serve, by number.
         loaded_of: The fingerprint and the sent configuration of the last load.
         source: The source of the last load of an ensemble.

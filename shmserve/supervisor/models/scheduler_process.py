@@ -77,7 +77,7 @@ class CarryOver:
 
 
 class VersionScheduler:
-    """The scheduler of a version, of which at most one serves at a time."""
+    """The scheduler of a version; at most one scheduler serves at a time."""
 
     def __init__(
         self,

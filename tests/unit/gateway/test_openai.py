@@ -12,16 +12,10 @@ import pytest
 from multidict import CIMultiDict
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.gateway.http.messages import WholeBody
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.answers import (
-    CHAT,
-    COMPLETION,
-    Choices,
-    Delta,
-    TooManyRequests,
-    openai_error,
-)
-from shmserve.gateway.http.request import WholeBody
+from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
+from shmserve.gateway.http.openai.generation import CHAT, COMPLETION, Choices, Delta
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.settings import GatewaySettings
 

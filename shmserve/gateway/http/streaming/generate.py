@@ -21,7 +21,6 @@ import orjson
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
-from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS, error_json
 from shmserve.gateway.http.json.infer_request import (
     parameter_value,
     request_id,
@@ -30,8 +29,14 @@ from shmserve.gateway.http.json.infer_request import (
 )
 from shmserve.gateway.http.json.infer_response import SentOutput, output_text
 from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads
-from shmserve.gateway.http.request import CONTENT_ENCODING, HttpRequest
-from shmserve.gateway.http.response import JSON, HttpResponse
+from shmserve.gateway.http.messages import (
+    CONTENT_ENCODING,
+    JSON,
+    SERVER_SENT_EVENTS,
+    HttpRequest,
+    HttpResponse,
+    error_json,
+)
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number

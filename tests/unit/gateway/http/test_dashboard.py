@@ -19,7 +19,7 @@ import pytest
 
 from shmserve.errors import PermissionDenied, QueueFull
 from shmserve.gateway.api import statistics
-from shmserve.gateway.http.dashboard import live, page
+from shmserve.gateway.http import dashboard as live
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
@@ -182,7 +182,7 @@ def test_who_may_not_watch(run_dir: Path) -> None:
 
 
 def test_the_policy_allows_what_is_in_the_page_alone() -> None:
-    body, headers = page._page()
+    body, headers = live._page()
     policy = dict(re.findall(r"([a-z]+-src) ([^;\r]+)", headers.decode()))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
     for tag in ("style", "script"):

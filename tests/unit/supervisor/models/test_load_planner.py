@@ -152,7 +152,9 @@ def test_files_sent_with_what_cannot_be_planned_do_not_stay(
     plans = planner(tmp_path)
     refusal(plans, json.dumps(config), **{"1_model.py": b""})
     assert list((tmp_path / "run" / "overrides").iterdir()) == []
-    (plan,) = plans.plan("m", '{"backend": "python"}', {"1/model.py": b""})
+    sent = '{"backend": "python"}', {"1/model.py": b""}
+    (plan,), (other,) = plans.plan("m", *sent), plans.plan("m", *sent)
     assert plan.model_dir.is_dir()
     plans.discard(plan)
     assert not plan.model_dir.exists()
+    assert other.model_dir.is_dir()

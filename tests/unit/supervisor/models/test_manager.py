@@ -41,13 +41,9 @@ class Repository:
         """What is there."""
         return {"m": ModelFolder("m", Path("/m"), Path("/"))} if self.present else {}
 
-    def has(self, name: str) -> bool:
+    def count(self, name: str) -> int:
         """Whether it is there."""
-        return name in self.scan()
-
-    def is_ambiguous(self, name: str) -> bool:
-        """There is only one."""
-        return False
+        return int(name in self.scan())
 
     def fingerprint(self, name: str) -> str:
         """Another one after each change."""

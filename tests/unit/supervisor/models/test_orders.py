@@ -56,13 +56,9 @@ class Repository:
         """As `LoadPlanner.scan`."""
         return {name: ModelFolder(name, Path("/") / name, Path("/")) for name in self.models}
 
-    def has(self, name: str) -> bool:
-        """As `LoadPlanner.has`."""
-        return name in self.models
-
-    def is_ambiguous(self, name: str) -> bool:
-        """As `LoadPlanner.is_ambiguous`."""
-        return False
+    def count(self, name: str) -> int:
+        """As `LoadPlanner.count`."""
+        return int(name in self.models)
 
     def fingerprint(self, name: str) -> str:
         """As `LoadPlanner.fingerprint`."""

@@ -1,47 +1,67 @@
-"""GET /live: the server's figures as server-sent events, one a second, for any number of viewers.
+"""The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
 
-The first event for a viewer is whole; the next ones have the models that changed. Nothing is asked,
-and no timer runs, while nobody watches.
+GET /live sends the server's figures as server-sent events, one a second, to any number of viewers.
+The first event for a viewer contains all figures; later events contain the models that changed.
+While nobody watches, no scheduler is asked for figures and no timer runs.
+
+GET / returns the page (pages/dashboard.html) with a policy by which a browser runs nothing else. A
+browser sends no token with a typed address. It therefore receives the page with the status of a
+refusal, and the page asks for the token. The page contains no data of the server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import logging
 import os
+import re
+import secrets
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from shmserve import __version__
+from shmserve.common.auth_tokens import METRICS
 from shmserve.common.host import CpuUtilization, memory_bytes, processes
-from shmserve.errors import PermissionDenied, QueueFull
+from shmserve.errors import PermissionDenied, QueueFull, Unauthenticated
 from shmserve.gateway.api import statistics
 from shmserve.gateway.api.figures import Figures, Row
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS
-from shmserve.gateway.http.request import FETCH_SITE, HttpRequest
-from shmserve.gateway.http.response import ChunkedResponse, HttpResponse
-
-if TYPE_CHECKING:
-    from shmserve.gateway.http.dashboard.event_watch import EventWatch
+from shmserve.gateway.http.messages import (
+    FETCH_SITE,
+    SERVER_SENT_EVENTS,
+    ChunkedResponse,
+    HttpRequest,
+    HttpResponse,
+)
+from shmserve.ipc import endpoints
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.transport.frames import unpack
 
 logger = logging.getLogger(__name__)
 
 _MOST_VIEWERS = 32  # scrapes share their listener
 _EVERY_S = 1.0
-_COST = 10  # of the time at most one part in so many goes into looking
+_COST = 10  # A snapshot takes at most 1/10 of the time.
 _LONGEST_S = 5.0
-_PROCESSES_EVERY = 5  # looks: /proc is read for each
+_PROCESSES_EVERY = 5  # snapshots, since /proc is read for each process
 _STATE_S = 1.0
 _HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
+_TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
+_MOST_EVENTS = 100
+_PAGE = Path(__file__).with_name("pages") / "dashboard.html"
 
 
 class LiveFigures:
-    """The feed: a task that looks, while there are viewers, and what it saw last."""
+    """The feed of figures. A task takes snapshots while the feed has viewers."""
 
     def __init__(self, gateway: Gateway, run_dir: Path) -> None:
         self._gateway = gateway
@@ -54,7 +74,12 @@ class LiveFigures:
         self._looked = asyncio.Event()
 
     async def respond(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
-        """The response to a viewer. Raises PermissionDenied for another site's page, QueueFull."""
+        """Return the response to a viewer.
+
+        Raises:
+            PermissionDenied: The page of another site sent the request.
+            QueueFull: The feed has its maximum of viewers.
+        """
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
             raise PermissionDenied("another site's page may not watch this server")
         if self._viewers >= _MOST_VIEWERS:
@@ -62,7 +87,7 @@ class LiveFigures:
         return ChunkedResponse(200, self._events(), _HEADERS)
 
     def end(self) -> None:
-        """No more for anybody: the server goes."""
+        """End the responses to all viewers, since the server exits."""
         self._ended = True
         self._looked.set()
 
@@ -93,9 +118,6 @@ class LiveFigures:
             self._task, self._number = None, 0
 
     async def _look(self) -> None:
-        # Who is never watched does without its library.
-        from shmserve.gateway.http.dashboard.event_watch import EventWatch
-
         watch = EventWatch(self._run_dir)
         try:
             await watch.known(_STATE_S)
@@ -121,7 +143,7 @@ class LiveFigures:
 
 
 class _Snapshot:
-    """One look after the other, and how it differs from the one before."""
+    """Consecutive snapshots of the figures, and the differences between them."""
 
     def __init__(self, gateway: Gateway, watch: EventWatch) -> None:
         self._gateway = gateway
@@ -134,7 +156,7 @@ class _Snapshot:
         self._host: dict[str, Any] = {}
 
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A look: all of it, and what is new in it."""
+        """Return the whole snapshot and its difference from the last snapshot."""
         gateway, watch = self._gateway, self._watch
         reports = await statistics.collect(gateway, gateway.models.all(), logging.DEBUG)
         before, self._models = self._models, self._rows(self._figures.rows(reports, now_s))
@@ -153,7 +175,7 @@ class _Snapshot:
         )
 
     def _rows(self, rows: dict[str, Row]) -> dict[str, Row]:
-        """Each with its state, those of models that do not serve too."""
+        """Return a row for each model version, including versions that are not ready."""
         found: dict[str, Row] = {}
         for model in self._gateway.models.all():
             key = f"{model.name}/{model.version}"
@@ -194,3 +216,101 @@ class _Snapshot:
 
 
 _SILENT: Row = {"hurts": 5000, "because": "its scheduler does not report"}
+
+
+class EventWatch:
+    """A subscriber to the supervisor's events.
+
+    Attributes:
+        states: The state and the reason of each model version, including those that do not serve.
+        newest: The latest events, oldest first.
+        count: The number of events since the start.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.states: dict[tuple[str, str], tuple[str, str]] = {}
+        self.newest: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self.count = 0
+        import zmq.asyncio  # A gateway whose figures are never watched does without it.
+
+        self._mine = secrets.token_hex(8)
+        self._known = asyncio.Event()
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.connect(endpoints.events(run_dir))
+        for topic in (*_TOPICS, m.RECENT + self._mine, m.SNAPSHOT + self._mine):
+            self._socket.subscribe(topic)
+        self._task = asyncio.get_running_loop().create_task(self._read())
+
+    async def known(self, within_s: float) -> None:
+        """Wait until the server's state has arrived, at most `within_s` seconds."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._known.wait()
+        except TimeoutError:
+            pass  # No events are published: the figures are shown without states.
+
+    async def _read(self) -> None:
+        while True:
+            topic, frame = await self._socket.recv_multipart()
+            header, *events = unpack(frame)
+            for event in events:
+                if type(event) is m.ModelChanged:
+                    self._changed(event)
+                if not topic.startswith(m.SNAPSHOT.encode()):
+                    shown = {"time": header.time_ns / 1e9, "event": type(event).__name__}
+                    self.newest.append(shown | asdict(event))
+                    self.count += 1
+            if topic.startswith(m.SNAPSHOT.encode()):
+                self._known.set()
+
+    def _changed(self, event: m.ModelChanged) -> None:
+        key = event.name, event.version
+        if event.state:
+            self.states[key] = event.state, event.reason
+        else:
+            self.states.pop(key, None)
+
+    def close(self) -> None:
+        """Cancel the subscription."""
+        self._task.cancel()
+        self._context.destroy(linger=0)
+
+
+async def page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Return the page.
+
+    Raises:
+        PermissionDenied: The request has a token of other scopes.
+    """
+    body, headers = _page()
+    refusal = request.connection.client.refuse(METRICS, request.headers)
+    if refusal is None:
+        return HttpResponse(200, (body,), headers)
+    if not isinstance(refusal, Unauthenticated):
+        raise refusal
+    return HttpResponse(refusal.status, (body,), headers + b"WWW-Authenticate: Bearer\r\n")
+
+
+@cache
+def _page() -> tuple[bytes, bytes]:
+    body = _PAGE.read_bytes()
+    policy = (
+        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; "
+        f"style-src {_hash(body, b'style')}; script-src {_hash(body, b'script')}"
+    )
+    headers = (
+        "Content-Type: text/html; charset=utf-8\r\n"
+        f"Content-Security-Policy: {policy}\r\n"
+        "Referrer-Policy: no-referrer\r\n"
+        "Cache-Control: no-cache\r\n"
+    )
+    return body, headers.encode()
+
+
+def _hash(body: bytes, tag: bytes) -> str:
+    """Return the policy's source for the only element with this tag."""
+    (text,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
