@@ -17,7 +17,7 @@ _FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HO
 
 
 def transport(args: argparse.Namespace) -> Transport:
-    """The way for inferences: without a URL, and headers to send, memory that is shared."""
+    """Return the transport for inference: shared memory unless a URL or headers are given."""
     if args.url or args.header:
         return admin_transport(args)
     from shmserve.protocols.native import NativeTransport
@@ -26,7 +26,7 @@ def transport(args: argparse.Namespace) -> Transport:
 
 
 def admin_transport(args: argparse.Namespace) -> AdminTransport:
-    """The way for every request. Raises InvalidArgument, or Disconnected where there is no
+    """Return the transport for every operation. Raises InvalidArgument, or Disconnected without a
     server."""
     given = credentials(args)
     return transport_at(address(args.url), given) if args.url else _discovered(args, given)
@@ -40,7 +40,7 @@ def _discovered(args: argparse.Namespace, given: Credentials) -> AdminTransport:
 
 
 def credentials(args: argparse.Namespace) -> Credentials:
-    """Who asks, as the flags say. Raises InvalidArgument."""
+    """Return the credentials that the flags give. Raises InvalidArgument."""
     headers = []
     for text in args.header:
         name, colon, value = text.partition(":")
@@ -55,7 +55,7 @@ def credentials(args: argparse.Namespace) -> Credentials:
 
 
 def token(path: str) -> str:
-    """The first token of a file; the server's own will do."""
+    """Return the first token of a file, which may be the token file of the server."""
     with refused(f"--token-file: cannot read '{path}'", "not text"):
         lines = Path(path).read_text().splitlines()
     for words in (line.partition("#")[0].split() for line in lines):
@@ -65,7 +65,7 @@ def token(path: str) -> str:
 
 
 def address(url: str) -> Address:
-    """What `--url` says. Raises InvalidArgument."""
+    """Return the address of a `--url`. Raises InvalidArgument."""
     try:
         if url.startswith("unix:"):
             path = url.removeprefix("unix:").replace("///", "/", 1)
@@ -82,7 +82,7 @@ def address(url: str) -> Address:
 
 
 def transport_at(place: Address, given: Credentials) -> AdminTransport:
-    """The way to an address. Raises InvalidArgument."""
+    """Return the transport to an address. Raises InvalidArgument."""
     if place.protocol == "http":
         return HttpTransport(place, given)
     if importlib.util.find_spec("grpc") is None:
