@@ -6,7 +6,7 @@ connection.py      a non-blocking connection, and the event loop of lanes
 grpc.py            gRPC
 http.py            HTTP 1.1, over TCP or a unix socket; server-sent events
 native.py          shared memory and unix sockets, on the server's host
-servers.py         the flags that name a server, and the transport to it
+servers.py         the transport to the server that flags name
 tensors.py         values of a command line as tensors, tensors as JSON
 """
 

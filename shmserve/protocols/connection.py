@@ -86,11 +86,7 @@ class ClientConnection:
     """An open connection to a server, watched by a poller."""
 
     def __init__(
-        self,
-        address: Address,
-        tls: ssl.SSLContext | None,
-        poller: Poller,
-        receiver: Receiver,
+        self, address: Address, tls: ssl.SSLContext | None, poller: Poller, receiver: Receiver
     ) -> None:
         """Raises Unavailable when nobody can be reached there."""
         try:

@@ -20,14 +20,7 @@ from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
-from shmserve.protocols import (
-    Heard,
-    InputTensor,
-    OutgoingRequest,
-    TransportError,
-    output,
-    response,
-)
+from shmserve.protocols import Heard, InputTensor, OutgoingRequest, TransportError, output, response
 from shmserve.protocols.connection import Poller
 from shmserve.protocols.tensors import ModelTensor
 
