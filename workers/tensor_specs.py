@@ -15,9 +15,11 @@ from shmserve.workers.sequences.inputs import read_controls
 
 
 def as_model_sees(config: ModelSpec) -> ModelSpec:
-    """`config` with what the server makes among its inputs and outputs: controls and states of
-    sequences, `batch_input`, lengths and masks of padded inputs. Clients neither send nor get
-    them."""
+    """Return the configuration with the inputs and outputs that only the model has.
+
+    They are controls and states of sequences, `batch_input`, and lengths and masks of padded
+    inputs. Clients neither send nor receive them.
+    """
     sequences = config.sequence_batching
     states = sequences.state if sequences is not None else ()
     made = (
@@ -36,7 +38,7 @@ def as_model_sees(config: ModelSpec) -> ModelSpec:
 
 
 def made_here(config: ModelSpec) -> frozenset[str]:
-    """The names of all that. `config` need not be complete."""
+    """Return the names of the tensors that clients do not send; `config` may be incomplete."""
     named = [name for each in config.batch_input for name in each.target_name]
     for entry in padding.entries(config.parameters.get(PADDING, "")).values():
         named += [entry[key] for key in ("lengths", "mask") if isinstance(entry.get(key), str)]
@@ -58,10 +60,12 @@ def _padding_inputs(config: ModelSpec) -> Iterator[TensorSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """One tensor of a model: `dims`, batch dimension included; -1: the size may vary.
+    """A tensor of a model's file.
 
-    `symbols`: the names of such dimensions, "" where one is fixed or has none; those of one name
-    are of one size in a call.
+    Attributes:
+        dims: The dimensions, including the batch dimension; -1 is a variable size.
+        symbols: The names of the variable dimensions, "" for a fixed or unnamed one. Dimensions of
+            one name have the same size in a call.
     """
 
     name: str
@@ -71,13 +75,13 @@ class Described:
 
     @property
     def leading(self) -> str:
-        """The symbol of a first dimension that may vary, "" where it is fixed or has none."""
+        """The symbol of a variable first dimension; "" if it is fixed or unnamed."""
         return self.symbols[0] if self.symbols and self.dims[0] == -1 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model's inputs in order, its outputs, the largest batch (0: it does not batch)."""
+    """The inputs of a model in order, its outputs, and its largest batch (0: no batching)."""
 
     inputs: tuple[Described, ...]
     outputs: tuple[Described, ...]
@@ -87,7 +91,7 @@ class Description:
 def complete(
     config: dict[str, Any], description: Description, default_max_batch_size: int
 ) -> dict[str, Any]:
-    """`config` with inputs, outputs, batch size and dynamic batching where it leaves them open."""
+    """Return `config` with the inputs, outputs, batch size and batching that it lacks."""
     completed = dict(config)
     if not config.get("input") and not config.get("output") and not config.get("max_batch_size"):
         completed["max_batch_size"] = min(description.largest_batch, default_max_batch_size)

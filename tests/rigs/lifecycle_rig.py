@@ -1,5 +1,5 @@
-"""The lifecycle of models without processes, files or time: what is decided waits until the test
-has it happen.
+"""The lifecycle of models without processes, files or time: its actions are pending until the test
+executes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
 class Generation:
-    """A version that is ready once it was started, unless it is made another."""
+    """A model version that is ready once it has started."""
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
@@ -37,29 +37,32 @@ class Generation:
         return self.problem
 
     def uses(self, name: str) -> bool:
-        """Whether a step of it is this model."""
         return any(step.name == name for step in self.spec.steps)
 
     def publication(self, latest: bool) -> ModelPublished:
-        """Return the message that publishes it."""
         name, version = self.spec.name, self.spec.version
         parts = (self.endpoint, self.ready, latest, 0.0, 0)
         return ModelPublished(name, version, self.config, {}, *parts)
 
     def update_to(self, spec: VersionSpec) -> None:
-        """It always needs another generation."""
+        pass
 
     def hand_counts_to(self, successor: Generation | None) -> None:
-        """It has counted nothing."""
+        pass
 
     def changed(self) -> None:
-        """As `ModelVersion.changed`."""
         self._rig.lifecycle.changed(cast("Any", self))
 
 
 class LifecycleRig:
-    """An executor, and a gateway that knows the news up to `known`. What is to come waits in
-    `pending`, by what it does, until `happen`."""
+    """The actions of a lifecycle, and a gateway.
+
+    Attributes:
+        pending: The actions that `happen` executes, with their kinds.
+        known: The last publication that the gateway has acknowledged.
+        broken: The models that cannot be started.
+        steps: The steps of ensembles, by name.
+    """
 
     def __init__(self) -> None:
         self.registry = ModelRegistry()
@@ -68,15 +71,17 @@ class LifecycleRig:
         self.pending: list[tuple[str, Callable[[], None]]] = []
         self.answers: list[Order] = []
         self.steps: dict[str, list[str]] = {}
-        self.broken: set[str] = set()  # cannot be started
+        self.broken: set[str] = set()
         self.alive: list[Any] = []
         self.discarded = 0
         self.number = self.known = 0
         self._endpoints = itertools.count(1)
 
     def happen(self, *kinds: str) -> None:
-        """Have what waits of these kinds happen, and what that leads to; the gateway knows of what
-        was announced."""
+        """Execute the pending actions of some kinds, and those that follow from them.
+
+        With the kind "known" the gateway acknowledges every publication.
+        """
         while True:
             news = "known" in kinds and self.known < self.number
             if news:
@@ -92,19 +97,17 @@ class LifecycleRig:
     # --- the executor
 
     def announce(self, news: News) -> int:
-        """The gateway is sent it."""
         self.number += 1
         return self.number
 
     def know(self, number: int) -> bool:
-        """Whether the gateway knows it."""
         return number <= self.known
 
     def tell_readiness(self, news: Any) -> None:
-        """Nobody looks."""
+        pass
 
     def read(self, order: Order) -> None:
-        """One version, of an ensemble if it has `steps`; a source's configuration is another."""
+        """Plan one version; its configuration differs with the source."""
         name, folder = order.model.name, Path("/")
         step = [{"model_name": each} for each in self.steps.get(name, [])]
         written: dict[str, Any] = {
@@ -119,7 +122,6 @@ class LifecycleRig:
         self.pending.append(("read", lambda: self.lifecycle.was_read(order, plan)))
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
-        """A generation of its own."""
         made = Generation(spec, self, next(self._endpoints))
         self.alive.append(made)
         return made
@@ -135,22 +137,18 @@ class LifecycleRig:
         self.pending.append((f"start {version.spec.name}", started))
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        """The model adds nothing."""
         return spec.config
 
     def update(self, order: Order) -> None:
-        """No generation is updated."""
+        pass
 
     def move(self, order: Order, group: Group) -> None:
-        """It has moved at once."""
         self.pending.append(("move", lambda: self.lifecycle.moved(order)))
 
     def kill(self, version: Any) -> None:
-        """It ends."""
         self.pending.append((f"end {version.spec.name}", lambda: self._ended(version)))
 
     def retire(self, version: Any) -> None:
-        """It ends once it has finished."""
         self.pending.append((f"end {version.spec.name}", lambda: self._ended(version)))
 
     def _ended(self, version: Any) -> None:
@@ -159,23 +157,19 @@ class LifecycleRig:
         self.lifecycle.ended(version)
 
     def forward(self, version: Any, successor: Any) -> None:
-        """It had nothing."""
+        pass
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
-        """Counted."""
         self.discarded += len(list(specs))
 
     def publish(self, model: Any) -> None:
-        """As the server does."""
         self.publications.update(self, model.name, *self.registry.news(model))
 
     def is_known(self, model: Any) -> bool:
-        """Whether the gateway knows what serves of it."""
         return self.publications.known(self, model.name)
 
     def answer(self, order: Order) -> None:
-        """Kept."""
         self.answers.append(order)
 
     def changed(self) -> None:
-        """Nobody looks."""
+        pass

@@ -46,7 +46,7 @@ _MIB = 1024 * 1024
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where parts of these sizes (bytes) lie in one allocation, each aligned, and its size.
+    """Return the aligned offsets of parts of these sizes in one allocation, and its size in bytes.
 
     >>> layout([100, 1000, 8])
     ([0, 512, 1536], 2048)
@@ -57,7 +57,7 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def summary(parts: Mapping[str, int]) -> str:
-    """The plan for the log, of parts in bytes.
+    """Return the plan for the log.
 
     >>> summary({"weights": 3 << 20, "workspace": 1 << 19})
     'weights 3.0 MiB, workspace 0.5 MiB, 3.5 MiB in all'
@@ -94,8 +94,7 @@ class AclError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OfflineTensor:
-    """An input or output of the file: `dims` with the batch dimension, if it has one; `byte_size`
-    of all."""
+    """An input or output of the file: `dims` includes the batch dimension."""
 
     name: str
     datatype: str
@@ -104,7 +103,11 @@ class OfflineTensor:
 
 
 def import_acl() -> Any:
-    """pyACL. Raises Unavailable where CANN is not installed, or not set up."""
+    """Import pyACL.
+
+    Raises:
+        Unavailable: CANN is not installed, or not set up.
+    """
     try:
         return importlib.import_module("acl")
     except ImportError as error:
@@ -116,11 +119,12 @@ def import_acl() -> Any:
 
 
 class OfflineModel:
-    """A file on device `device_id`. All calls come from the thread that made it, whose context it
-    uses.
+    """A model on device `device_id`, for the thread that has made it.
 
-    Raises Unavailable without pyACL, InvalidArgument for tensors that cannot be served, AclError
-    for what the library refuses; then nothing is left on the device.
+    Raises:
+        Unavailable: pyACL is missing.
+        InvalidArgument: A tensor cannot be served.
+        AclError: The library has refused a call. Nothing is left on the device.
     """
 
     def __init__(self, path: Path, device_id: int) -> None:
@@ -213,7 +217,7 @@ class OfflineModel:
         self._check("acl.rt.memcpy", copied)
 
     def run(self) -> None:
-        """Run the model on what its inputs are; returns when its outputs are there."""
+        """Run the model, and wait for its outputs."""
         done = self._acl.mdl.execute(self._model, self._input_set, self._output_set)
         self._check("acl.mdl.execute", done)
 
@@ -224,7 +228,7 @@ class OfflineModel:
         self._check("acl.rt.memcpy", copied)
 
     def close(self) -> None:
-        """Take all apart, in the reverse order."""
+        """Release all resources in the reverse order."""
         self._undo.close()
 
     def _made(self, call: str, result: Any) -> Any:
@@ -248,7 +252,7 @@ class OfflineModel:
 
 
 class AscendBackend(Backend):
-    """One offline model on one device."""
+    """An offline model on one device."""
 
     read_only_inputs = False  # they are copied to the device
 
@@ -257,7 +261,7 @@ class AscendBackend(Backend):
         self._model: OfflineModel | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Inputs and outputs, as the file has them."""
+        """Add the inputs and outputs of the file."""
         model = self._open(ModelSpec.of(config))
         batched = config.get("max_batch_size", 0) > 0
         completed = dict(config)
@@ -266,7 +270,7 @@ class AscendBackend(Backend):
         return completed
 
     def load(self, config: ModelSpec) -> None:
-        """Load the file and match it with the configuration."""
+        """Load the file and check it against the configuration."""
         model = self._open(config)
         signature = Signature(as_model_sees(config), self.context.version)
         self._batched = signature.max_batch_size > 0
@@ -275,8 +279,7 @@ class AscendBackend(Backend):
         self._results = [np.empty(tensor.dims, STORED[tensor.datatype]) for tensor in model.outputs]
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """One run for the whole batch: each request's rows are copied to the device from where
-        they are."""
+        """Run the whole batch once, after copying each request's rows to the device."""
         model = self._model
         assert model is not None
         copied = self.context.copied
@@ -302,7 +305,7 @@ class AscendBackend(Backend):
         return self._split(requests, made)
 
     def unload(self) -> None:
-        """Take the model off the device."""
+        """Unload the model from the device."""
         if self._model is not None:
             self._model.close()
             self._model = None
@@ -354,7 +357,11 @@ def _check(
     specs: dict[str, TensorSpec],
     tensors: Sequence[OfflineTensor],
 ) -> None:
-    """Raises InvalidArgument when a configuration promises what the file cannot do."""
+    """Check a configuration against the file.
+
+    Raises:
+        InvalidArgument: The configuration promises what the file cannot do.
+    """
     known = {tensor.name: tensor for tensor in tensors}
     most, subject = signature.max_batch_size, f"of model '{signature.name}'"
     if side == "input" and set(known) != set(specs):

@@ -68,7 +68,7 @@ class Ragged:
         }
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """The made inputs of a batch; none whose sources its requests lack."""
+        """Return the made inputs of a batch, except those whose source is missing."""
         made: dict[str, Array] = {}
         for name, source, values, kind in self._made:
             if source in requests[0].inputs:
@@ -77,9 +77,10 @@ class Ragged:
         return made
 
     def pieces(self, name: str, requests: Sequence[Request], whole: Shape) -> list[Shape] | None:
-        """The shape of each request's part of an output; None where that has rows as any other.
+        """Return the shape of each request's part of an output, or None for one that has rows.
 
-        Raises Internal when the output, which has the shape `whole`, has not their elements.
+        Raises:
+            Internal: The output, of shape `whole`, has another number of elements.
         """
         cut = self._cuts.get(name)
         if cut is None or cut.source not in requests[0].inputs:
@@ -100,8 +101,7 @@ class Ragged:
 
 
 def made_inputs(config: ModelSpec) -> list[TensorSpec]:
-    """The tensors that a model gets by `batch_input`, as inputs: ragged, so that nobody looks for a
-    row of them for each of the batch's."""
+    """Return the inputs that `batch_input` makes; they are ragged, as they have no row per row."""
     ranks = {each.name: len(each.model_dims) for each in config.input}
     return [
         TensorSpec(
@@ -138,7 +138,7 @@ _VALUES: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
 
 
 class Padder:
-    """Pads the batches of one model."""
+    """The padder of one model's batches."""
 
     def __init__(self, padding: Padding, signature: Signature, copied: Copied) -> None:
         self._padding = padding
@@ -153,7 +153,7 @@ class Padder:
         self._copied = copied
 
     def pad(self, requests: Sequence[Request]) -> PaddedInputs:
-        """Pad the inputs of a batch, and add their lengths and masks; what they were before."""
+        """Pad the inputs of a batch, add lengths and masks, and return the shapes before."""
         padded = PaddedInputs()
         for name, pad in self._padding.pads.items():
             if name not in requests[0].inputs:
@@ -175,8 +175,10 @@ class Padder:
         return padded
 
     def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
-        """Cut the outputs of a padded batch back to each request's true lengths; one that has other
-        lengths than it was padded to is an error to its request."""
+        """Cut the outputs of a padded batch to the true lengths of each request.
+
+        An output with other lengths becomes an error of its request.
+        """
         for at, response in enumerate(responses):
             for place, output in enumerate(response.outputs):
                 like = self._likes.get(output.name)
@@ -195,15 +197,18 @@ class Padder:
 
 
 class _Like(NamedTuple):
-    """The rule by which an output is cut: its dimensions of any size are, in order, those of an
-    input (`axes`, the output's and the input's, without the batch dimension)."""
+    """The rule for cutting an output, whose variable dimensions are those of an input, in order.
+
+    Attributes:
+        axes: Pairs of the output's and the input's dimension, without the batch dimension.
+    """
 
     source: str
     rank: int
     axes: list[tuple[int, int]]
 
     def part(self, shape: Shape, true: Shape, padded: Shape) -> tuple[slice, ...] | None:
-        """The true part of an output; None for one that has neither the padded sizes nor these."""
+        """Return the true part of an output, or None if its sizes are neither padded nor true."""
         if len(shape) != 1 + self.rank:
             return None
         where = [slice(None)] * len(shape)
@@ -217,8 +222,12 @@ class _Like(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PaddedInputs:
-    """The shapes of a batch's padded inputs: by name, each request's true shape and the one for
-    all, without the batch dimension."""
+    """The shapes of a batch's padded inputs, by name, without the batch dimension.
+
+    Attributes:
+        true: The shape of each request before padding.
+        shape: The shape after padding.
+    """
 
     true: dict[str, list[Shape]] = field(default_factory=dict)
     shape: dict[str, Shape] = field(default_factory=dict)
@@ -232,7 +241,7 @@ def _share(
     whole: Any,
     shape: Shape,
 ) -> None:
-    """Give each request as many rows of `whole`, the bytes of a batch, as it has in `inputs`."""
+    """Replace an input of each request by its rows of `whole`, the bytes of a batch."""
     at = 0
     row = element_count(shape) * ITEM_SIZE[datatype]
     for request, source in zip(requests, inputs, strict=True):
@@ -252,7 +261,7 @@ def _share(
 
 
 def _filled(pad: Pad, inputs: Sequence[Input], target: Shape) -> Any:
-    """The bytes of a padded batch; on the device of the first input that is on one."""
+    """Return the bytes of a padded batch, on the device of the first input that is on one."""
     shape = (sum(item.shape[0] for item in inputs), *target)
     if any(item.on_device for item in inputs):
         return _filled_on_device(pad, inputs, shape)
@@ -284,7 +293,7 @@ def _mask(inputs: Sequence[Input], target: Shape) -> Array:
 
 
 def _places(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
-    """Where each input is in the whole."""
+    """Yield the position of each input in the whole."""
     at = 0
     for item in inputs:
         end = at + item.shape[0]
@@ -297,5 +306,5 @@ def _bytes(whole: Array) -> memoryview:
 
 
 def _free(*specs: TensorSpec) -> list[list[int]]:
-    """The dimensions of any size of each."""
+    """Return the variable dimensions of each tensor."""
     return [[axis for axis, dim in enumerate(spec.dims) if dim == -1] for spec in specs]

@@ -32,9 +32,13 @@ _MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes: of the weights, of a row of each input and output, of the workspace (None: it is not
-    known). `buckets` are the rows of the batches that are prepared, ascending; a batch runs in the
-    smallest that holds it."""
+    """The bytes of the weights, of one row of each input and output, and of the workspace.
+
+    Attributes:
+        buckets: The batch sizes that are prepared, ascending. A batch runs in the smallest bucket
+            that holds it.
+        workspace: None if it was not measured.
+    """
 
     weights: int
     inputs: Mapping[str, int]
@@ -44,8 +48,7 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, config: ModelSpec, signature: Signature, weights: int) -> MemoryPlan | None:
-        """The plan of a model whose parameters take `weights` bytes; None where the size of an
-        input or output is only known when it is there."""
+        """Return the plan of a model, or None if the size of an input or output varies."""
         specs = [*signature.inputs.values(), *signature.outputs.values()]
         if not specs or not all(map(_fixed, specs)):
             return None
@@ -58,27 +61,31 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """Of the largest batch."""
+        """The rows of the largest batch."""
         return self.buckets[-1]
 
     def bucket(self, rows: int) -> int:
-        """The smallest bucket that holds so many rows; raises ValueError where none does."""
+        """Return the smallest bucket that holds so many rows.
+
+        Raises:
+            ValueError: No bucket does.
+        """
         for bucket in self.buckets:
             if rows <= bucket:
                 return bucket
         raise ValueError(f"{rows} rows are more than the {self.rows} of the largest bucket")
 
     def byte_size(self, rows: int) -> tuple[int, int]:
-        """(inputs, outputs) of a batch of so many rows."""
+        """Return (inputs, outputs) in bytes of a batch of so many rows."""
         return sum(self.inputs.values()) * rows, sum(self.outputs.values()) * rows
 
     @property
     def total(self) -> int:
-        """Bytes in all, as far as they are known."""
+        """The bytes in all, as far as they are known."""
         return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def text(self) -> str:
-        """The plan for the log, in MB."""
+        """Return the plan for the log, in MB."""
         each = ", ".join(
             f"{rows}: {inputs / _MB:.2f} + {outputs / _MB:.2f}"
             for rows in self.buckets
@@ -92,8 +99,11 @@ class MemoryPlan:
 
 
 def buckets(config: ModelSpec) -> tuple[int, ...]:
-    """The batch sizes to prepare, ascending, the largest last: those that `optimization.cuda`'s
-    `graph_spec` names, or else the preferred ones and the powers of two."""
+    """Return the batch sizes to prepare, ascending, the largest last.
+
+    They are those of `graph_spec` in `optimization.cuda`, or else the preferred sizes and the
+    powers of two.
+    """
     most = max(1, config.max_batch_size)
     named = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
     if not named:
@@ -118,24 +128,23 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Recorder(Protocol):
-    """Records what a call does on a device."""
+    """A recorder of the work that a call does on a device."""
 
     def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-        """(what does it again, where its results are then)."""
+        """Return the function that repeats the call's work, and the results of each replay."""
 
     def reserved(self) -> int:
-        """Bytes of the device that this process has taken."""
+        """Return the bytes of device memory that this process has reserved."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs, by torch."""
+    """A recorder of CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
 
     def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-        """As `Recorder` says."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -149,12 +158,11 @@ class CudaRecorder:
         return graph.replay, results
 
     def reserved(self) -> int:
-        """As `Recorder` says."""
         return torch.cuda.memory_reserved(self._device)
 
 
 class Graphs:
-    """The recorded graphs of one model. `workspace` is what recording them took of the device."""
+    """The recorded graphs of a model; `workspace` is the memory that recording has reserved."""
 
     def __init__(
         self,
@@ -181,7 +189,7 @@ class Graphs:
         self.workspace = recorder.reserved() - before
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """The model's outputs for a batch; they hold until the next run."""
+        """Return the outputs for a batch; they are valid until the next run."""
         rows = len(next(iter(inputs.values()))) if self._batched else 1
         bucket = self._plan.bucket(rows)
         for name, tensor in inputs.items():

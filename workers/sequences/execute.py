@@ -1,7 +1,7 @@
-"""A batch of sequences of an instance: rows as the scheduler has put them, and nothing runs twice.
+"""The executor of sequences: rows are placed by the scheduler, and no request runs twice.
 
-A model's state has moved on by a request that it has seen, so none is given to it again, and one
-whose client has left is not passed over either.
+A request that a model has received has changed its state. It is therefore never executed again, and
+a request whose client has disconnected is executed, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STRING_HEAD = 4  # the bytes of a text's length
 
 @dataclass(eq=False)
 class SequenceExecutor(Executor):
-    """Runs batches of a model with sequences."""
+    """The executor of batches of sequences."""
 
     _config: ModelSpec
 
@@ -59,7 +59,6 @@ class SequenceExecutor(Executor):
         self._rows: list[SequenceRow] = []
 
     def messages(self) -> MessageTable:
-        """As `Executor` says."""
         return {**super().messages(), EndSequences: self._end}
 
     def _end(self, message: EndSequences, _: list[WorkerRequest]) -> None:
@@ -67,11 +66,9 @@ class SequenceExecutor(Executor):
             self._states.release(slot)
 
     def attached(self) -> None:
-        """As `Executor` says: that knows no sequence yet."""
         self._states.clear()
 
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
-        """As `Executor` says."""
         self._rows = batch.rows
         try:
             return super().execute(batch, requests)
@@ -81,7 +78,7 @@ class SequenceExecutor(Executor):
                     self._states.release(row.slot)
 
     def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
-        """As `Executor` says: each is a whole sequence, unless it has controls of its own."""
+        """Run warm-up requests: each is a whole sequence, unless it has its own controls."""
         for slot, request in enumerate(requests):
             key = request.work.key
             row = SequenceRow(slot, key, SEQUENCE_START | SEQUENCE_END, key)
@@ -126,12 +123,12 @@ class SequenceExecutor(Executor):
         return replies
 
     def _with_gaps(self, real: list[_Row]) -> list[Request]:
-        """The requests in their rows, with null rows before and between them."""
+        """Return the requests in their rows, with null rows before and between them."""
         by_slot = {each.row.slot: each.request for each in real}
         return [by_slot.get(row.slot) or self._null(real[0], row) for row in self._rows]
 
     def _null(self, like: _Row, row: SequenceRow) -> Request:
-        """A null row: nobody's request, with zeros in the shapes of another one."""
+        """Return a null row: a request without a client, with zeros in the shapes of another."""
         inputs: dict[str, Input] = {}
         for name, item in like.request.inputs.items():
             size = ITEM_SIZE[item.datatype] or _STRING_HEAD
@@ -155,7 +152,7 @@ class SequenceExecutor(Executor):
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A request and where it is in the batch."""
+    """A request and its row in the batch."""
 
     opened: WorkerRequest
     request: Request
@@ -163,8 +160,10 @@ class _Row:
 
 
 def _identified(work: Work, row: SequenceRow) -> Work:
-    """As the scheduler has it: it gives ids to requests without, and takes flags from those that
-    run again."""
+    """Return the work with the ids and flags that the scheduler has assigned.
+
+    The scheduler gives ids to requests without one, and removes flags of requests that run again.
+    """
     place = (row.flags, row.correlation_id, row.correlation_text)
     if (work.flags, work.correlation_id, work.correlation_text) == place:
         return work

@@ -42,7 +42,7 @@ _PAIRS = {
 
 @record
 class ControlInput:
-    """One control input: the bytes of its false and its true; of the correlation id none."""
+    """A control input, with the bytes of its false and its true (none for a correlation id)."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ class ControlInput:
     values: tuple[bytes, bytes] = (b"", b"")
 
     def data(self, row: SequenceRow) -> bytes:
-        """Its bytes for a row."""
+        """Return the bytes of the control for a row."""
         if self.kind == CORRELATION_ID:
             return self._id(row)
         ready = row.key != 0
@@ -70,7 +70,7 @@ class ControlInput:
 
 
 def read_controls(config: ModelSpec) -> list[ControlInput]:
-    """The control inputs of a model's configuration."""
+    """Return the control inputs of a model's configuration."""
     batching = config.sequence_batching
     found: list[ControlInput] = []
     for name, control in batching.controls if batching is not None else ():
@@ -87,7 +87,7 @@ def read_controls(config: ModelSpec) -> list[ControlInput]:
 def control_inputs(
     controls: list[ControlInput], row: SequenceRow, batched: bool
 ) -> dict[str, Input]:
-    """The control inputs of a row, by name."""
+    """Return the control inputs of a row, by name."""
     shape = (1, 1) if batched else (1,)
     return {
         control.name: Input(
@@ -103,10 +103,12 @@ _STRING_HEAD = 4
 
 @record
 class StateSpec:
-    """A state as a configuration has it; `initial` are the bytes that a sequence begins with, in
-    `shape` (with the batch dimension, where there is one).
+    """A state of a configuration.
 
-    `same_buffer`: the model gets the buffer itself, and may compute the output in it.
+    Attributes:
+        shape: The initial shape, with the batch dimension if there is one.
+        initial: The initial bytes.
+        same_buffer: Whether the model receives the buffer itself, and may write its output there.
     """
 
     input_name: str
@@ -127,8 +129,10 @@ class _Value:
 
 
 class States:
-    """The states of the sequences of one instance, by slot. `copies`: a model that may write into
-    what it is given gets copies."""
+    """The states of the sequences of one instance, by slot.
+
+    With `copies`, states are copied for a model that may write into its inputs.
+    """
 
     def __init__(self, specs: list[StateSpec], copies: bool) -> None:
         self._specs = specs
@@ -137,7 +141,7 @@ class States:
         self.outputs = tuple(spec.output_name for spec in specs)
 
     def lend(self, request: Request, row: SequenceRow) -> tuple[tuple[int, ...], ...]:
-        """Give a request the states of its sequence; returns their shapes."""
+        """Add the states of a sequence to a request's inputs; return their shapes."""
         if not self._specs:
             return ()
         if row.flags & SEQUENCE_START:
@@ -167,20 +171,22 @@ class States:
         )
 
     def __len__(self) -> int:
-        """The number of sequences that have state."""
+        """Return the number of sequences with state."""
         return len(self._by_slot)
 
     def release(self, slot: int) -> None:
-        """The sequence in a slot is over; nothing if it has no state."""
+        """Release the state of the sequence in a slot, if it has any."""
         self._by_slot.pop(slot, None)
 
     def clear(self) -> None:
-        """No sequence has any state."""
+        """Release the states of all sequences."""
         self._by_slot.clear()
 
     def keep(self, row: SequenceRow, response: Response, returned: frozenset[str]) -> None:
-        """Take what a model has made of the states of a sequence; one that it has not made stays as
-        it was. Outputs that are none of the model's, in `returned`, do not go to the client."""
+        """Store the states of a response; a state that the response lacks is kept.
+
+        Outputs that are only states are removed, unless they are in `returned`.
+        """
         if not self._specs or response.error is not None:
             return
         values = self._by_slot[row.slot]
@@ -214,7 +220,7 @@ def _updated(value: _Value, output: Output) -> _Value:
 
 
 def _stored(raw: Any, fresh: Any) -> Any:
-    """`fresh` in the buffer that there is, if it fits; else in one of its own."""
+    """Return `fresh` in the existing buffer if it fits, else in a buffer of its own."""
     if isinstance(fresh, np.ndarray):
         if not isinstance(raw, memoryview) or len(raw) != fresh.nbytes:
             return memoryview(bytearray(fresh))
@@ -230,9 +236,10 @@ def _stored(raw: Any, fresh: Any) -> Any:
 
 
 def read_states(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
-    """The states of a model's configuration, with what they begin with.
+    """Return the states of a model's configuration, with their initial values.
 
-    Raises InvalidArgument for a file that cannot be read or is too short.
+    Raises:
+        InvalidArgument: A data file cannot be read or is too short.
     """
     batching = config.sequence_batching
     states = batching.state if batching is not None else ()

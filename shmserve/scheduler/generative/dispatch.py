@@ -188,7 +188,7 @@ class GenerativeDispatch(Dispatcher):
     def _prepare(self, ongoing: Ongoing, slot: Slot, now_ns: int) -> None:
         ongoing.slot = slot
         self._pool.join(slot, ongoing.request, now_ns)
-        self._executions.post(slot, Prepare([work_of(ongoing.request)], ongoing.resumed()))
+        self._executions.post(slot.peer, Prepare([work_of(ongoing.request)], ongoing.resumed()))
 
     # --- workers
 
@@ -288,7 +288,7 @@ class GenerativeDispatch(Dispatcher):
                 Hypothesis(array("i", each.tokens).tobytes(), each.over, each.score)
                 for each in beams.found
             ]
-            self._executions.post(slot, Choose(generation.key, found))
+            self._executions.post(slot.peer, Choose(generation.key, found))
 
     # --- counts
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
@@ -40,7 +40,12 @@ from shmserve.ipc.messages.supervision import (
     SetTracing,
 )
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
+from shmserve.ipc.transport.router import (
+    PeerCredRouter,
+    UntrustedRouter,
+    first_number,
+    last_number,
+)
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -56,18 +61,8 @@ _PARTING_S = 0.3  # for the delivery of the last responses
 _MOST_READS = 1024  # before a drain, because a client may never stop sending
 
 
-class Outbox(Protocol):
-    """A link whose `pending` messages are sent by `flush` at the end of a turn."""
-
-    @property
-    def pending(self) -> Sized:
-        """The messages that `flush` sends."""
-
-    def flush(self) -> object:
-        """Send the pending messages."""
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close the link after at most `linger_s` for the delivery of sent messages."""
+# The links whose `pending` messages are sent by `flush` at the end of a turn.
+Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepSchedulers
 
 
 class Parts(NamedTuple):

@@ -14,7 +14,6 @@ from shmserve.ipc.messages.generation import Step, Stepped
 from shmserve.ipc.messages.inference import (
     CancelExecution,
     CreditExecution,
-    EndSequences,
     Execute,
     ReaderExited,
     Release,
@@ -133,9 +132,9 @@ class Executions:
         work = list(map(work_of, requests))
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
 
-    def post(self, slot: Slot, message: Any) -> None:
-        """Send a message to the backend of an instance."""
-        self._workers.post(slot.peer, message)
+    def post(self, peer: bytes, message: Any) -> None:
+        """Send a message of a kind of scheduling to the worker at this address."""
+        self._workers.post(peer, message)
 
     def run_step(self, slot: Slot, step: Step, now_ns: int) -> None:
         """Send a step of a generative model to an idle instance."""
@@ -169,10 +168,6 @@ class Executions:
         if read > 0 and request.worker is not None:
             request.credited += read
             self._workers.post(request.worker.peer, CreditExecution(request.key, read))
-
-    def end_sequences(self, peer: bytes, slots: list[int]) -> None:
-        """Send a worker the end of the sequences in these slots."""
-        self._workers.post(peer, EndSequences(slots))
 
     def release(self, client_pid: int, message: Release) -> None:
         """Release outputs that a client has read, at the worker that owns them."""

@@ -106,12 +106,9 @@ class LoadPlanner:
         for other, reason in repository.ignored_folders(folder).items():
             logger.warning("model %s: ignore version directory '%s' which %s", name, other, reason)
         versions = repository.versions_to_load(config, folder.versions)
+        text = "version %d is specified for model '%s', but the version directory is not present"
         for version in repository.missing_versions(config, folder.versions):
-            logger.error(
-                "version %d is specified for model '%s', but the version directory is not present",
-                version,
-                name,
-            )
+            logger.error(text, version, name)
         if not versions:
             text = f"load failed for model '{name}': {repository.no_version(folder)}\n"
             raise InvalidArgument(text)
@@ -119,18 +116,11 @@ class LoadPlanner:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")
         spec = ModelSpec.of(model_config.to_dict(config))
+        read, path = ReadConfig(folder, written, config, source), folder.path
+        prints = {version: repository.version_fingerprint(folder, version) for version in versions}
         return [
-            VersionSpec(
-                name=name,
-                version=str(version),
-                model_dir=folder.path,
-                repository=folder.path.parent,
-                config=spec,
-                labels=labels,
-                files=repository.version_fingerprint(folder, version),
-                read=ReadConfig(folder, written, config, source),
-            )
-            for version in versions
+            VersionSpec(name, str(version), path, path.parent, spec, labels, files, read)
+            for version, files in prints.items()
         ]
 
     def discard(self, plan: VersionSpec) -> None:

@@ -297,19 +297,16 @@ class Order:
         if graph_problem is not None:
             text = f"load failed for model '{name}': {graph_problem.message}\n"
             return InvalidArgument(text)
-        failed = "".join(
-            f"version {number} is at UNAVAILABLE state: {reason};\n"
-            for number, reason in reasons.items()
-        )
-        return InvalidArgument(f"load failed for model '{name}': {failed}")
+        failed = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
+        return InvalidArgument(f"load failed for model '{name}': {''.join(failed)}")
 
 
 def _reasons(failures: Mapping[str, BaseException]) -> dict[str, str]:
-    known = {
-        number: error if isinstance(error, ShmserveError) else Internal("internal error")
-        for number, error in failures.items()
-    }
-    return {number: f"{error.title}: {error.message}" for number, error in known.items()}
+    def reason(error: BaseException) -> str:
+        known = error if isinstance(error, ShmserveError) else Internal("internal error")
+        return f"{known.title}: {known.message}"
+
+    return {number: reason(error) for number, error in failures.items()}
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,7 @@ import shmserve.client
 from shmserve.client.memory import cuda as client_device
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.sync import Server
-from shmserve.common.peers import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, Capabilities
@@ -46,13 +46,14 @@ from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
 from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.region_rig import policy
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 from tests.support.waiting import until
 
 F32 = np.float32
 ROW = np.arange(4, dtype=F32).reshape(1, 4)
 CONFIG = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
-POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
+POLICY = policy(max_regions=8, max_regions_per_uid=4)
 SEALS = Capabilities(bytes(32))
 TENSORS = {"x": ((1, 4), "FP32"), "y": ((1, 4), "FP32")}
 

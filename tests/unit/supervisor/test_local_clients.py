@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shmserve.common import fd_limits
-from shmserve.common.peers import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m
@@ -31,9 +31,10 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
 from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.region_rig import policy
 
 PLACES = 8
-POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
+POLICY = policy(max_regions=8, max_regions_per_uid=4)
 
 
 @pytest.fixture

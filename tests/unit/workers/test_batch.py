@@ -6,7 +6,6 @@ import os
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,18 +36,11 @@ from tests.rigs.worker_rig import (
     Rig,
     inference,
     model_config,
-    rig,
     tensor,
     tensor_config,
 )
 
 F32 = np.float32
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture

@@ -26,9 +26,11 @@ _MOST_HELD = 16  # tokens; so many bytes without a character are no character
 
 
 class Detokenizer:
-    """The text of one sequence. Tokens are decoded together with those of the last text before
-    them, since what a token means depends on what it follows; one that leaves a character
-    unfinished waits."""
+    """The incremental text of one sequence.
+
+    Tokens are decoded together with those of the text before them, since a token's text depends on
+    what it follows. A token that leaves a character incomplete is held back.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +40,7 @@ class Detokenizer:
         self._before = ""
 
     def add(self, token: int) -> str:
-        """The text that is complete with another token."""
+        """Append a token, and return the text that is complete now."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         if text.endswith(_REPLACEMENT) and len(self._tokens) - self._read < _MOST_HELD:
@@ -46,7 +48,7 @@ class Detokenizer:
         return self._take(text)
 
     def flush(self) -> str:
-        """The text of all that waits: nothing follows."""
+        """Return the text of all tokens held back."""
         return self._take(self._decode(self._tokens))
 
     def _take(self, text: str) -> str:
@@ -62,7 +64,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """The stop strings of one sequence. What may be the beginning of one is held back."""
+    """The stop strings of one sequence. Text that may begin a stop string is held back."""
 
     def __init__(self, stops: Sequence[str], included: bool) -> None:
         self._stops = stops
@@ -70,8 +72,10 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """The text that is no part of a stop string, and whether one was found; of several it is
-        the one that is complete first."""
+        """Append text; return the text outside of stop strings, and whether one was found.
+
+        Of several stop strings, the one that is complete first counts.
+        """
         if not self._stops:
             return text, False
         text = self._held + text
@@ -86,20 +90,25 @@ class StopStrings:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """What was held back: nothing follows."""
+        """Return the text held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of a text with which a stop string begins."""
+    """Return the length of the longest end of a text that begins a stop string."""
     most = min(len(text), len(stop) - 1)
     return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 class SampleText:
-    """The text of one sample. `pending` and what is beside it are not told yet; `told` counts the
-    characters that are, on this instance or on those before it. It is `open` until its end is."""
+    """The text of one sample.
+
+    Attributes:
+        pending: The text that has not been sent; `tokens` and `logprobs` belong to it.
+        told: The number of characters sent, by this instance and those before it.
+        open: Whether the end of the sample has not been sent.
+    """
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, index: int, echo: str) -> None:
         parameters = prompt.parameters
@@ -117,8 +126,11 @@ class SampleText:
         self._stops = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
 
     def resume(self, earlier: Resumed, tokens: Sequence[int]) -> None:
-        """Go on from where another instance has left it, which may have told more than is known of
-        it: the same follows again."""
+        """Continue a sample of another instance.
+
+        That instance may have sent more than is known of it, so text that is generated again is not
+        sent again.
+        """
         self.open, self._told_before = not earlier.closed, earlier.told
         self._tell_silently()
         for place, token in enumerate(tokens, 1):
@@ -126,7 +138,7 @@ class SampleText:
                 self.add([token], earlier.over if place == len(tokens) else "", [])
 
     def _tell_silently(self) -> None:
-        """What is pending and told already is not told again."""
+        """Skip pending text that another instance has sent."""
         known = min(len(self.pending), self._told_before - self.told)
         if known > 0:
             if known == len(self.pending):
@@ -135,8 +147,13 @@ class SampleText:
             self.told += known
 
     def add(self, tokens: Sequence[int], over: str, told: Sequence[TokenLogprobs]) -> bool:
-        """Another few tokens, and whether they are its last; returns whether its text has ended
-        it."""
+        """Append tokens; return whether a stop string has ended the sample.
+
+        Args:
+            tokens: The tokens.
+            over: The finish reason if the last token ends the sample, else "".
+            told: The log probabilities of the tokens, if they are wanted.
+        """
         for place, token in enumerate(tokens):
             self.count += 1
             self.tokens.append(token)
@@ -151,7 +168,7 @@ class SampleText:
         return False
 
     def _text(self, token: int, over: str) -> bool:
-        """Whether a stop string is complete with this token."""
+        """Append the text of a token; return whether it completes a stop string."""
         parameters = self._prompt.parameters
         # A token that ends a text is no part of it.
         ends = token in self._prompt.ends or token in parameters.stop_token_ids
@@ -169,7 +186,7 @@ class SampleText:
         return found
 
     def take(self) -> tuple[str, list[int], list[TokenLogprobs]]:
-        """What is to be told now."""
+        """Return and clear the pending text, tokens and log probabilities."""
         taken = self.pending, self.tokens, self.logprobs
         self.told += len(self.pending)
         self.pending, self.tokens, self.logprobs = "", [], []
@@ -177,7 +194,7 @@ class SampleText:
 
 
 class Answer:
-    """The way back of one request: its samples, and the responses with them."""
+    """The samples of one request, and the responses with them."""
 
     def __init__(
         self,
@@ -189,7 +206,6 @@ class Answer:
     ) -> None:
         self.prompt = prompt
         self.stream = stream
-        self.held_since_ns = 0  # what it has the client has not taken since then
         self._tokenizer = tokenizer
         self._link = link
         self._echo = echo
@@ -205,7 +221,7 @@ class Answer:
         return bool(self.samples) and all(sample.over for sample in self.samples)
 
     def choose(self, hypotheses: Sequence[Hypothesis]) -> None:
-        """Take what a beam search has found for its samples."""
+        """Take the hypotheses of a beam search as samples."""
         for index, found in enumerate(hypotheses[: self.prompt.parameters.n]):
             tokens = np.frombuffer(found.tokens, np.int32).tolist()
             sample = SampleText(self.prompt, self._tokenizer, index, self._echo)
@@ -213,7 +229,7 @@ class Answer:
             self.samples.append(sample)
 
     def respond(self) -> bool:
-        """Send what there is and the client takes; whether that was the end."""
+        """Send what the client has credit for; return whether that ended the request."""
         if not self.prompt.parameters.stream:
             return self.over and self._send(self.samples, True)
         for sample in self.samples:
@@ -227,7 +243,7 @@ class Answer:
         return bool(sample.over) and not any(each.open for each in others)
 
     def _send(self, samples: list[SampleText], final: bool) -> bool:
-        """Send one response; False: the client takes none now."""
+        """Send one response; return False if the client has no credit."""
         with self._link.lock:
             if not self.stream.may_send:
                 return False
@@ -275,7 +291,7 @@ class Answer:
         ).encode()
 
     def _logprobs(self, sample: SampleText, told: list[TokenLogprobs]) -> bytes:
-        """The logprobs of one response as JSON; a sample's first response has its prompt's."""
+        """Return the log probabilities of a response as JSON, first those of the prompt."""
         found: dict[str, Any] = {"content": [self._logprob(each) for each in told]}
         parameters = self.prompt.parameters
         if parameters.prompt_logprobs >= 0 and sample.count == len(told):

@@ -28,8 +28,13 @@ _BITS = (1 << 64) - 1
 
 @dataclass(slots=True)
 class SampledRow:
-    """A row of logits to be sampled: the sequence's tokens before it, of which `prompt` are the
-    prompt's, and those that its grammar allows (bits, int32), if it has one."""
+    """A row of logits to sample from.
+
+    Attributes:
+        tokens: The tokens of the sequence before the row.
+        prompt: The number of tokens of the prompt.
+        allowed: The tokens that the grammar allows, as bits in int32 words.
+    """
 
     parameters: GenerationParameters
     sample: int
@@ -44,7 +49,7 @@ class SampledRow:
         return len(self.tokens) - self.prompt
 
     def draw(self, purpose: int = TOKEN) -> float:
-        """Its random number for a purpose, in [0, 1)."""
+        """Return the random number of the row for a purpose, in [0, 1)."""
         state = self.parameters.seed & _BITS
         for part in (self.sample, self.generated, purpose):
             state = _mixed(state ^ _mixed(part + 1))
@@ -52,8 +57,7 @@ class SampledRow:
 
 
 class TokenLogprobs(NamedTuple):
-    """The logarithm of a token's probability as the model gives it, before all settings; and the
-    likeliest tokens with theirs."""
+    """The log probability of a token in the model's own distribution, and the likeliest tokens."""
 
     token: int
     logprob: float
@@ -61,7 +65,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def _mixed(value: int) -> int:
-    """The finaliser of splitmix64 (Steele et al., 2014)."""
+    """Apply the finaliser of splitmix64 (Steele et al., 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _BITS
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _BITS
@@ -71,8 +75,16 @@ def _mixed(value: int) -> int:
 def sample(
     logits: torch.Tensor, rows: Sequence[SampledRow], purpose: int = TOKEN
 ) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """A token for each row, of logits [rows, vocabulary] that were `process`ed; and by the place of
-    each that was drawn, the probabilities with which it was."""
+    """Sample a token for each row.
+
+    Args:
+        logits: Processed logits, [rows, vocabulary].
+        rows: The rows.
+        purpose: The purpose of the random numbers.
+
+    Returns:
+        The tokens, and the distribution of each row that was drawn, by its index.
+    """
     tokens = _likeliest(logits)
     warm = [place for place, row in enumerate(rows) if row.parameters.temperature]
     if not warm:
@@ -86,15 +98,17 @@ def sample(
 
 
 def _likeliest(logits: torch.Tensor) -> list[int]:
-    """The first of the likeliest tokens of each row; on a CPU numpy finds it five times as fast as
-    torch."""
+    """Return the first of the likeliest tokens of each row.
+
+    On a CPU numpy is five times as fast as torch.
+    """
     near = logits.numpy() if logits.device.type == "cpu" else logits
     found: list[int] = near.argmax(-1).tolist()
     return found
 
 
 def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
-    """The token of each row [rows, vocabulary] at which the running sum passes its draw."""
+    """Return the token of each row at which the cumulative probability passes its draw."""
     sums = probabilities.cumsum(-1)
     targets = torch.tensor(draws, dtype=sums.dtype, device=sums.device).unsqueeze(1) * sums[:, -1:]
     found = torch.searchsorted(sums, targets, right=True).squeeze(1)
@@ -103,8 +117,7 @@ def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
 
 
 def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
-    """Apply, in place, what changes single logits of a row: bias, penalties, least length and
-    grammar."""
+    """Apply bias, penalties, least length and grammar to logits, in place."""
     for line, row in zip(logits, rows, strict=True):
         parameters = row.parameters
         if parameters.logit_bias:
@@ -130,7 +143,7 @@ def _penalise(line: torch.Tensor, row: SampledRow) -> None:
 
 
 def _mask(line: torch.Tensor, allowed: torch.Tensor) -> None:
-    """Forbid all but the tokens whose bits are set, lowest first, in int32 words."""
+    """Forbid all tokens but those whose bits are set, lowest first, in int32 words."""
     bits = (allowed.unsqueeze(1) >> torch.arange(32)) & 1
     known = bits.flatten()[: len(line)].bool().to(line.device)
     line[len(known) :] = -math.inf
@@ -138,8 +151,10 @@ def _mask(line: torch.Tensor, allowed: torch.Tensor) -> None:
 
 
 def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
-    """The probabilities with which each row is sampled, of processed logits; a greedy row's are
-    those of its likeliest token alone."""
+    """Return the probabilities with which each row of processed logits is sampled.
+
+    A greedy row has probability one for its likeliest token.
+    """
     settings = [row.parameters for row in rows]
     cold = [place for place, each in enumerate(settings) if not each.temperature]
     temperatures = torch.tensor([each.temperature or 1.0 for each in settings])
@@ -155,7 +170,7 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
 
 
 def _least(scaled: torch.Tensor, settings: Sequence[GenerationParameters]) -> torch.Tensor | None:
-    """The least logit of each row that may be sampled; None: any."""
+    """Return the least logit of each row that may be sampled, or None for no limit."""
     least = None
     if any(each.top_k or each.top_p < 1 for each in settings):
         most = max(each.top_k for each in settings)
@@ -170,7 +185,7 @@ def _least(scaled: torch.Tensor, settings: Sequence[GenerationParameters]) -> to
 def _nucleus(
     scaled: torch.Tensor, settings: Sequence[GenerationParameters], width: int
 ) -> torch.Tensor:
-    """The least logit that top-k and top-p keep, sought among the `width` likeliest tokens."""
+    """Return the least logit that top-k and top-p keep, sought among the `width` likeliest."""
     vocabulary, device = scaled.shape[1], scaled.device
     width = min(width, vocabulary)
     values = scaled.topk(width).values
@@ -215,8 +230,7 @@ def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]
 
 
 class Grammars:
-    """Makes matchers for one tokenizer; the library behind it is loaded when the first is asked
-    for."""
+    """A factory of matchers for one tokenizer. Its library is imported at the first use."""
 
     def __init__(self, tokenizer_text: str, vocabulary: int, ends: tuple[int, ...]) -> None:
         self._text = tokenizer_text
@@ -231,8 +245,11 @@ class Grammars:
         return wrapped(self._text, n_vocab=self._vocabulary, eos_token=list(self._ends))
 
     def matcher(self, grammar: tuple[str, str]) -> Any:
-        """A matcher at the beginning of (kind, text). Raises InvalidArgument for what is no grammar
-        of its kind."""
+        """Return a new matcher of a grammar (kind, text).
+
+        Raises:
+            InvalidArgument: The text is not a grammar of its kind.
+        """
         import llguidance
 
         kind, text = grammar
@@ -256,8 +273,11 @@ class Grammars:
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
-    """Of `drafts` those that the grammar takes, and the bits of the tokens that it allows before
-    each of them and behind the last, int32. The matcher stays where it is."""
+    """Return the drafts that a grammar accepts, and the allowed tokens of each position.
+
+    The bits (int32) are those before each accepted draft and behind the last. The matcher's
+    position does not change.
+    """
     masks = [_bits(matcher)]
     taken: list[int] = []
     for token in drafts:

@@ -46,7 +46,7 @@ _DEFAULT_MAX_STREAMS = 64
 
 
 class NativeBackend(Backend):
-    """One object of the model's class."""
+    """An object of the model's class."""
 
     device_inputs = True
 
@@ -61,7 +61,7 @@ class NativeBackend(Backend):
         self._coroutines: asyncio.Runner | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Inputs and outputs from the annotations, batching from the class's attributes."""
+        """Add inputs and outputs of the annotations, and batching of the attributes."""
         spec = ModelSpec.of(config)
         model = self._find(spec)
         declaration.warn_of_misspelt(model, self._at)
@@ -99,7 +99,11 @@ class NativeBackend(Backend):
         return completed
 
     def load(self, config: ModelSpec) -> None:
-        """Make the object; raises InvalidArgument when configuration and annotations disagree."""
+        """Create the object.
+
+        Raises:
+            InvalidArgument: Configuration and annotations disagree.
+        """
         context = self.context
         kind = self._find(config)
         predict = declaration.read(kind)
@@ -139,7 +143,7 @@ class NativeBackend(Backend):
         self.checks_ready = hasattr(self._model, "is_ready")
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """One call of `predict` for the whole batch."""
+        """Call `predict` once for the whole batch."""
         inputs = self._runner.inputs(requests)
         with torch.inference_mode():
             with self._runner.calling():
@@ -149,7 +153,7 @@ class NativeBackend(Backend):
             return self._runner.responses(requests, self._take(result))
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
-        """One call of `predict` for each request, whose iterator runs on after this."""
+        """Call `predict` once for each request; the iterators outlast this call."""
         assert self._streams is not None
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
@@ -158,8 +162,11 @@ class NativeBackend(Backend):
         return self._runner.response(request, self._take(yielded))
 
     def is_ready(self) -> bool:
-        """Readiness by the model's `is_ready`. Raises what it raises, Internal for what is no
-        bool."""
+        """Call the model's `is_ready`.
+
+        Raises:
+            Internal: The result is not a bool. Exceptions of the model are passed on.
+        """
         run = asyncio.run if self._streams is None else self._streams.wait
         with torch.inference_mode():
             return says_ready(self._model, run)
@@ -170,7 +177,7 @@ class NativeBackend(Backend):
         return self._coroutines.run(coroutine)
 
     def unload(self) -> None:
-        """Call the model's own `unload`, if it has one."""
+        """Call the model's `unload`, if it has one."""
         if self._streams is not None:
             self._streams.close()
         if self._coroutines is not None:
@@ -195,8 +202,7 @@ class NativeBackend(Backend):
         return self._class
 
     def _at(self, name: str) -> str:
-        """The place of what the class has, as a line begins; that of the class where it is not in
-        its file."""
+        """Return the place of an attribute, or of the class, as the beginning of a line."""
         own = (name, name.partition(".")[0], "")
         place = next((self._places[each] for each in own if each in self._places), "")
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"

@@ -50,8 +50,12 @@ _HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.mo
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of `predict`; `numpy`: wanted as a numpy array; `optional`: it has a default,
-    which stands for an input that requests do not have."""
+    """An argument of `predict`.
+
+    Attributes:
+        numpy: Whether it takes a numpy array.
+        optional: Whether it has a default, which is used if a request lacks the input.
+    """
 
     name: str
     type: TensorType
@@ -61,8 +65,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class PredictSignature:
-    """The arguments of `predict` and its outputs; `take` makes name -> array of a result, or of
-    each that is yielded where it gives an iterator (`streams`)."""
+    """The arguments and outputs of `predict`.
+
+    Attributes:
+        take: Returns the arrays by name of a result, or of one yielded value.
+        streams: Whether `predict` returns an iterator of responses.
+    """
 
     parameters: tuple[Parameter, ...]
     outputs: dict[str, TensorType]
@@ -71,15 +79,16 @@ class PredictSignature:
 
 
 def nowhere(name: str) -> str:
-    """The beginning of a line where no places are known."""
+    """Return "", for a class whose places in its file are unknown."""
     return ""
 
 
 def read(model: type, at: Where = nowhere) -> PredictSignature:
-    """The signature of a class's `predict`.
+    """Return the signature of a class's `predict`.
 
-    Raises InvalidArgument, with what to write, when the class has none that is an ordinary method,
-    or an annotation is not a tensor's; with a line for each argument that is wrong.
+    Raises:
+        InvalidArgument: The class has no ordinary method `predict`, or an annotation is not a
+            tensor's. The message has a line for each wrong argument.
     """
     wrong = Collected()
     found = wrong(_found, model, at, wrong)
@@ -100,7 +109,7 @@ def _found(model: type, at: Where, wrong: Collected) -> PredictSignature:
 
 
 def _placed(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a call returns; what it raises begins with the place of `name`."""
+    """Call a function; prefix its InvalidArgument with the place of `name`."""
     try:
         return make(*args, **kwargs)
     except InvalidArgument as error:
@@ -119,7 +128,7 @@ def _hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
 def _result(
     model: type, predict: Callable[..., Any], hints: dict[str, Any]
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]], bool]:
-    """The outputs, what makes them of a result, and whether there are many results."""
+    """Return the outputs, the function that names them, and whether there are many results."""
     if "return" not in hints:
         raise InvalidArgument(f"'{model.__name__}.predict' does not say what it returns: {_HOW}")
     result = hints["return"]
@@ -135,7 +144,7 @@ def _result(
 
 
 def _method(model: type) -> Callable[..., Any]:
-    """The class's `predict`, which gets `self`."""
+    """Return the class's `predict`, a method with `self`."""
     predict = inspect.getattr_static(model, "predict", None)
     if predict is None:
         raise InvalidArgument(f"class '{model.__name__}' has no method 'predict'")
@@ -147,7 +156,7 @@ def _method(model: type) -> Callable[..., Any]:
 
 
 def as_config(signature: PredictSignature) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(`input`, `output`) of a model configuration."""
+    """Return (`input`, `output`) of a model configuration."""
     inputs: list[dict[str, Any]] = []
     for parameter in signature.parameters:
         made = _tensor_config(parameter.name, parameter.type)
@@ -209,7 +218,7 @@ def _zip(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
 def _record(
     owner: str, outputs: Mapping[str, TensorType], needed: frozenset[str], result: Any
 ) -> Mapping[str, Any]:
-    """The outputs among the keys of a mapping, or among the attributes of another object."""
+    """Return the outputs in a mapping, or in the attributes of another object."""
     if isinstance(result, Mapping):
         found = {name: result[name] for name in outputs if name in result}
     else:
@@ -252,8 +261,12 @@ _WHOLE = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
 
 
 def check(model: type, at: Where = nowhere) -> PredictSignature:
-    """The signature of its `predict`. Raises InvalidArgument with a line for each attribute that is
-    wrong, and for each argument; `at` makes the beginning of one by their names."""
+    """Return the signature of a class's `predict`, after checking all attributes.
+
+    Raises:
+        InvalidArgument: The message has a line for each wrong attribute and argument, which begins
+            with `at` of its name.
+    """
     checks: dict[str, Callable[[], Any]] = {
         **{name: partial(whole, model, name, 0) for name in _WHOLE},
         **{name: partial(parameter, model, name) for name in _PARAMETERS},
@@ -277,8 +290,7 @@ def check(model: type, at: Where = nowhere) -> PredictSignature:
 
 
 def instance_groups(model: type) -> list[dict[str, Any]]:
-    """The groups that a class asks for, by `instance_group` as in a configuration, or by a number
-    of `instances`; none where it says nothing."""
+    """Return the instance groups of a class, by `instance_group` or a number of `instances`."""
     count = whole(model, "instances", 0)
     groups = getattr(model, "instance_group", [{"count": count}] if count else [])
     if not isinstance(groups, list | tuple) or not all(isinstance(g, dict) for g in groups):
@@ -290,7 +302,7 @@ def instance_groups(model: type) -> list[dict[str, Any]]:
 
 
 def warn_of_misspelt(model: type, at: Where) -> None:
-    """Log what a class has, means nothing here, and is named almost as what does."""
+    """Log attributes without a meaning whose name is close to a known one."""
     for base in model.__mro__:
         own = vars(base) if base.__module__ == model.__module__ else {}
         for name in [name for name in own if name[:1] != "_" and name not in _KNOWN]:
@@ -304,7 +316,11 @@ def warn_of_misspelt(model: type, at: Where) -> None:
 
 
 def whole(model: type, attribute: str, default: int) -> int:
-    """A whole number; raises InvalidArgument."""
+    """Return an attribute that is a whole number.
+
+    Raises:
+        InvalidArgument: It is not.
+    """
     value = getattr(model, attribute, default)
     if type(value) is not int or value < 0:
         raise InvalidArgument(
@@ -316,7 +332,11 @@ def whole(model: type, attribute: str, default: int) -> int:
 def own_inputs(
     model: type, inputs: list[dict[str, Any]], ours: frozenset[str], at: Where
 ) -> list[dict[str, Any]]:
-    """The arguments that clients send, the `ragged` ones marked; raises InvalidArgument."""
+    """Return the inputs that clients send, with `ragged` ones marked.
+
+    Raises:
+        InvalidArgument: `ragged` does not name inputs.
+    """
     ragged = getattr(model, "ragged", ())
     known = {each["name"] for each in inputs} - ours
     if not isinstance(ragged, list | tuple | set | frozenset) or not known.issuperset(ragged):
@@ -329,7 +349,11 @@ def own_inputs(
 
 
 def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
-    """The value of `batch_input` or `batch_output`; raises InvalidArgument."""
+    """Return the value of `batch_input` or `batch_output`.
+
+    Raises:
+        InvalidArgument: It is not a list of such mappings.
+    """
     value = getattr(model, attribute)
     fields = {"target_name", "source_input"}
     if not isinstance(value, list | tuple) or not all(
@@ -347,14 +371,17 @@ def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 
 def parameters(model: type) -> dict[str, Any]:
-    """The batching strategy, bounds of instances and padding of the class, as parameters of a
-    configuration."""
+    """Return the attributes of a class that are parameters of a configuration."""
     said = {name: parameter(model, name) for name in _PARAMETERS}
     return {name: {"string_value": text} for name, text in said.items() if text is not None}
 
 
 def parameter(model: type, name: str) -> str | None:
-    """The text of such an attribute, if there is one; raises InvalidArgument."""
+    """Return the text of a parameter, or None if the class does not have it.
+
+    Raises:
+        InvalidArgument: The attribute has a wrong type.
+    """
     value = getattr(model, name, None)
     kinds, what = _PARAMETERS[name]
     if value is None:

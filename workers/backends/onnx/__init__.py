@@ -250,7 +250,7 @@ class OnnxRuntimeError(Exception):
 
 
 class OnnxBackend(Backend):
-    """One session of one ONNX file."""
+    """A session of an ONNX file."""
 
     read_only_inputs = False  # a session does not write into them
 
@@ -259,7 +259,7 @@ class OnnxBackend(Backend):
         self._loaded: tuple[Any, Description] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Inputs, outputs and batch size, as the file has them."""
+        """Add the inputs, outputs and batch size of the file."""
         spec = ModelSpec.of(config)
         _, description = self._open(spec)
         ours = made_here(spec)
@@ -272,7 +272,7 @@ class OnnxBackend(Backend):
         return complete(config, clients, most)
 
     def load(self, config: ModelSpec) -> None:
-        """Open the file and match it with the configuration."""
+        """Open the file and check it against the configuration."""
         session, description = self._open(config)
         signature = Signature(as_model_sees(config), self.context.version)
         ragged = Ragged(config)
@@ -299,7 +299,7 @@ class OnnxBackend(Backend):
             self._binding = HostBinding(self.context, session, description)
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """One run of the session for the whole batch."""
+        """Run the session once for the whole batch."""
         inputs = self._runner.inputs(requests)
         needed = {name for request in requests for name in request.requested}
         needed.update(requests[0].states)
@@ -320,7 +320,7 @@ class OnnxBackend(Backend):
 
 @contextlib.contextmanager
 def _in_words(path: Path | None = None) -> Iterator[None]:
-    """Of errors of onnxruntime, what a client may see: `path` by its name alone."""
+    """Convert errors of onnxruntime to messages for clients, which name `path` by its name only."""
     try:
         yield
     except Exception as error:

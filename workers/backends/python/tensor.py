@@ -33,7 +33,7 @@ _NOT_WRITABLE = "The given NumPy array is not writable"
 
 
 class Lender:
-    """Lends the arrays of one model's inputs. Used from one thread."""
+    """The lender of one model's input arrays, for one thread."""
 
     def __init__(self, model_name: str, mappings: Mappings, copied: Copied | None = None) -> None:
         self._model_name = model_name
@@ -46,7 +46,7 @@ class Lender:
         self._filter: Any = None
 
     def lend(self, source: Input) -> Array:
-        """The array of a shared input of the running execution; the same on every call."""
+        """Return the array of a shared input of the running execution; the same on every call."""
         if source not in self._loans:
             if self._copying:
                 self._loans[source] = source.raw
@@ -65,11 +65,11 @@ class Lender:
             self._filter = warnings.filters[0]
 
     def forget(self) -> None:
-        """After an execution that has failed: nobody knows what refers to what it was lent."""
+        """Drop all loans after a failed execution, whose references are unknown."""
         self._loans = {}
 
     def settle(self, responses: Sequence[Response]) -> None:
-        """After an execution of which nothing is left but `responses`, and what the model keeps."""
+        """Check, after an execution, which arrays the model has kept or changed."""
         if not self._loans:
             return
         loans, self._loans = self._loans, {}
@@ -105,7 +105,7 @@ def _changed(source: Input, original: memoryview) -> bool:
 
 
 def _references(source: Input, responses: Sequence[Response]) -> int:
-    """How often the array of an input is referred to, but for `responses` and their views of it."""
+    """Count the references to an input's array, except those of `responses` and their views."""
     array = source.array
     known = 0
     views: set[int] = set()
@@ -119,7 +119,7 @@ def _references(source: Input, responses: Sequence[Response]) -> int:
 
 
 def _alone() -> int:
-    """How the count of an array looks that only its input refers to."""
+    """Return the reference count of an array that only its input refers to."""
     source = Input("", "UINT8", (1,), memoryview(bytearray(1)))
     source.numpy()
     return _references(source, ())
@@ -136,8 +136,11 @@ _CPU = (1, 0)  # DLPack's kDLCPU, device 0
 class Tensor:
     """A named tensor: `Tensor(name, numpy_array)`, or `from_dlpack`.
 
-    The array may be of any numpy type that has a protocol datatype; BYTES are object arrays, or
-    numpy's bytes. It is not copied. Raises TritonModelException for other types and an empty name.
+    The array is not copied. It may have any numpy type that has a protocol datatype; BYTES are
+    object arrays or numpy's bytes.
+
+    Raises:
+        TritonModelException: The type is not supported, or the name is empty.
     """
 
     __slots__ = ("_data", "_datatype", "_name")
@@ -162,9 +165,10 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """A tensor over a DLPack capsule, or over what has `__dlpack__`; on any device.
+        """Make a tensor over a DLPack capsule, or an object with `__dlpack__`, on any device.
 
-        Raises TritonModelException for what is neither, not contiguous, or of another type.
+        Raises:
+            TritonModelException: The object is neither, is not contiguous, or has another datatype.
         """
         from torch.utils import dlpack
 
@@ -194,26 +198,26 @@ class Tensor:
         return made
 
     def name(self) -> str:
-        """Its name."""
+        """Return the name."""
         return self._name
 
     def shape(self) -> list[int]:
-        """Its dimensions, the batch dimension included."""
+        """Return the dimensions, including the batch dimension."""
         return list(self._data.shape)
 
     def triton_dtype(self) -> int:
-        """Triton's number of its datatype: 1 is BOOL, 13 BYTES, 14 BF16."""
+        """Return Triton's number of the datatype: 1 is BOOL, 13 BYTES, 14 BF16."""
         return NUMBER[self._datatype]
 
     def is_cpu(self) -> bool:
-        """Whether it is in host memory."""
+        """Check whether the tensor is in host memory."""
         return self._device() == _CPU
 
     def as_numpy(self) -> Array:
-        """The tensor as a numpy array, without a copy where the model may have it so; BYTES as
-        objects.
+        """Return the tensor as a numpy array, if possible without a copy; BYTES are objects.
 
-        Raises TritonModelException for BF16, which numpy lacks, and for a tensor on a device.
+        Raises:
+            TritonModelException: The tensor is BF16, which numpy lacks, or is on a device.
         """
         if self._device() != _CPU:
             raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
@@ -225,28 +229,32 @@ class Tensor:
         return self._array()
 
     def to_dlpack(self) -> Any:
-        """The tensor as a DLPack capsule; raises TritonModelException for BYTES."""
+        """Return the tensor as a DLPack capsule.
+
+        Raises:
+            TritonModelException: The tensor is BYTES.
+        """
         return self.__dlpack__()
 
     def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
-        """The tensor as a DLPack capsule, for `from_dlpack` of numpy, torch and others."""
+        """Return the tensor as a DLPack capsule, for `from_dlpack` of numpy, torch and others."""
         data = self._torch()
         if self._device() == _CPU:
             return data.__dlpack__(**options)
         return data.__dlpack__(stream=stream, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """DLPack's (device type, device number)."""
+        """Return DLPack's (device type, device number)."""
         return self._device()
 
     # --- for the backend
 
     def as_output(self) -> Output:
-        """The tensor as an output of a response."""
+        """Return the tensor as an output of a response."""
         return Output(self._name, self._datatype, self._data)
 
     def as_call_input(self) -> CallInput:
-        """The tensor as an input of a call of another model."""
+        """Return the tensor as an input of a call of another model."""
         array = self._array()
         wire: bytes | memoryview
         if self._datatype == "BYTES":
@@ -263,7 +271,7 @@ class Tensor:
         return int(kind), int(number)
 
     def _array(self) -> Array:
-        """The tensor in host memory; BF16 as its bits."""
+        """Return the tensor in host memory; BF16 as bit patterns."""
         if isinstance(self._data, np.ndarray):
             return self._data
         from shmserve.workers.memory.tensors import host_array
@@ -296,7 +304,6 @@ class ReceivedTensor(Tensor):
         self._lender = lender
 
     def as_numpy(self) -> Array:
-        """As `Tensor` says."""
         source = self._data
         if source.on_device or self._datatype == "BF16":
             return super().as_numpy()  # which says what is wrong
@@ -305,13 +312,12 @@ class ReceivedTensor(Tensor):
         return source.numpy()
 
     def as_output(self) -> Output:
-        """As `Tensor` says."""
         source = self._data
         data = source.torch() if source.on_device else source.numpy()
         return Output(self._name, self._datatype, data)
 
     def as_call_input(self) -> CallInput:
-        """As `Tensor` says; where it came in memory, it stays there."""
+        """Return the tensor as an input of a call; a tensor in shared memory is not copied."""
         source = self._data
         wire: Any = source.raw if source.place is None else source.place
         if source.place is None and source.on_device:
@@ -321,7 +327,7 @@ class ReceivedTensor(Tensor):
         return CallInput(self._name, self._datatype, source.shape, wire)
 
     def own(self) -> None:
-        """The model keeps this tensor beyond its request."""
+        """Detach the tensor, because the model keeps it beyond its request."""
         self._data.detach()
 
     def _device(self) -> tuple[int, int]:

@@ -39,8 +39,13 @@ COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model to call. `arguments` None: unknown. `single_dict`: it takes all as one dict. `module`
-    has the weights."""
+    """A model to call.
+
+    Attributes:
+        arguments: None if they are unknown.
+        single_dict: Whether it takes all inputs as one dict.
+        module: The module with the weights.
+    """
 
     call: Callable[..., Any]
     arguments: Sequence[Argument] | None
@@ -51,7 +56,7 @@ class Program:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Errors in words that name the file; that memory is short is not its fault."""
+    """Convert errors to messages that name the file, except those of memory."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -64,7 +69,11 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def load_script(path: Path, device: Device) -> Program:
-    """A TorchScript archive; raises InvalidArgument for what `torch.save` wrote."""
+    """Load a TorchScript archive.
+
+    Raises:
+        InvalidArgument: The file was written by `torch.save`, or cannot be read.
+    """
     try:
         with _reading(path), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -98,14 +107,18 @@ def load_script(path: Path, device: Device) -> Program:
 
 
 def _is_strings(kind: Any) -> bool:
-    """Whether a type of TorchScript is List[str], as Triton's BYTES tensors are there."""
+    """Check whether a TorchScript type is List[str], the type of Triton's BYTES tensors."""
     return isinstance(kind, torch._C.ListType) and isinstance(
         kind.getElementType(), torch._C.StringType
     )
 
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
-    """An archive of `torch.export.save`; raises InvalidArgument when it holds pickled objects."""
+    """Load an archive of `torch.export.save`.
+
+    Raises:
+        InvalidArgument: The archive holds pickled objects, or cannot be read.
+    """
     with _tensors_only(), _reading(path):
         exported = torch.export.load(path)
     if device.remote:
@@ -253,7 +266,11 @@ _UNBOUNDED = 2**31
 
 
 def describe(exported: torch.export.ExportedProgram) -> Description:
-    """Read a program's graph. Raises InvalidArgument for a datatype that the protocol lacks."""
+    """Describe the inputs and outputs in the graph of a program.
+
+    Raises:
+        InvalidArgument: The protocol lacks a datatype.
+    """
     signature = exported.graph_signature
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
     names = [name for name in signature.user_inputs if isinstance(name, str)]
@@ -309,7 +326,11 @@ def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Des
 def check(
     signature: Signature, description: Description, by_position: Sequence[tuple[int, str]]
 ) -> None:
-    """Raises InvalidArgument when a configuration promises what the program cannot do."""
+    """Check a configuration against an exported program.
+
+    Raises:
+        InvalidArgument: The configuration promises what the program cannot do.
+    """
     flat = any(spec.ragged for spec in signature.inputs.values())
     most = 0 if flat else signature.max_batch_size
     if most > 0 and description.largest_batch == 0:

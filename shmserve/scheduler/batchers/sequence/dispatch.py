@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import correlation_fields
-from shmserve.ipc.messages.inference import SequenceRow, Submit
+from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
@@ -141,7 +141,7 @@ class SequenceDispatch(Dispatcher):
             logger.info("sequence %s of model '%s' was idle for too long", idle.id, self._name)
         for slots, ended in sequences.take_unended().items():
             if self._slots.get(slots.peer) is slots:
-                self._executions.end_sequences(slots.peer, ended)
+                self._executions.post(slots.peer, EndSequences(ended))
         wake_ns = NEVER
         if not self._waits_for_more():
             for slots, instance in instances:

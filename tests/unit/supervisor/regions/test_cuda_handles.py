@@ -21,7 +21,7 @@ import tritonclient.http as triton
 import uvloop
 
 from shmserve.common.host import Accelerators, accelerators, cuda_devices
-from shmserve.common.peers import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy, unix_pid
+from shmserve.common.peers import EVERYONE, NO_GROUP, NOBODY, Peer, unix_pid
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.api.shared_memory import decode_uuid
 from shmserve.gateway.grpc.admin import AdminCall
@@ -41,19 +41,18 @@ from shmserve.ipc.tensors.descriptors import (
 )
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
-from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.regions import opener
-from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
-from shmserve.supervisor.regions.region import KeptRegions
-from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.regions.opener import HandleCheck
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
-from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.region_rig import RegionOffice, policy, unchecked_handles
 from tests.support.wire.raw_http import in_region, json_input, shm_input
 
 HANDLE = bytes(range(64))
 OTHER = bytes(reversed(HANDLE))
 UUID = bytes(range(16))
-POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 20, 1 << 20, 1 << 20, "warn")
+POLICY = policy(
+    max_regions=8, max_regions_per_uid=4, max_byte_size=1 << 20, max_byte_size_per_uid=1 << 20
+)
 ME = Peer(os.getuid(), (os.getgid(),))
 BOB = Peer(os.getuid() + 1)
 PATH = "/v2/cudasharedmemory"
@@ -66,22 +65,16 @@ def b64(raw: bytes) -> str:
 # --- the registry
 
 
-class Office(ToldProcesses):
-    """A registry with one gateway; what it says and asks is written down."""
+class Office(RegionOffice):
+    """A registry whose checks of handles and withdrawals are recorded."""
 
     def __init__(self, devices: int = 2, fault: ShmserveError | None = None) -> None:
-        super().__init__()
+        check = unchecked_handles(devices)
+        super().__init__(POLICY, check)
         self.checked: list[Memory] = []
         self.fault = fault
         self.withdrawn: asyncio.Queue[str] = asyncio.Queue()
-        check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
         check.check = self.check  # type: ignore[method-assign]
-        self.registry = RegionRegistry(
-            self,
-            RegionOpener(POLICY, check),
-            lambda event: None,
-            KeptRegions(ServiceManager(None)),
-        )
 
     async def check(self, memory: Memory) -> None:
         self.checked.append(memory)
@@ -255,9 +248,7 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(
-            Office(), RegionOpener(POLICY), print, KeptRegions(ServiceManager(None))
-        )
+        registry = RegionOffice(POLICY).registry
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)

@@ -25,7 +25,7 @@ _COLUMNS = 3  # of a row, before its blocks: token, position, slot
 
 
 class Captured(NamedTuple):
-    """A graph, and where its inputs and its logits lie."""
+    """A graph with its inputs and its logits."""
 
     graph: torch.cuda.CUDAGraph
     given: torch.Tensor
@@ -41,8 +41,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, most_rows: int, longest: int) -> None:
-        """Capture graphs for up to so many rows, of sequences of up to so many tokens. The largest
-        come first, so that the others share their memory."""
+        """Capture graphs for up to so many rows, of sequences of up to so many tokens.
+
+        The largest graph is the first, so that the others share its memory.
+        """
         pool = torch.cuda.graph_pool_handle()
         for rows, blocks in reversed(list(_sizes(most_rows, longest, self._cache))):
             given = torch.zeros(
@@ -57,8 +59,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, rows: Pass) -> torch.Tensor | None:
-        """The logits of all rows of a pass; None where no graph fits it. They hold until the next
-        pass."""
+        """Return the logits of all rows of a pass, or None if no graph fits.
+
+        They are valid until the next pass.
+        """
         if any(span.size > 1 for span in rows.spans):
             return None
         blocks = max(-(-span.length // rows.block_size) for span in rows.spans)
@@ -72,8 +76,10 @@ class DecodeGraphs:
 
 
 def decode_inputs(rows: Pass, count: int, blocks: int) -> np.ndarray:
-    """What a graph reads of a pass, int64 [count, token, position, slot and blocks]; the rows that
-    fill it up repeat the last one."""
+    """Return the inputs of a graph for a pass, int64 [count, token, position, slot and blocks].
+
+    The rows that fill the graph repeat the last row.
+    """
     given = np.zeros((count, _COLUMNS + blocks), np.int64)
     for place, span in enumerate(rows.spans):
         table = span.table[: -(-span.length // rows.block_size)]
@@ -84,8 +90,10 @@ def decode_inputs(rows: Pass, count: int, blocks: int) -> np.ndarray:
 
 
 def decode_logits(model: Transformer, cache: KvCache, given: torch.Tensor) -> torch.Tensor:
-    """The logits of all rows of `decode_inputs`, which may see as many keys as they have blocks
-    for; their keys and values are in the cache then."""
+    """Return the logits of all rows of `decode_inputs`, and store their keys and values.
+
+    A row may see as many keys as it has blocks for.
+    """
     count = len(given)
     tokens, positions, slots = given[:, :_COLUMNS].unbind(1)
     inside = torch.arange(cache.block_size, device=given.device)
@@ -108,7 +116,7 @@ def decode_logits(model: Transformer, cache: KvCache, given: torch.Tensor) -> to
 
 
 def _sizes(most_rows: int, longest: int, cache: KvCache) -> Iterator[tuple[int, int]]:
-    """The numbers of rows and blocks of all graphs, the smallest first."""
+    """Yield the numbers of rows and blocks of all graphs, the smallest first."""
     wanted = min(-(-longest // cache.block_size), cache.slots // cache.block_size)
     rows = _LEAST_ROWS
     while True:
@@ -124,13 +132,13 @@ def _sizes(most_rows: int, longest: int, cache: KvCache) -> Iterator[tuple[int, 
 
 
 def _size(rows: int, blocks: int, block_size: int) -> tuple[int, int]:
-    """The rows and blocks of the graph for a pass with so many: powers of two."""
+    """Return the rows and blocks of the graph for a pass: powers of two."""
     least = max(-(-_LEAST_KEYS // block_size), blocks)
     return _power(max(rows, _LEAST_ROWS)), _power(least)
 
 
 def _power(least: int) -> int:
-    """The least power of two that is no less."""
+    """Return the least power of two that is not less."""
     return 1 << (least - 1).bit_length()
 
 
@@ -144,18 +152,19 @@ class Passes:
         self._graphs = DecodeGraphs(model, cache)
 
     def capture(self, most_rows: int, longest: int) -> None:
-        """Prepare for passes of up to so many sequences of up to so many tokens, where the device
-        can: with CUDA graphs."""
+        """Capture CUDA graphs for passes of such sequences, if the device supports them."""
         if self._model.device.startswith("cuda"):
             self._graphs.capture(most_rows, longest)
 
     def empty(self) -> Pass:
-        """A pass without rows."""
+        """Return a pass without rows."""
         return Pass(self.cache.block_size, self._model.device)
 
     def logits(self, rows: Pass, wanted: list[int]) -> torch.Tensor:
-        """The logits of the `wanted` rows, float32 [wanted, vocabulary], until the next pass; keys
-        and values of all rows are in the cache then."""
+        """Return the logits of the `wanted` rows, float32 [wanted, vocabulary].
+
+        They are valid until the next pass. The keys and values of all rows are stored in the cache.
+        """
         captured = self._graphs.logits(rows)
         if captured is None:
             return self._model.forward(rows, self.cache, self._attention, wanted)

@@ -221,7 +221,11 @@ Range = tuple[int, int]  # of addresses: the first, and that behind the last
 
 @contextmanager
 def moved_to_huge_pages() -> Iterator[None]:
-    """Move what is allocated meanwhile, and kept, to huge pages, as far as there are any."""
+    """Move memory that the block allocates and keeps to huge pages, as far as available.
+
+    Weights on huge pages are read at twice the speed. Linux grants huge pages on request
+    (madvise(2)), which torch does not make.
+    """
     before = _private_memory()
     yield
     for begin, end in without(_private_memory(), before):
@@ -229,7 +233,7 @@ def moved_to_huge_pages() -> Iterator[None]:
 
 
 def without(ranges: Iterable[Range], others: Iterable[Range]) -> Iterator[Range]:
-    """What of `ranges` is in none of the others, which are sorted."""
+    """Yield the parts of `ranges` outside of the other ranges, which are sorted."""
     apart = list(others)
     for begin, end in ranges:
         for first, last in apart:
@@ -242,7 +246,7 @@ def without(ranges: Iterable[Range], others: Iterable[Range]) -> Iterator[Range]
 
 
 def _private_memory() -> list[Range]:
-    """Where this process has memory of its own that is no file's."""
+    """Return the address ranges of this process that are not mapped from a file."""
     found: list[Range] = []
     if _SIZE.exists():
         for line in _MAPPED.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -254,8 +258,10 @@ def _private_memory() -> list[Range]:
 
 
 def _move(begin: int, end: int) -> None:
-    """Move what is in a range to huge pages, and have there what comes later. What a system does
-    not know it refuses, and the pages stay as they are."""
+    """Move a range to huge pages, including later allocations in it.
+
+    A kernel without support refuses the calls, and the pages are unchanged.
+    """
     size = int(_SIZE.read_text(encoding="ascii"))
     begin, end = -(-begin // size) * size, end // size * size
     if begin < end:

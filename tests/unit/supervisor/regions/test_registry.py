@@ -12,42 +12,14 @@ from dataclasses import replace
 import posix_ipc
 import pytest
 
-from shmserve.common.peers import NO_GROUP, Peer, ShmPolicy
+from shmserve.common.peers import Peer
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages.publications import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.tensors.descriptors import unpack_place
-from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
-from shmserve.supervisor.regions.region import KeptRegions
-from shmserve.supervisor.regions.registry import RegionRegistry
-from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.region_rig import RegionOffice, unchecked_handles
 
 KEY = f"/test-{os.getpid()}-regions"
 ME = Peer(os.getuid(), tuple(os.getgroups()))
-POLICY = ShmPolicy(
-    allow=None,
-    group=NO_GROUP,
-    max_regions=100,
-    max_regions_per_uid=100,
-    max_byte_size=1 << 30,
-    max_byte_size_per_uid=1 << 30,
-    sparse_byte_size=1 << 20,
-    overlap="warn",
-)
-
-
-class Office(ToldProcesses):
-    """A registry with one gateway, whose messages are written down."""
-
-    def __init__(self, policy: ShmPolicy = POLICY, devices: int = 0) -> None:
-        super().__init__()
-        handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
-        self.registry = RegionRegistry(
-            self,
-            RegionOpener(policy, handles),
-            lambda event: None,
-            KeptRegions(ServiceManager(None)),
-        )
 
 
 def make_object(size: int = 8192) -> None:
@@ -66,7 +38,7 @@ def key() -> Iterator[str]:
 
 def test_register_and_unregister(key: str) -> None:
     async def steps() -> None:
-        office = Office()
+        office = RegionOffice()
         await office.registry.register("r", key, 100, 1000, ME)
         (published,) = office.told
         assert isinstance(published, RegionPublished)
@@ -87,7 +59,7 @@ def test_register_and_unregister(key: str) -> None:
 
 def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
     async def steps() -> None:
-        office = Office()
+        office = RegionOffice()
         await office.registry.register("r", key, 0, 4096, ME)
         await office.registry.register("r", key, 0, 4096, ME)
         assert len(office.told) == 1
@@ -101,7 +73,7 @@ def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
 
 def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
     async def steps() -> None:
-        office = Office()
+        office = RegionOffice()
         await office.registry.register("r", key, 0, 4096, ME)
         posix_ipc.unlink_shared_memory(key)
         make_object()
@@ -119,7 +91,7 @@ def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
 
 def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) -> None:
     async def steps() -> None:
-        office = Office()
+        office = RegionOffice()
         await office.registry.register("r", key, 0, 4096, ME)
         os.link(f"/dev/shm{key}", f"/dev/shm{key}-kept")
         try:
@@ -137,11 +109,11 @@ def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) ->
 @pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, 8193), (8192, 1), (2**62, 2**62)])
 def test_ranges_outside_the_object(key: str, offset: int, size: int) -> None:
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
-        asyncio.run(Office().registry.register("r", key, offset, size, ME))
+        asyncio.run(RegionOffice().registry.register("r", key, offset, size, ME))
 
 
 def test_an_unknown_name_is_fine(key: str) -> None:
-    asyncio.run(Office().registry.unregister("nobody", ME))
+    asyncio.run(RegionOffice().registry.unregister("nobody", ME))
 
 
 def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
@@ -150,7 +122,7 @@ def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (8192, 8192))
 
     async def steps() -> None:
-        office = Office(devices=1)
+        office = RegionOffice(handles=unchecked_handles(1))
         pin = office.registry.register
         await pin("r", key, 4096, 1024, ME, pin=True)
         assert unpack_place(office.told[-1].place).memory.pinned
@@ -174,13 +146,13 @@ def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
 
 def test_nothing_is_pinned_without_a_device_or_if_it_is_not_mapped(key: str) -> None:
     async def steps() -> None:
-        office = Office()
+        office = RegionOffice()
         with pytest.raises(InvalidArgument, match="the server has none"):
             await office.registry.register("r", key, 0, 4096, ME, pin=True)
         await office.registry.register("r", key, 0, 4096, ME)
         office.registry.close()
         os.chmod(f"/dev/shm{key}", 0o666)  # whoever may write to it may truncate it
-        office = Office(devices=1)
+        office = RegionOffice(handles=unchecked_handles(1))
         with pytest.raises(InvalidArgument, match="not mapped, nor pinned"):
             await office.registry.register("r", key, 0, 4096, ME, pin=True)
         office.registry.close()
