@@ -19,15 +19,12 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmserve.common.trace_settings import OPENTELEMETRY, Sampler, Samplers, TraceSettings
 from shmserve.gateway.request_trace import RequestTrace, entries_of
 from shmserve.ipc.messages.supervision import RequestTraced
 from shmserve.ipc.trace import TraceContext, unpack_spans, within
-
-if TYPE_CHECKING:
-    from shmserve.gateway.otel import Exporter
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +83,7 @@ class Tracer:
         self._protocol = protocol
         self._samplers = Samplers()
         self._writing: asyncio.TimerHandle | None = None
-        self._exporter: Exporter | None = None
+        self._exporter: Any = None  # otel.Exporter, if settings ask for it
         self.active = self._slow_ns > 0
 
     def use(self, settings: dict[str, dict[str, Any]]) -> None:

@@ -41,18 +41,9 @@ logger = logging.getLogger(__name__)
 _REPORT_S = 2.0
 
 EXTENSIONS = (
-    "classification",
-    "sequence",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "model_configuration",
-    "system_shared_memory",
-    "cuda_shared_memory",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-    "logging",
+    *("classification", "sequence", "model_repository", "model_repository(unload_dependents)"),
+    *("schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory"),
+    *("binary_tensor_data", "parameters", "statistics", "logging"),
 )
 
 

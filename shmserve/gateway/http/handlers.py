@@ -86,17 +86,17 @@ async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     return HttpResponse()
 
 
-async def show_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """Handle GET /v2/trace/setting and /v2/models/NAME/trace/setting."""
-    return _trace_settings(await management.change_trace_settings(gateway, name or "", {}))
+async def trace_settings(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+    """Handle GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting.
 
-
-async def change_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """Handle POST to the same paths: all changes are applied, or none."""
-    body = await read_json(gateway, request, required=True)
+    A POST applies all changes or none.
+    """
+    body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
     members = body if type(body) is dict else {}
     given = {key: _texts(key, value) for key, value in members.items()}
-    return _trace_settings(await management.change_trace_settings(gateway, name or "", given))
+    settings = await management.change_trace_settings(gateway, name or "", given)
+    shown = {key: values if key == "trace_level" else values[0] for key, values in settings.items()}
+    return json_response(shown)
 
 
 def _texts(key: str, value: Any) -> list[str] | None:
@@ -110,22 +110,13 @@ def _texts(key: str, value: Any) -> list[str] | None:
     )
 
 
-def _trace_settings(settings: dict[str, list[str]]) -> HttpResponse:
-    shown = {key: values if key == "trace_level" else values[0] for key, values in settings.items()}
-    return json_response(shown)
+async def log_settings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET and POST /v2/logging.
 
-
-async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Handle GET /v2/logging."""
-    return json_response(await management.change_log_settings(gateway, {}))
-
-
-async def change_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Handle POST /v2/logging: all changes are applied, or none.
-
-    Unknown settings and settings whose value is null are ignored.
+    A POST applies all changes or none. Unknown settings, and settings whose value is null, are
+    ignored.
     """
-    body = await read_json(gateway, request, required=True)
+    body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
     return json_response(await management.change_log_settings(gateway, _changes(body)))
 
 
