@@ -1,5 +1,6 @@
 """The program `shmserve VERB ...`; each verb is a few lines that call a room.
 
+arguments.py         tables of flags: *.txt
 check.py             `shmserve check`
 client.py            `shmserve client VERB`: the table of verbs
 doctor.py            `shmserve doctor`
@@ -148,15 +149,11 @@ _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
         "what this host lacks for a server, and what to do about it",
         _with_server_flags("doctor"),
     ),
-    "client": (
-        "ask a server: infer, ready, models, load, unload, stats, config, regions",
-        _client,
-    ),
+    "client": ("ask a server: infer, ready, models, load, unload, stats, config, regions", _client),
     "events": (
         "what is in a server, and what happens there",
         _verb_of(
-            "events",
-            "Print what is in a server: models, processes, regions; and what happens.",
+            "events", "Print what is in a server: models, processes, regions; and what happens."
         ),
     ),
     "grafana": (
@@ -174,15 +171,13 @@ _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "perf": (
         "how many requests a second a model answers, and how fast",
         _verb_of(
-            "perf",
-            "Send a model of any v2 server requests, and say how many a second it answers.",
+            "perf", "Send a model of any v2 server requests, and say how many a second it answers."
         ),
     ),
     "profile": (
         "where the steps of a model that generates text spend their time",
         _verb_of(
-            "profile",
-            "Watch a model that generates text, and print where its steps spend time.",
+            "profile", "Watch a model that generates text, and print where its steps spend time."
         ),
     ),
     "systemd": (

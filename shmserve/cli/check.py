@@ -105,7 +105,7 @@ async def _check(supervisor: Supervisor, values: dict[str, Any]) -> int:
 
 
 async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
-    """Load all, try all, print a line each; the exit status."""
+    """Load and try all models, print a line for each, and return the exit status."""
     with supervisor.progress:
         await supervisor.models.start()
     bad = 0
@@ -136,14 +136,14 @@ async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
 
 
 def _verdict(failure: str, seconds: float) -> str:
-    """The text beside a model's name; of several lines the others are indented."""
+    """Return the text beside a model's name, with further lines indented."""
     if not failure:
         return f"ok      one batch in {seconds * 1e3:.1f} ms"
     return "FAILED  " + failure.rstrip("; \n").replace("\n", "\n" + " " * 8)
 
 
 class _Model:
-    """A loaded model version, to be asked; `values` are those of --input, by the input's name."""
+    """A loaded model version to send requests to. `values` are those of --input by input name."""
 
     def __init__(self, where: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
         self._config = ModelSpec.of(where["config"])
@@ -153,8 +153,8 @@ class _Model:
         self._values = {n: v for n, v in values.items() if n in self.signature.inputs}
 
     def failure(self) -> str:
-        """What is wrong with a response to one of the requests, or with one that is refused; empty
-        when nothing is. Raises ShmserveError where a request does not fit the model."""
+        """Return the error of the first request that fails or has an invalid response, or "".
+        Raises ShmserveError if a request does not fit the model."""
         try:
             requests = self._requests()
         except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
@@ -183,7 +183,7 @@ class _Model:
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
     def _ask(self, inputs: tuple[TensorRef, ...], work: bytes) -> str:
-        """Why the model fails with these inputs, or what its outputs lack; empty when nothing."""
+        """Return the error of a request with these inputs or of its outputs, or ""."""
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
         text = _ids_are_texts(self._config)
@@ -225,7 +225,7 @@ class _Model:
             dealer.close()
 
     def _misfit(self, response: Inferred, batch_size: int) -> str:
-        """What of a response is not as the configuration says it; empty when all is."""
+        """Return the differences between a response and the configuration, or ""."""
         config = self._config
         given = {tensor.name: tensor for tensor in response.outputs}
         free = {name for each in config.batch_output for name in each.target_name}
@@ -250,13 +250,14 @@ class _Model:
 
 
 def _ids_are_texts(config: ModelSpec) -> bool:
-    """Whether a model with sequences takes texts as their ids."""
+    """Check whether the sequence IDs of a model are texts."""
     sequences = config.sequence_batching
     return sequences is not None and sequences.correlation_id[1] == "BYTES"
 
 
 def _zeros(signature: Signature, name: str) -> TensorRef:
-    """An input of zeros (empty strings); every open dimension, and the batch, is 1."""
+    """Return an input of zeros or empty strings, with 1 for the batch and for each open
+    dimension."""
     spec = signature.inputs[name]
     dims = tuple(1 if dim == -1 else dim for dim in spec.dims)
     shape = (1, *dims) if signature.max_batch_size > 0 else dims

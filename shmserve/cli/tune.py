@@ -11,11 +11,10 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shmserve.cli import perf
-from shmserve.errors import InvalidArgument, refused
+from shmserve.cli.arguments import add_flags, write_file
+from shmserve.errors import InvalidArgument
 from shmserve.perf import measure, report, search, targets
 from shmserve.perf.load import LoadGenerator
 from shmserve.perf.search import Candidate, Search, Trial
@@ -35,26 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--p99", required=True, metavar="TIME", help="the target: 30ms, 1.5s, 800us; 30 is ms"
     )
-    group = parser.add_argument_group("the search")
-    group.add_argument(
-        "--most-instances", type=int, metavar="N", help="[as many as there are processors]"
-    )
-    group.add_argument(
-        "--largest-batch", type=int, default=0, metavar="N", help="[the model's max_batch_size]"
-    )
-    group.add_argument("--runs", type=int, default=40, metavar="N", help="at most [40]")
-    group.add_argument(
-        "--window",
-        type=float,
-        metavar="S",
-        help="seconds of a window, of which a run has three to five [ten times the target, 0.7 at "
-        "least]",
-    )
-    group.add_argument("--apply", action="store_true", help="leave the model as is recommended")
-    group.add_argument("--write", metavar="FILE", help="write what is recommended [print it]")
-    group.add_argument("--plot", metavar="FILE.svg", help="draw all that was tried")
-    perf.add_data(parser.add_argument_group("what is sent"))
-    servers.add_arguments(parser)
+    add_flags(parser, "tune")
+    add_flags(parser, "perf", "what is sent")
+    add_flags(parser, "server")
     # What `shmserve perf` has flags for.
     parser.set_defaults(model_version="", sequence_length=0, seed=0, patience=30.0)
 
@@ -103,7 +85,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
     trials = list(attempt.trials.values())
     if args.plot:
         title = f"{args.model} at {target.where}, p99 within {target_ms:g} ms"
-        _write("plot", args.plot, report.draw_trials(title, trials, target_ms))
+        write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best is None:
         print(search.table(trials, target_ms))
         print(f"no configuration that was tried has a p99 within {target_ms:g} ms", file=sys.stderr)
@@ -112,7 +94,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
         server.load(args.model, search.configured(config, best.candidate, target_ms))
     text = search.recommendation(config, trials, best, target_ms)
     if args.write:
-        _write("write", args.write, text)
+        write_file("write", args.write, text)
     else:
         print(text, end="")
     return 0
@@ -176,8 +158,3 @@ class _Runs:
             return measure.measured(
                 *(load, plan, "concurrency", in_flight, self.target.streams, dict)
             )
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    with refused(f"--{flag}: cannot write '{path}'"):
-        Path(path).write_text(text)

@@ -66,7 +66,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A client's user, and the groups it is in."""
+    """The user of a client, and the groups of that user."""
 
     uid: int
     groups: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ NO_GROUP = -1
 
 @dataclass(frozen=True, slots=True)
 class ShmPolicy:
-    """The server's settings of clients' shared memory. Sizes in bytes.
+    """The server's settings for shared memory of clients. Sizes are in bytes.
 
     `allow`: over every listener, over none, or (None) over those of this host. `group`: a gid, or
     NO_GROUP. `sparse_byte_size`: how much memory the server may spend on pages that clients did not
@@ -104,20 +104,20 @@ class ShmPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The owner of a region: `group` is a gid that shares it, or NO_GROUP; `copied`: its bytes are
-    never mapped."""
+    """The owner of a region. `group` is a gid that shares the region, or NO_GROUP. The bytes of a
+    `copied` region are never mapped."""
 
     uid: int
     group: int
     copied: bool
 
     def admits(self, peer: Peer) -> bool:
-        """Whether the region is `peer`'s to use."""
+        """Check whether `peer` may use the region."""
         return peer.uid == self.uid or (self.group != NO_GROUP and self.group in peer.groups)
 
 
 def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -> Ownership:
-    """The ownership of a region whose object has this `uid`, `gid` and `mode`.
+    """Return the ownership of a region whose object has this `uid`, `gid` and `mode`.
 
     `group` is the one of --shm-group. Raises PermissionDenied when the object is not `peer`'s.
     """
@@ -136,22 +136,22 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
 
 
 def credentials(sock: Any) -> tuple[int, int, int]:
-    """The pid (0: it cannot be seen from here), uid and gid of who connected to a unix socket;
-    raises OSError."""
+    """Return the pid (0 if it is not visible here), uid and gid of the peer of a unix socket.
+    Raises OSError."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid
 
 
 def unix_peer(sock: Any) -> Peer:
-    """The user at the other end of a unix socket; raises OSError."""
+    """Return the user at the other end of a unix socket. Raises OSError."""
     _, uid, gid = credentials(sock)
     raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
     return Peer(uid, (gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
 
 
 def unix_pid(transport: asyncio.BaseTransport | None) -> int:
-    """The process at the other end of a unix socket; 0 for any other connection."""
+    """Return the process at the other end of a unix socket, 0 for any other connection."""
     sock = None if transport is None else transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return 0
@@ -161,7 +161,7 @@ def unix_pid(transport: asyncio.BaseTransport | None) -> int:
 
 
 def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
-    """The user at the other end of a TCP connection between addresses of this host.
+    """Return the user at the other end of a TCP connection between addresses of this host.
 
     None when the kernel does not say, as for an end that is closed already.
     """
@@ -176,7 +176,7 @@ def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
 
 
 def _listed(ours: Address, theirs: Address) -> tuple[int, int] | None:
-    """As `tcp_owner`, from the kernel's list of all connections."""
+    """Return the result of `tcp_owner` from the kernel's list of all connections."""
     for table, spelled in _tables(ours, theirs):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
@@ -207,7 +207,7 @@ def _spell(packed: bytes, port: int) -> str:
 
 
 def groups_of(uid: int) -> tuple[int, ...]:
-    """The groups that the user database has a user in; none for one that it does not know."""
+    """Return the groups of a user in the user database, none for an unknown user."""
     try:
         entry = pwd.getpwuid(uid)
     except KeyError:
@@ -216,12 +216,12 @@ def groups_of(uid: int) -> tuple[int, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach this numeric address."""
+    """Check whether only this host can reach a numeric address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def network(address: str) -> str:
-    """The network that an address counts for: of IPv6 its /64, all of which one host may have."""
+    """Return the network of an address: of IPv6 the /64, all of which one host may have."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -234,8 +234,8 @@ def network(address: str) -> str:
 
 
 def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
-    """The uid and the inode of the socket at `end` of a connection of this host with `other`; inode
-    0: no process has it any more. None when there is none.
+    """Return the uid and the inode of the socket at `end` of a connection of this host with
+    `other`, None without such a socket. The inode is 0 if no process has the socket any more.
 
     Raises OSError where the kernel does not support such queries.
     """
@@ -252,7 +252,7 @@ def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
 
 
 def _query(end: Address, other: Address) -> bytes | None:
-    """The kernel's response, None where it knows no such socket; raises OSError."""
+    """Return the kernel's response, None for an unknown socket. Raises OSError."""
     a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (end, other))
     family = socket.AF_INET if a.version == b.version == 4 else socket.AF_INET6
     body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
@@ -272,14 +272,14 @@ def _query(end: Address, other: Address) -> bytes | None:
 
 @functools.cache
 def _supported() -> bool:
-    """Whether a socket that is there is found: a kernel without TCP's part of this knows none."""
+    """Check whether the kernel finds an existing TCP socket by sock_diag."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = listening.getsockname()
         return _query(address, address) is not None
 
 
 def admit_group(path: Path, group: int) -> None:
-    """Let a group pass through a folder, or connect to a socket."""
+    """Permit a group to pass through a folder, or to connect to a socket."""
     if path.stat().st_gid != group:  # the sandbox of a service may forbid the call
         os.chown(path, -1, group)
     path.chmod(0o710 if path.is_dir() else 0o660)

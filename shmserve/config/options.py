@@ -27,7 +27,8 @@ class Flag:
     """One flag. `kind` is str, int, float or bool; `effect` False: accepted, named in a warning.
 
     Numbers lie in [`low`, `high`]; with `words`, true and false mean 1 and 0. `choices` are all the
-    values allowed, if given.
+    values allowed, if given. At most one `exclusive` flag of a group may be given; only the tables
+    of client verbs use it, and `metavar`.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Flag:
     repeat: bool = False
     effect: bool = True
     words: bool = False
+    metavar: str = ""
+    exclusive: bool = False
 
     def parse(self, text: str) -> Value:
         """The value that `text` gives; raises InvalidArgument naming the flag."""
@@ -81,15 +84,17 @@ class Flag:
 
 _HEADING = re.compile(r"\[(.+)\]")
 _ROW = re.compile(
-    r"(?P<name>[a-z0-9-]+) (?P<kind>\S+?)(?: (?P<low>[\d.]+?)\.\.(?P<high>\d*))?"
-    r"(?: = (?P<default>\S+?))?(?P<repeat>, repeats)?(?P<words>, words)?"
+    r"(?P<name>[a-z0-9-]+) (?P<kind>[\w|]+)(?::(?P<metavar>\S+?))?"
+    r"(?: (?P<low>[\d.]+?)\.\.(?P<high>\d*))?(?: = (?P<default>\S+?))?"
+    r"(?P<repeat>, repeats)?(?P<words>, words)?(?P<exclusive>, exclusive)?"
 )
 _KINDS: dict[str, type] = {"text": str, "bool": bool, "int": int, "float": float}
 
 
-def _read(text: str) -> dict[str, tuple[Flag, ...]]:
-    """Return the flags of the table flags.txt by their groups."""
-    groups: dict[str, list[Flag]] = {}
+def read(text: str) -> dict[str, tuple[Flag, ...]]:
+    """Return the flags of a table, in the syntax of flags.txt, by their groups."""
+    group: list[Flag] = []
+    groups = {"": group}
     rows = [line for line in text.splitlines() if line and not line.startswith("#")]
     for line in rows:
         if heading := _HEADING.fullmatch(line):
@@ -98,7 +103,7 @@ def _read(text: str) -> dict[str, tuple[Flag, ...]]:
             group[-1] = replace(group[-1], help=f"{group[-1].help} {line.strip()}".lstrip())
         else:
             group.append(_flag(line))
-    return {name: tuple(flags) for name, flags in groups.items()}
+    return {name: tuple(flags) for name, flags in groups.items() if flags}
 
 
 def _flag(line: str) -> Flag:
@@ -111,14 +116,17 @@ def _flag(line: str) -> Flag:
         choices=() if row["kind"] in _KINDS else tuple(row["kind"].split("|")),
         repeat=bool(row["repeat"]),
         words=bool(row["words"]),
+        metavar=row["metavar"] or "",
+        exclusive=bool(row["exclusive"]),
     )
     if row["low"]:
         number = float if "." in row["low"] else int
         flag = replace(flag, low=number(row["low"]), high=int(row["high"] or flag.high))
-    return replace(flag, default=flag.parse(row["default"])) if row["default"] else flag
+    default = row["default"]
+    return replace(flag, default=flag.parse(default.strip('"'))) if default else flag
 
 
-GROUPS = _read(Path(__file__).with_name("flags.txt").read_text(encoding="utf-8"))
+GROUPS = read(Path(__file__).with_name("flags.txt").read_text(encoding="utf-8"))
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
 # Flags of tritonserver that have no counterpart here, and what there is instead.

@@ -21,13 +21,7 @@ from shmserve.model_config.completion import (
 )
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
 from shmserve.model_config.parse import class_source, from_json, parse_pbtxt, read_json, read_pbtxt
-from shmserve.model_config.rules import (
-    LoadProblem,
-    doubts,
-    ignored_fields,
-    read_labels,
-    validate,
-)
+from shmserve.model_config.rules import LoadProblem, doubts, ignored_fields, read_labels, validate
 from shmserve.model_config.rules.ensembles import GraphProblem, compose
 from shmserve.model_config.syntax.json_format import to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig

@@ -6,7 +6,7 @@ connection.py      a non-blocking connection, and the event loop of lanes
 grpc.py            gRPC
 http.py            HTTP 1.1, over TCP or a unix socket; server-sent events
 native.py          shared memory and unix sockets, on the server's host
-servers.py         the flags that name a server, and the transport to it
+servers.py         the transport to the server that flags name
 tensors.py         values of a command line as tensors, tensors as JSON
 """
 
@@ -24,7 +24,7 @@ NOT_READY = "the server is not ready"
 
 
 class TransportError(Unavailable):
-    """The server cannot be reached, refused, or sent something else than a response."""
+    """The server cannot be reached, refused the request, or sent a malformed response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RegionPart:
     byte_size: int
 
     def parameters(self) -> dict[str, str | int]:
-        """A tensor's parameters that say so, as protocols have them."""
+        """Return the parameters of a tensor in this part of a region, as protocols name them."""
         return {
             "shared_memory_region": self.region,
             "shared_memory_offset": self.offset,
@@ -46,8 +46,8 @@ class RegionPart:
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input as it travels: bytes, little-endian and row-major, or the part of a region that has
-    them (`raw` is empty)."""
+    """An input on the wire: bytes, little-endian and row-major, or the part of a region that holds
+    them (then `raw` is empty)."""
 
     name: str
     datatype: str
@@ -58,8 +58,11 @@ class InputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingRequest:
-    """One inference. No `outputs`: all of them; `timeout_us` 0: none; `version` "": the latest;
-    `sequence` 0 or "": none; `parts`: where outputs go, by name."""
+    """One inference request.
+
+    Empty `outputs` request all outputs, `timeout_us` 0 sets no limit, `version` "" is the latest.
+    `sequence` 0 or "" is no sequence. `parts` are the memory ranges of outputs by name.
+    """
 
     model: str
     version: str
@@ -73,7 +76,7 @@ class OutgoingRequest:
     parts: Mapping[str, RegionPart] = field(default_factory=dict)
 
     def sequence_parameters(self) -> dict[str, int | str | bool]:
-        """The parameters that name its sequence, as protocols have them."""
+        """Return the parameters of the request's sequence, as protocols name them."""
         given = {"sequence_id": self.sequence, "sequence_start": self.start}
         given["sequence_end"] = self.end
         return {name: value for name, value in given.items() if value}
@@ -81,7 +84,7 @@ class OutgoingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The headers that say who asks, and files in PEM for TLS, by the flags that name them."""
+    """The headers that authenticate a client, and its PEM files for TLS."""
 
     headers: Sequence[tuple[str, str]] = ()
     root_cert: str | None = None
@@ -89,7 +92,8 @@ class Credentials:
     client_key: str | None = None
 
     def tls(self) -> ssl.SSLContext:
-        """The files, read; raises InvalidArgument for those that are not what they must be."""
+        """Return the TLS context of the files. Raises InvalidArgument for a file that is
+        invalid."""
         with refused(f"--root-cert: cannot use '{self.root_cert}'"):
             context = ssl.create_default_context(cafile=self.root_cert)
         if self.client_cert:
@@ -101,8 +105,11 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A listener of `protocol` http or grpc at `target`, HOST:PORT, perhaps with TLS, or at a unix
-    socket; `where` is what an error calls it."""
+    """The address of a listener.
+
+    `protocol` is http or grpc, `target` is HOST:PORT unless `unix_socket` is set. Errors name the
+    listener by `where`.
+    """
 
     where: str
     protocol: str
@@ -112,93 +119,96 @@ class Address:
 
 
 class Transport(Protocol):
-    """A way to a server; `where` is what an error calls that."""
+    """A client of inference, which blocks. Errors name the server by `where`."""
 
     where: str
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
-        """The inputs of a model; raises TransportError."""
+        """Return the inputs of a model by name. Raises TransportError."""
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """The responses as JSON has them, each when it comes, their outputs' data as nested lists;
-        raises TransportError."""
+        """Yield each response as a JSON object, with outputs as nested lists. Raises
+        TransportError."""
 
     def close(self) -> None:
         """Close the connection."""
 
 
 class AdminTransport(Transport, Protocol):
-    """A way to all that a server does; every method raises TransportError. A `model` "": all of
-    them, or the server itself; what comes back is what HTTP has as JSON."""
+    """A client of every operation of a server.
+
+    Every method raises TransportError. An empty `model` stands for all models, or for the server.
+    Results have the form of the JSON of HTTP.
+    """
 
     def ready(self, model: str, version: str) -> None:
-        """Return if it is ready; else raises TransportError, too."""
+        """Return if the model or the server is ready. Raises TransportError if not."""
 
     def models(self) -> list[dict[str, Any]]:
-        """The repository's index."""
+        """Return the index of the repository."""
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
-        """Load it, or load it again, perhaps with a configuration in the place of its own; returns
-        when it is loaded."""
+        """Load or reload a model, with `config` instead of its own configuration if given. Return
+        once the model is loaded."""
 
     def unload(self, model: str) -> None:
-        """Unload it."""
+        """Unload a model."""
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
-        """Counters and times of each version."""
+        """Return the statistics of each version."""
 
     def config(self, model: str, version: str) -> dict[str, Any]:
-        """The configuration that is in force."""
+        """Return the effective configuration of a model."""
 
     def regions(self) -> list[dict[str, Any]]:
-        """The registered regions, of system memory and of CUDA devices."""
+        """Return the registered regions of system memory and of CUDA devices."""
 
     def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
-        """Register memory of a kind, "system" or "cuda", as a region; the fields are the
-        protocol's, with the handle of "cuda" as bytes."""
+        """Register memory of a kind, "system" or "cuda", as a region. The fields have the names of
+        the protocol; the handle of "cuda" is bytes."""
 
     def unregister(self, kind: str, name: str) -> None:
-        """Have the server forget a region."""
+        """Unregister a region."""
 
 
 class Heard(Protocol):
-    """What hears from a lane."""
+    """The callbacks of a lane."""
 
     def responded(self) -> None:
-        """One of perhaps many responses has come."""
+        """Record a response to a request that may have many."""
 
     def ended(self, error: str = "", responses: int = -1) -> None:
-        """The request has ended: "" well, or with an error; `responses` is how many that were,
-        where the server says so."""
+        """Record the end of a request, and its error if it failed. `responses` is the number of
+        responses, if the server reports it."""
 
 
 class Lane(Protocol):
-    """A way for one request at a time."""
+    """A channel for one request at a time."""
 
     def send(self, request: Any) -> None:
-        """Send what the door has encoded."""
+        """Send a request that the door has encoded."""
 
     def close(self) -> None:
-        """Close it, whatever is on its way."""
+        """Close the lane, including requests in flight."""
 
 
 class Door(Protocol):
-    """A way to a server. `streams`: a request may have any number of responses."""
+    """A factory of lanes to one server. If it `streams`, requests may have many responses."""
 
     streams: bool
 
     def encode(self, request: OutgoingRequest) -> Any:
-        """What its lanes send."""
+        """Return the encoded request, for a lane to send."""
 
     def lane(self, heard: Heard) -> Lane:
-        """One more lane; raises Unavailable where the server cannot be reached."""
+        """Open a lane. Raises Unavailable if the server cannot be reached."""
 
     def close(self) -> None:
-        """Close it, after its lanes."""
+        """Close the door, after its lanes."""
 
 
 def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
-    """An output of these bytes; raises ValueError or KeyError when it is malformed."""
+    """Return the JSON object of an output. Raises ValueError or KeyError if it is malformed."""
     data = decode(datatype, list(shape), memoryview(raw))
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
 
@@ -206,7 +216,7 @@ def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[s
 def response(
     model: str, version: str, request_id: str, parameters: Any, outputs: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A response, whichever way it came."""
+    """Return the JSON object of a response."""
     named = {"id": request_id, "model_name": model, "model_version": version}
     return {
         **{key: value for key, value in named.items() if value},

@@ -169,7 +169,7 @@ def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
 
 
 def infer_message(request: OutgoingRequest) -> Any:
-    """The ModelInferRequest."""
+    """Return the ModelInferRequest of a request."""
     asked = pb.ModelInferRequest(
         model_name=request.model, model_version=request.version, id=request.id
     )
@@ -202,7 +202,7 @@ def set_parameters(message: Any, values: Mapping[str, int | str | bool]) -> None
 
 
 def as_json(found: Any, field: Any = None) -> Any:
-    """A message, or the value of a field, as HTTP has it in JSON."""
+    """Return a message, or the value of a field, in the form of the JSON of HTTP."""
     if isinstance(found, Message):
         return {
             each.name: as_json(getattr(found, each.name), each)
@@ -235,12 +235,13 @@ def _response(found: Any) -> dict[str, Any]:
 
 
 class GrpcDoor:
-    """ModelInfer; or ModelStreamInfer, with one stream a lane and one request at a time on it."""
+    """A door for ModelInfer, or for ModelStreamInfer with one stream per lane and one request at a
+    time."""
 
     def __init__(
         self, address: Address, credentials: Credentials, poller: Poller, *, streams: bool
     ) -> None:
-        """Raises InvalidArgument for files of TLS that are none."""
+        """Raises InvalidArgument for invalid TLS files."""
         self.streams = streams
         self.poller = poller
         self._connect = partial(
@@ -260,7 +261,7 @@ class GrpcDoor:
         self._lanes = 0
 
     def encode(self, request: OutgoingRequest) -> bytes:
-        """A message, with its length before it."""
+        """Return a message with its length prefix."""
         message = infer_message(request)
         if self.streams:
             set_parameters(message, {"triton_enable_empty_final_response": True})
@@ -268,14 +269,14 @@ class GrpcDoor:
         return b"\0" + h2.pack_long(len(packed)) + packed
 
     def lane(self, heard: Heard) -> GrpcLane:
-        """A stream of a connection that it shares."""
+        """Open a lane on a connection that several lanes share."""
         number, self._lanes = self._lanes // _SHARE, self._lanes + 1
         if number == len(self._connections):
             self._connections.append(Http2Client(self._connect, self.poller))
         return GrpcLane(self, number, heard)
 
     def connection(self, number: int) -> Http2Client:
-        """That of lanes, made anew if it was lost."""
+        """Return a connection by its number, reopened if it was lost."""
         if not self._connections[number].open:
             self._connections[number] = Http2Client(self._connect, self.poller)
         return self._connections[number]
@@ -287,7 +288,7 @@ class GrpcDoor:
 
 
 class GrpcLane:
-    """One call after the other, or one stream with one request after the other."""
+    """A sequence of unary calls, or of requests on one stream."""
 
     def __init__(self, door: GrpcDoor, number: int, heard: Heard) -> None:
         self.heard = heard
@@ -307,7 +308,7 @@ class GrpcLane:
         self._connection.send(self._stream, message, end=not self._door.streams)
 
     def data(self, payload: bytes) -> None:
-        """Of a message, or of several."""
+        """Parse the messages in a DATA frame, which may be partial."""
         if not self._door.streams:
             return
         messages = self._messages
@@ -338,7 +339,7 @@ class GrpcLane:
             self.heard.ended()
 
     def finished(self, error: str) -> None:
-        """The call, or the stream, has ended."""
+        """Handle the end of the call or of the stream."""
         self._stream = 0
         self._messages.clear()
         busy, self._busy = self._busy, False
@@ -346,12 +347,12 @@ class GrpcLane:
             self.heard.ended(error or ("the server ended the stream" if self._door.streams else ""))
 
     def close(self) -> None:
-        """Hear no more; the connection is the door's."""
+        """Ignore later responses; the door closes the connection."""
         self._busy = False
 
 
 class _Outgoing:
-    """What a stream has to send yet, and how much its receiver takes."""
+    """The state of a stream: its lane, send window, and bytes read since the last window update."""
 
     def __init__(self, lane: GrpcLane, window: int) -> None:
         self.lane = lane
@@ -360,7 +361,7 @@ class _Outgoing:
 
 
 class Http2Client:
-    """A client's side of HTTP/2."""
+    """A connection of an HTTP/2 client."""
 
     def __init__(self, connect: partial[ClientConnection], poller: Poller) -> None:
         self._poller = poller
@@ -385,11 +386,11 @@ class Http2Client:
 
     @property
     def open(self) -> bool:
-        """Whether calls can be made."""
+        """Check whether the connection is open."""
         return self._connection.open
 
     def start(self, lane: GrpcLane, head: bytes) -> int:
-        """Begin a call; the number of its stream."""
+        """Begin a call and return its stream ID."""
         stream = self._next
         self._next += 2
         self._streams[stream] = _Outgoing(lane, self._first_window)
@@ -435,7 +436,7 @@ class Http2Client:
         self._connection.write(b"".join(out))
 
     def received(self, data: bytes) -> None:
-        """Frames, or parts of them."""
+        """Parse the frames in received bytes, which may be partial."""
         data = self._rest + data if self._rest else data
         at, end = 0, len(data)
         while end - at >= h2.HEAD_SIZE:
@@ -515,12 +516,12 @@ class Http2Client:
             outgoing.lane.finished(error)
 
     def lost(self, reason: str) -> None:
-        """The connection has ended, and all calls with it."""
+        """Fail all calls, because the connection has ended."""
         for stream in list(self._streams):
             self._finish(stream, reason)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -529,7 +530,7 @@ def _window_update(stream: int, size: int) -> bytes:
 
 
 def _error_of(decoded: Iterable[Any]) -> str:
-    """What a response's head or trailers say went wrong; "" for nothing."""
+    """Return the error in the head or trailers of a response, or ""."""
     fields: dict[str, str] = dict(decoded)
     if fields.get("grpc-status", "0") != "0":
         text = unquote(fields.get("grpc-message", ""))

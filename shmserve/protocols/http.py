@@ -152,7 +152,7 @@ class HttpTransport:
         self._exchange("POST", f"{_region_path(kind, name)}/unregister")
 
     def close(self) -> None:
-        """Every exchange has a connection of its own."""
+        """Do nothing: every exchange has a connection of its own."""
 
     def _json(self, path: str) -> dict[str, Any]:
         return _object(self._exchange("GET", path)[0])
@@ -166,7 +166,7 @@ class HttpTransport:
     def _exchange(
         self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
     ) -> tuple[bytes, int | None]:
-        """A response's body and its `Inference-Header-Content-Length`; raises TransportError."""
+        """Return the body of a response and its `Inference-Header-Content-Length`."""
         with self._requested(method, path, body, header_length) as found:
             length = found.getheader(HEADER_LENGTH)
             return found.read(), None if length is None else int(length)
@@ -181,8 +181,8 @@ class HttpTransport:
         accept: str = "",
         known: Container[int] = (http.HTTPStatus.OK,),
     ) -> Iterator[http.client.HTTPResponse]:
-        """A response of a `known` status, to be read; raises TransportError for another, or
-        none."""
+        """Yield an unread response with a `known` status. Raises TransportError for another status
+        and without a response."""
         headers = dict(self._headers)
         if header_length is not None:
             headers[HEADER_LENGTH] = str(header_length)
@@ -206,14 +206,14 @@ def _region_path(kind: str, name: str) -> str:
 
 
 def model_path(model: str, version: str) -> str:
-    """Of a model, or of one version of it."""
+    """Return the path of a model, or of one version of it."""
     path = f"/v2/models/{quote(model, safe='')}"
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 
 
 def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
-    """The JSON that a request begins with; behind it come its inputs' bytes. `binary`: outputs are
-    asked for as bytes, too."""
+    """Return the JSON header of a request, which the bytes of inputs follow. If `binary`, the
+    request asks for outputs as bytes."""
     parameters: dict[str, Any] = {}
     if request.timeout_us:
         parameters["timeout"] = request.timeout_us
@@ -244,7 +244,7 @@ def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
 
 
 def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
-    """The response with each output's data as nested lists of its shape."""
+    """Return the response, with each output as nested lists of its shape."""
     found = _object(body if header_length is None else body[:header_length])
     if "error" in found:
         raise TransportError(str(found["error"]))
@@ -292,26 +292,26 @@ def _error_text(content: bytes) -> str:
 
 
 class HttpDoor:
-    """Inferences over HTTP, with one response each."""
+    """A door for inference over HTTP, with one response per request."""
 
     streams = False
 
     def __init__(self, address: Address, credentials: Credentials, poller: Poller) -> None:
-        """Raises InvalidArgument for files of TLS that are none."""
+        """Raises InvalidArgument for invalid TLS files."""
         tls = tls_of(address, credentials, "http/1.1")
         self.connect = partial(ClientConnection, address, tls, poller)
         self._host = address.target or "localhost"
         self._headers = credentials.headers
 
     def encode(self, request: OutgoingRequest) -> bytes:
-        """A POST of .../infer with binary tensors both ways."""
+        """Return a POST of .../infer with binary tensors in both directions."""
         header = json.dumps(inference_header(request, binary=True)).encode()
         body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
         path = f"{model_path(request.model, request.version)}/infer"
         return self.post(path, body, {HEADER_LENGTH: str(len(header))})
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """A request as it travels."""
+        """Return the bytes of a POST."""
         fields = [
             ("Host", self._host),
             *self._headers,
@@ -322,15 +322,15 @@ class HttpDoor:
         return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
     def lane(self, heard: Heard) -> HttpLane:
-        """A connection."""
+        """Open a connection."""
         return HttpLane(self, heard)
 
     def close(self) -> None:
-        """Its lanes are all that there is."""
+        """Do nothing: the lanes have the connections."""
 
 
 class HttpLane:
-    """A connection with one exchange at a time; made anew when the server has closed it."""
+    """A connection with one exchange at a time, reopened after the server has closed it."""
 
     def __init__(self, door: HttpDoor, heard: Heard) -> None:
         self.heard = heard
@@ -352,7 +352,7 @@ class HttpLane:
         self._connection.write(request)
 
     def received(self, data: bytes) -> None:
-        """Of a response."""
+        """Parse the next bytes of a response."""
         if not self._in_body:
             data = self._rest + data if self._rest else data
             end = data.find(b"\r\n\r\n")
@@ -403,7 +403,7 @@ class HttpLane:
         self._rest = data[at:]
 
     def piece(self, data: bytes) -> None:
-        """A chunk of the body."""
+        """Handle a chunk of the body."""
         if not self._ok:
             self._error += data
 
@@ -417,11 +417,11 @@ class HttpLane:
             self.heard.ended(_described(self._error))
 
     def complete(self) -> None:
-        """All of a response has come, which is no error."""
+        """Handle the end of a successful response."""
         self.heard.ended()
 
     def lost(self, reason: str) -> None:
-        """The connection has ended; one between two exchanges may."""
+        """Report the exchange in flight, if any, as failed."""
         busy, self._busy, self._in_body, self._rest = self._busy, False, False, b""
         if busy:
             self.heard.ended(reason)
@@ -439,13 +439,13 @@ def _described(error: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIRequest:
-    """A body for one of OpenAI's routes."""
+    """The body of a request to one of the routes of OpenAI."""
 
     body: dict[str, Any]
 
 
 class EventLane(HttpLane):
-    """Events of one exchange at a time. `is_response(event)` says which are counted."""
+    """A lane for server-sent events. `is_response(event)` selects the events that count."""
 
     def __init__(self, door: HttpDoor, heard: Heard, is_response: Callable[[bytes], Any]) -> None:
         super().__init__(door, heard)
@@ -455,7 +455,7 @@ class EventLane(HttpLane):
         self._tokens = -1
 
     def piece(self, data: bytes) -> None:
-        """Events, or parts of them."""
+        """Parse the events in a chunk, which may be partial."""
         if not self._ok:
             super().piece(data)
             return
@@ -471,49 +471,49 @@ class EventLane(HttpLane):
                 self._tokens = int(found[1])
 
     def complete(self) -> None:
-        """The events have ended."""
+        """Handle the end of the events."""
         failed, tokens = self._failed, self._tokens
         self._part, self._failed, self._tokens = b"", b"", -1
         self.heard.ended(failed.decode(errors="replace")[:_LONGEST_ERROR], tokens)
 
 
 class GenerateDoor(HttpDoor):
-    """`generate_stream`: inputs as JSON, any number of responses."""
+    """A door for `generate_stream`: inputs as JSON, any number of responses."""
 
     streams = True
 
     def encode(self, request: OutgoingRequest) -> bytes:
-        """A POST of .../generate_stream."""
+        """Return a POST of .../generate_stream."""
         body: dict[str, Any] = {tensor.name: _value(tensor) for tensor in request.inputs}
         body |= request.sequence_parameters()
         path = f"{model_path(request.model, request.version)}/generate_stream"
         return self.post(path, json.dumps(body).encode(), _JSON)
 
     def lane(self, heard: Heard) -> EventLane:
-        """A connection; each event is a response."""
+        """Open a connection on which each event is a response."""
         return EventLane(self, heard, bool)
 
 
 class OpenAIDoor(HttpDoor):
-    """Text that is generated, by OpenAI's routes; a response is a chunk that has some of it, or, at
-    the end, a token."""
+    """A door for text generation by the routes of OpenAI. Each chunk with text is a response; usage
+    at the end gives the number of tokens."""
 
     streams = True
 
     def __init__(
         self, address: Address, credentials: Credentials, poller: Poller, route: str
     ) -> None:
-        """Raises InvalidArgument for files of TLS that are none."""
+        """Raises InvalidArgument for invalid TLS files."""
         super().__init__(address, credentials, poller)
         self.route = route
 
     def encode(self, request: Any) -> bytes:
-        """A POST of a body."""
+        """Return a POST of a body."""
         assert isinstance(request, OpenAIRequest)
         return self.post(self.route, json.dumps(request.body).encode(), _JSON)
 
     def lane(self, heard: Heard) -> EventLane:
-        """A connection."""
+        """Open a connection."""
         return EventLane(self, heard, _has_text)
 
 

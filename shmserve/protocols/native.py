@@ -20,14 +20,7 @@ from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
-from shmserve.protocols import (
-    Heard,
-    InputTensor,
-    OutgoingRequest,
-    TransportError,
-    output,
-    response,
-)
+from shmserve.protocols import Heard, InputTensor, OutgoingRequest, TransportError, output, response
 from shmserve.protocols.connection import Poller
 from shmserve.protocols.tensors import ModelTensor
 
@@ -44,7 +37,7 @@ class NativeTransport:
         self._server = Server(self._session)
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
-        """As the server has told when it was connected to."""
+        """Return the inputs in the signature that the server sent at connection."""
         try:
             connection = self._session.connection()
             self._session.load(connection, model, version, PLAIN)
@@ -58,7 +51,7 @@ class NativeTransport:
         }
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """One request to the model's scheduler, which any model takes for a stream."""
+        """Stream the responses of one request, whether or not the model is decoupled."""
         timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
         try:
             connection = self._session.connection()
@@ -84,12 +77,12 @@ class NativeTransport:
             raise TransportError(error.message) from error
 
     def close(self) -> None:
-        """Leave the server."""
+        """Disconnect from the server."""
         self._server.close()
 
 
 def array_of(tensor: InputTensor, model: str) -> Array:
-    """The array that an input is, for a request of the client."""
+    """Return an input as an array for a request of the client."""
     if tensor.datatype == "BYTES":
         return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
     return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)
@@ -101,7 +94,7 @@ def _output(name: str, datatype: str, array: Array) -> dict[str, Any]:
 
 
 class NativeRequest(NamedTuple):
-    """What a session makes a request of, each time: for all outputs, where the server puts them."""
+    """The arguments from which a session builds each request; it asks for all outputs."""
 
     model: str
     version: str
@@ -110,8 +103,8 @@ class NativeRequest(NamedTuple):
 
 
 class NativeDoor:
-    """A program on the server's host. `device`: where the tensors of each lane are allocated, "cpu"
-    or "cuda:0"; "": nowhere, they are copied."""
+    """A door for a program on the server's host. Tensors are in a region on the `device` "cpu" or
+    "cuda:0"; with "" they are copied."""
 
     def __init__(
         self,
@@ -137,7 +130,7 @@ class NativeDoor:
         self.poller.watch(fd, lambda _: self.channel.take((fd,)))
 
     def flush_soon(self) -> None:
-        """Send what is queued at the end of this turn."""
+        """Send queued requests at the end of this turn of the loop."""
         if not self._flushing:
             self._flushing = True
             self.poller.soon(self._flush)
@@ -147,7 +140,8 @@ class NativeDoor:
         self.channel.flush()
 
     def encode(self, request: OutgoingRequest) -> NativeRequest:
-        """Arrays; with a device, in a region that has room for the outputs as well."""
+        """Return the arrays of a request; with a device, in a region that has space for the
+        outputs."""
         arrays: Any = {tensor.name: array_of(tensor, request.model) for tensor in request.inputs}
         options = options_of(
             *(request.id, None, 0, request.timeout_us / 1e6 if request.timeout_us else None),
@@ -167,17 +161,17 @@ class NativeDoor:
         return region
 
     def lane(self, heard: Heard) -> NativeLane:
-        """A place in the channel."""
+        """Open a lane on the channel."""
         return NativeLane(self, heard)
 
     def close(self) -> None:
-        """Leave the server."""
+        """Disconnect from the server."""
         self.channel.close()
         self.session.close()
 
 
 class NativeLane:
-    """One request at a time."""
+    """A lane on the channel of the door."""
 
     def __init__(self, door: NativeDoor, heard: Heard) -> None:
         self._door = door
@@ -220,8 +214,8 @@ class NativeLane:
             self._heard.ended(error)
 
     def close(self) -> None:
-        """The channel is the door's."""
+        """Do nothing: the door closes the channel."""
 
 
 def _nothing() -> None:
-    """For who hears no more."""
+    """Ignore an item."""

@@ -1,4 +1,4 @@
-"""The server that `shmserve client` talks to: the flags that name it, and the way there."""
+"""The transport to the server that the flags of a command line name."""
 
 from __future__ import annotations
 
@@ -16,39 +16,9 @@ _USUAL_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
 _FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HOST:PORT"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name a server, and say who asks."""
-    server = parser.add_argument_group("the server")
-    where = server.add_mutually_exclusive_group()
-    where.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="the run directory of a server on this host [that of this user's server]",
-    )
-    where.add_argument("--url", help=_FORMS)
-    server.add_argument(
-        "--token-file", metavar="FILE", help="its first word is sent as the bearer token"
-    )
-    server.add_argument(
-        "--header",
-        action="append",
-        default=[],
-        dest="headers",
-        metavar="NAME:VALUE",
-        help="a header of HTTP, or metadata of gRPC (repeatable)",
-    )
-    server.add_argument(
-        "--root-cert",
-        metavar="FILE",
-        help="the certificates, PEM, that may have signed the server's [this host's]",
-    )
-    server.add_argument("--client-cert", metavar="FILE", help="a certificate to show, PEM")
-    server.add_argument("--client-key", metavar="FILE", help="its private key, PEM")
-
-
 def transport(args: argparse.Namespace) -> Transport:
-    """The way for inferences: without a URL, and headers to send, memory that is shared."""
-    if args.url or args.headers:
+    """Return the transport for inference: shared memory unless a URL or headers are given."""
+    if args.url or args.header:
         return admin_transport(args)
     from shmserve.protocols.native import NativeTransport
 
@@ -56,7 +26,7 @@ def transport(args: argparse.Namespace) -> Transport:
 
 
 def admin_transport(args: argparse.Namespace) -> AdminTransport:
-    """The way for every request. Raises InvalidArgument, or Disconnected where there is no
+    """Return the transport for every operation. Raises InvalidArgument, or Disconnected without a
     server."""
     given = credentials(args)
     return transport_at(address(args.url), given) if args.url else _discovered(args, given)
@@ -70,9 +40,9 @@ def _discovered(args: argparse.Namespace, given: Credentials) -> AdminTransport:
 
 
 def credentials(args: argparse.Namespace) -> Credentials:
-    """Who asks, as the flags say. Raises InvalidArgument."""
+    """Return the credentials that the flags give. Raises InvalidArgument."""
     headers = []
-    for text in args.headers:
+    for text in args.header:
         name, colon, value = text.partition(":")
         if not (name.strip() and colon):
             raise InvalidArgument(f"--header takes NAME:VALUE, not '{text}'")
@@ -85,7 +55,7 @@ def credentials(args: argparse.Namespace) -> Credentials:
 
 
 def token(path: str) -> str:
-    """The first token of a file; the server's own will do."""
+    """Return the first token of a file, which may be the token file of the server."""
     with refused(f"--token-file: cannot read '{path}'", "not text"):
         lines = Path(path).read_text().splitlines()
     for words in (line.partition("#")[0].split() for line in lines):
@@ -95,7 +65,7 @@ def token(path: str) -> str:
 
 
 def address(url: str) -> Address:
-    """What `--url` says. Raises InvalidArgument."""
+    """Return the address of a `--url`. Raises InvalidArgument."""
     try:
         if url.startswith("unix:"):
             path = url.removeprefix("unix:").replace("///", "/", 1)
@@ -112,7 +82,7 @@ def address(url: str) -> Address:
 
 
 def transport_at(place: Address, given: Credentials) -> AdminTransport:
-    """The way to an address. Raises InvalidArgument."""
+    """Return the transport to an address. Raises InvalidArgument."""
     if place.protocol == "http":
         return HttpTransport(place, given)
     if importlib.util.find_spec("grpc") is None:

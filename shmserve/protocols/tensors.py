@@ -31,7 +31,7 @@ _ELEMENTS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """An input as the model's metadata has it; -1 in `shape` is any size."""
+    """An input in the metadata of a model; -1 in `shape` is any size."""
 
     name: str
     datatype: str
@@ -39,14 +39,14 @@ class ModelTensor:
 
 
 def input_named(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
-    """The input of this name; raises InvalidArgument where the model has none."""
+    """Return the input of this name. Raises InvalidArgument if the model has none."""
     if name not in inputs:
         raise InvalidArgument(f"the model has no input '{name}'; it has {', '.join(inputs)}")
     return inputs[name]
 
 
 def split_input(text: str) -> tuple[str, str]:
-    """Name and value of an `--input`; raises InvalidArgument."""
+    """Return the name and the value of an `--input`. Raises InvalidArgument."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise InvalidArgument(f"--input takes NAME=VALUE, not '{text}'")
@@ -54,8 +54,8 @@ def split_input(text: str) -> tuple[str, str]:
 
 
 def load(name: str, text: str) -> Any:
-    """The value in `text`: JSON, or if it starts with @ the array in a file of numpy's (.npy), or
-    all of another file as one text; raises InvalidArgument."""
+    """Return the value of a text: JSON, or after @ the array of a .npy file or the content of
+    another file as one text. Raises InvalidArgument."""
     if text.startswith("@"):
         return _load_array(name, Path(text[1:]))
     try:
@@ -81,7 +81,7 @@ def _load_array(name: str, path: Path) -> _Array:
 
 
 def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
-    """Shape and bytes on the wire of a value (JSON, or an array) for this input.
+    """Return the shape and the bytes on the wire of a value (JSON or an array) for an input.
 
     A value with exactly one dimension less than the model takes, where the model's first is of any
     size, becomes a batch of one; a single value becomes the one element that a model takes. Raises
@@ -100,7 +100,7 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
 
 
 def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
-    """An output as nested lists for JSON; raises ValueError or KeyError when it is malformed."""
+    """Return an output as nested lists. Raises ValueError or KeyError if it is malformed."""
     if datatype == "BYTES":
         elements = np.array([*_texts(raw), None], dtype=np.object_)[:-1]
         return elements.reshape(shape).tolist()
@@ -111,7 +111,7 @@ def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
 
 
 def _texts(raw: memoryview) -> Iterator[str]:
-    """The elements of a BYTES tensor; what is not UTF-8 is shown as `\\xNN`."""
+    """Yield the elements of a BYTES tensor, with `\\xNN` for bytes that are not UTF-8."""
     at = 0
     while at < len(raw):
         length = int.from_bytes(raw[at : at + 4], "little")
@@ -157,7 +157,7 @@ def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of nested lists, judged by the first element of each."""
+    """Return the shape of nested lists by the first element of each list."""
     shape = []
     while isinstance(value, list):
         shape.append(len(value))

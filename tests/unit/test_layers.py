@@ -74,10 +74,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler.hosting": ("ipc.*", "common", "scheduler.*"),
     "scheduler": ("ipc.*", "common", "scheduler.*"),
     # a gateway's process: no listener knows another one, and what they share knows none
-    "gateway.tracing": ("ipc.*", "common"),
-    "gateway.inference": ("ipc.*", "gateway", "gateway.tracing"),
+    "gateway.inference": ("ipc.*", "gateway"),
     "gateway.api": ("ipc.*", "common", "gateway"),
-    "gateway": ("ipc.*", "common", "gateway.inference", "gateway.tracing"),
+    "gateway": ("ipc.*", "common", "gateway.inference"),
     "gateway.http.json": ("ipc.*", "common", "gateway.inference"),
     "gateway.http.connection": ("common", "gateway", "gateway.http"),
     "gateway.http.streaming": (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from shmserve.common import model_metrics
 from shmserve.common.host import CpuUtilization, memory_bytes, processes
-from shmserve.gateway.api import statistics
+from shmserve.gateway.api import management
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.model_settings import FIRST_RESPONSE_FAMILY
 
@@ -368,7 +368,7 @@ class MetricsExporter:
     async def page(self) -> bytes:
         """The text of a scrape: what the schedulers report now, and the state of this host."""
         gateway = self._gateway
-        reports = await statistics.collect(gateway, gateway.models.all())
+        reports = await management.collect(gateway, gateway.models.all())
         families = list(_Families(gateway, reports, self._cpu.read()).collect())
         taken = {family.name for family in families}
         return (_text(families) + _models_own(reports, taken)).encode()

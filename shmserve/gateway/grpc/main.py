@@ -25,8 +25,12 @@ from shmserve.ipc.messages.supervision import decode_start
 
 
 def run(data: bytes, *fds: int) -> None:
-    """Be a gRPC gateway until told to stop; `data` is an encoded `GatewayStart`, `fds` its
-    sockets."""
+    """Run a gRPC gateway until the supervisor stops it.
+
+    Args:
+        data: An encoded `GatewayStart`.
+        *fds: The descriptors of the listening sockets.
+    """
     start = decode_start(GatewayStart, data)
     process.prepare(f"gateway {start.name}", f"gateway {start.name}", start.log)
     settings = start.grpc
@@ -36,7 +40,7 @@ def run(data: bytes, *fds: int) -> None:
 
 
 class GrpcFrontend(process.Frontend):
-    """gRPC connections, on sockets that listen already."""
+    """The gRPC servers, on listening sockets."""
 
     keeps_busy = True
 
@@ -62,7 +66,7 @@ class GrpcFrontend(process.Frontend):
         )
 
     async def open(self) -> None:
-        """Make the servers."""
+        """Create the servers."""
         told = self._gateway.settings
         rules = Authorisation(told.tokens, decode_restrictions(told.grpc_restricted), "protocol")
         most = min(told.max_connections, fd_limits.for_connections(len(self._sockets)))
@@ -78,8 +82,8 @@ class GrpcFrontend(process.Frontend):
         self._service.health_changed()
 
     def when_idle(self, drained: Callable[[], None]) -> None:
-        """Every request counts, in a stream or not; a stream without any, or a Watch, does not.
-        Who has kept a connection for its calls is told to go once they are over."""
+        # Requests in streams count; a stream without requests, or a Watch, does not. Clients with
+        # open calls receive a GOAWAY once their calls have ended.
         left = process.ActiveCount()
         left.active = len(self._acceptors)
         for acceptor in self._acceptors:

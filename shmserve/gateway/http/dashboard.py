@@ -32,7 +32,7 @@ from shmserve import __version__
 from shmserve.common.auth_tokens import METRICS
 from shmserve.common.host import CpuUtilization, memory_bytes, processes
 from shmserve.errors import PermissionDenied, QueueFull, Unauthenticated
-from shmserve.gateway.api import statistics
+from shmserve.gateway.api import management
 from shmserve.gateway.api.figures import Figures, Row
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import (
@@ -158,7 +158,7 @@ class _Snapshot:
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the whole snapshot and its difference from the last snapshot."""
         gateway, watch = self._gateway, self._watch
-        reports = await statistics.collect(gateway, gateway.models.all(), logging.DEBUG)
+        reports = await management.collect(gateway, gateway.models.all(), logging.DEBUG)
         before, self._models = self._models, self._rows(self._figures.rows(reports, now_s))
         newest = list(watch.newest)
         new, self._told = min(watch.count - self._told, len(newest)), watch.count

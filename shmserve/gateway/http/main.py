@@ -25,8 +25,12 @@ from shmserve.ipc.messages.supervision import decode_start
 
 
 def run(data: bytes, *fds: int) -> None:
-    """Be an HTTP gateway until told to stop; `data` is an encoded `GatewayStart`, `fds` its
-    sockets."""
+    """Run an HTTP gateway until the supervisor stops it.
+
+    Args:
+        data: An encoded `GatewayStart`.
+        *fds: The descriptors of the listening sockets.
+    """
     start = decode_start(GatewayStart, data)
     process.prepare(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
@@ -36,7 +40,7 @@ def run(data: bytes, *fds: int) -> None:
 
 
 class HttpFrontend(process.Frontend):
-    """HTTP connections, and those that scrape metrics, on sockets that listen already."""
+    """The HTTP servers of inference and of metrics, on listening sockets."""
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class HttpFrontend(process.Frontend):
         self._scrapes = scrapes
 
     async def open(self) -> None:
-        """Make the servers. Who scrapes metrics sees how the loads go."""
+        """Create the servers. Metrics are served while models are loaded."""
         settings = self._gateway.settings
         restrictions = decode_restrictions(settings.http_restricted)
         http = Authorisation(settings.tokens, restrictions)
@@ -78,10 +82,8 @@ class HttpFrontend(process.Frontend):
         await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
 
     def drain(self, told: Callable[[], None], followed: bool) -> None:
-        """As `Frontend`; who watches is told to go first."""
         self._live.end()
         super().drain(told, followed)
 
     def when_idle(self, drained: Callable[[], None]) -> None:
-        """Every request counts until its response is sent."""
         self._app.when_idle(drained)

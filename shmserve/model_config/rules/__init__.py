@@ -43,12 +43,7 @@ _BATCH_BACKENDS = (
     "onnxruntime",
     "native",
 )  # models of others get each request's tensors apart
-_TOP_FIELDS = (
-    "cc_model_filenames",
-    "metric_tags",
-    "model_operations",
-    "model_repository_agents",
-)
+_TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations", "model_repository_agents")
 
 
 class LoadProblem(InvalidArgument):

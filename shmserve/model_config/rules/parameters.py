@@ -42,10 +42,7 @@ _INSTANCES = (instance_bound, f"an integer from 1 to {MOST_INSTANCES}")
 # The parser of a parameter's text, None for a text that is wrong, and the texts that are allowed.
 _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     STRATEGY: (strategy, "one of " + ", ".join(f"'{name}'" for name in Strategy)),
-    TARGET: (
-        target_ms,
-        "a number of milliseconds, 0.001 at least and of a day at most",
-    ),
+    TARGET: (target_ms, "a number of milliseconds, 0.001 at least and of a day at most"),
     MAX_STREAMS: (max_streams, f"an integer from 1 to {MOST_STREAMS}"),
     IDLE_UNLOAD: (idle_unload_s, f"a number of seconds from 0 to {LONGEST_IDLE_S:.0f}"),
     MIN_INSTANCES: _INSTANCES,

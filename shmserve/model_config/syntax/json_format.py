@@ -13,14 +13,7 @@ from typing import Any, cast
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from shmserve.model_config.syntax import (
-    MAX_DEPTH,
-    Entry,
-    Lines,
-    Malformed,
-    MessageValue,
-    Scalar,
-)
+from shmserve.model_config.syntax import MAX_DEPTH, Entry, Lines, Malformed, MessageValue, Scalar
 from shmserve.model_config.syntax.message_builder import is_map, is_repeated
 
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)

@@ -58,7 +58,7 @@ _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
 T = TypeVar("T")
 
 # Returns the final configuration of a spec, given the properties that its model has reported.
-CompleteConfig = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
+ConfigCompleter = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
 
 
 def first_of(error: BaseException) -> BaseException:
@@ -87,7 +87,7 @@ class Instances:
     _scheduler: VersionScheduler
     _lifetime: Lifetime
     _on_change: Callable[[], None]  # called when an instance becomes ready, dies or is given up
-    _complete: CompleteConfig
+    _complete: ConfigCompleter
     config: ModelSpec = field(init=False)
     labels: dict[str, list[str]] = field(init=False)
     completed: dict[str, Any] = field(init=False, default_factory=dict)

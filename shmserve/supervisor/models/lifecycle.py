@@ -115,17 +115,6 @@ class Lifecycle:
         self._run()
         return order
 
-    def loaded_for(self, name: str) -> list[str]:
-        """Return the step models of an ensemble that were loaded only for this ensemble."""
-        models = self._registry.models
-        others = {step for each in models.values() if each.name != name for step in each.needs}
-        needs = models[name].needs if name in models else []
-        return [
-            step
-            for step in needs
-            if step not in others and step in models and models[step].for_others
-        ]
-
     def _load(
         self, model: ModelEntry, source: LoadSource, asked: bool = True, again: bool = False
     ) -> Order:
@@ -155,10 +144,10 @@ class Lifecycle:
         entered[model] = None
         model.on_demand = on_demand
         model.outdated = False  # the serving versions are not reloaded
-        for order in [*model.orders, *self._waiting_for(model)]:
+        for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
             if order.kind is OrderKind.LOAD:
                 self._give_up(order)
-        users = self._users(model)
+        users = self._registry.users_of(model)
         for user in users:
             if user not in entered:
                 entered[user] = self._unload(user, entered, on_demand)
@@ -166,20 +155,6 @@ class Lifecycle:
         order = Order(model, OrderKind.UNLOAD, asked=not again, again=again, before=ends)
         entered[model] = self._enter(order)
         return order
-
-    def _users(self, model: ModelEntry) -> list[ModelEntry]:
-        """Return the ensembles whose serving or coming versions need a model."""
-        return [
-            user
-            for user in self._registry.models.values()
-            if any(v.uses(model.name) for v in (*user.serving.values(), *user.coming.values()))
-        ]
-
-    def _waiting_for(self, model: ModelEntry) -> list[Order]:
-        """Return the loads of ensembles that need a model and have not started versions yet."""
-        first = [each.orders[0] for each in self._registry.models.values() if each.orders]
-        waiting = (order for order in first if order.phase is OrderPhase.WAITING)
-        return [order for order in waiting if model.name in order.needs]
 
     def _group(self, name: str) -> Group:
         return self._registry.group(name, self._hosted)

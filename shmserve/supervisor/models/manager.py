@@ -393,7 +393,7 @@ class ModelManager:
         """
         self._require_explicit()
         check_model_name(name)
-        alone = self._lifecycle.loaded_for(name) if dependents else []
+        alone = self._registry.loaded_for(name) if dependents else []
         await self.unload(name)
         for step in alone:
             await self.unload_on_request(step, dependents)

@@ -23,7 +23,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import MemoryDropped, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.instance_processes import CompleteConfig, Instances, first_of
+from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_of
 from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -61,7 +61,7 @@ class ModelVersion:
         group: Group,
         find: Callable[[str, str], ModelVersion | None],
         on_change: Callable[[ModelVersion], None],
-        complete: CompleteConfig,
+        complete: ConfigCompleter,
     ) -> None:
         """Create a version without processes.
 

@@ -16,7 +16,7 @@ from shmserve.errors import NotFound
 from shmserve.ipc.messages.publications import ModelNews, ModelOnDemand
 from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
 from shmserve.supervisor.models.model_version import ModelVersion
-from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry
+from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry, Order, OrderPhase
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder, lacks_version
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
@@ -106,6 +106,31 @@ class ModelRegistry:
     def ensembles_of(self, name: str) -> list[ModelVersion]:
         """Return the ensembles with a step that runs a model, if they may have a process."""
         return [version for version in self.live if version.uses(name)]
+
+    def loaded_for(self, name: str) -> list[str]:
+        """Return the step models of an ensemble that were loaded only for this ensemble."""
+        models = self.models
+        others = {step for each in models.values() if each.name != name for step in each.needs}
+        needs = models[name].needs if name in models else []
+        return [
+            step
+            for step in needs
+            if step not in others and step in models and models[step].for_others
+        ]
+
+    def users_of(self, model: ModelEntry) -> list[ModelEntry]:
+        """Return the ensembles whose serving or coming versions need a model."""
+        return [
+            user
+            for user in self.models.values()
+            if any(v.uses(model.name) for v in (*user.serving.values(), *user.coming.values()))
+        ]
+
+    def loads_waiting_for(self, model: ModelEntry) -> list[Order]:
+        """Return the loads of ensembles that need a model and have not started versions yet."""
+        first = [each.orders[0] for each in self.models.values() if each.orders]
+        waiting = (order for order in first if order.phase is OrderPhase.WAITING)
+        return [order for order in waiting if model.name in order.needs]
 
     def has_users(self, version: ModelVersion) -> bool:
         """Check whether an ensemble needs a version and must end before it.

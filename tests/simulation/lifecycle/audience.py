@@ -103,7 +103,6 @@ class SimulatedAudience:
         return number
 
     def know(self, number: int) -> bool:
-        """As `SupervisorContext.know`."""
         return self.acknowledgements.know(number)
 
     def tell_readiness(self, news: ReadinessChanged) -> None:

@@ -140,13 +140,11 @@ class DrawnRepository:
         ]
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        """As `LoadPlanner.complete`."""
         if None in completed.get("steps", ()):
             raise InvalidArgument("a model of its steps is not available")
         return spec.config
 
     def discard(self, spec: VersionSpec) -> None:
-        """As `LoadPlanner.discard`."""
         folder = spec.model_dir
         self._oracles.discarded(folder)
         if folder in self.folders:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol, cast
 
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, HttpRequestParser, RawRequestMessage
@@ -46,23 +44,6 @@ class MalformedBody(Exception):
     """The framing of a body violates HTTP."""
 
 
-class _Parser(Protocol):
-    """The methods of aiohttp's request parser that a connection uses."""
-
-    def feed_data(self, data: bytes) -> tuple[Sequence[Message], bool, bytes]:
-        """Return the requests whose heads are now complete, and whether the protocol changes.
-
-        Raises:
-            HttpProcessingError: The bytes are not HTTP.
-        """
-
-    def pause_reading(self) -> None:
-        """Parse nothing behind the current bytes until `feed_data` is called again."""
-
-    def message_consumed(self) -> None:
-        """Reduce the number of queued requests by one."""
-
-
 class Incoming(LimitedConnection, asyncio.Protocol):
     """The received requests of a connection.
 
@@ -76,7 +57,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._settings = settings
         # The parser calls `connected`, `pause_reading` and `resume_reading` of its protocol, which
         # aiohttp does not document. pyproject.toml therefore restricts aiohttp to tested versions.
-        parser = HttpRequestParser(
+        self._parser = HttpRequestParser(
             self,  # type: ignore[arg-type]
             loop,
             _READ_AHEAD,
@@ -87,40 +68,39 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             auto_decompress=False,
             max_msg_queue_size=_MOST_QUEUED,
         )
-        self._parser = cast("_Parser", parser)
         self.transport = None  # once the connection is made
         self._ended = False
-        # --- what has come
-        # The queue; an error ends it, behind which nothing is parsed. A request is one whose head
-        # was cached: it is alone, and its body is here.
+        # --- received requests
+        # The queue. Nothing is parsed behind an error. A request with a cached head is the only
+        # entry, and its body is complete.
         self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it awaits a request
-        self._parsing = True  # not behind an error, or in another protocol
-        # --- what is missing
+        self._parsing = True  # False behind an error or a change of the protocol
+        # --- read timeouts
         self._timer: asyncio.TimerHandle | None = None
-        self._deadline = 0.0  # of what is missing, by the loop's time
-        self._busy = False  # a request is being handled
-        self._starts = False  # bytes of the next one are here, but not its whole head
-        self._content: StreamReader | None = None  # a body that is not all here
-        self._awaiting = False  # it is small, and awaited
+        self._deadline = 0.0  # of the missing bytes, by the loop's time
+        self._busy = False  # A request is being handled.
+        self._starts = False  # The head of the next request is incomplete.
+        self._content: StreamReader | None = None  # an incomplete body
+        self._awaiting = False  # The body is small, and awaited.
         # --- the cached head
         self._cached_head = b""  # of the last request with a small body
-        self._cached_body_at = 0  # where in that request its body begins
-        self._cached_size = 0  # of that request, with its body
+        self._cached_body_at = 0  # the offset of the body in that request
+        self._cached_size = 0  # of that request with its body
         self._cached_request: HttpRequest | None = None
-        # What was found of it holds as long as these tokens do.
+        # The cached request was authorised by these rules.
         self._cached_rules: Authorisation | None = None
-        self._cached_body = WholeBody()  # of each such request: one is here at a time
-        self._held = b""  # a cached head, whose body should come next
-        # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
-        # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
+        self._cached_body = WholeBody()  # reused, since only one such request is queued
+        self._held = b""  # a cached head without its body
+        # The missing bytes of the last request. -1: the start of the next request is unknown, as
+        # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing = 0
-        self._since = loop.time()  # the last request ended, or the connection was made
+        self._since = loop.time()  # of the end of the last request, or of the connection's start
         # --- back-pressure
         self.writing_paused = False
         self._drained: asyncio.Future[None] | None = None
         self._stream_full = False
-        self._too_many = False  # requests are queued
+        self._too_many = False  # Too many requests are queued.
         self._reading_paused = False
 
     @property

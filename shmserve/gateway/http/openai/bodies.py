@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
-from shmserve.gateway.context import Gateway
+from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.on_demand import loaded
 
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"

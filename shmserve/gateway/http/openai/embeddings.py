@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, clip
-from shmserve.gateway.context import Gateway
+from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, generates
@@ -22,7 +22,6 @@ from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest
 from shmserve.gateway.inference.submit import error_of
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.on_demand import loaded
 from shmserve.ipc.tensors.arrays import STORED
 
 _FORMATS = ("float", "base64")

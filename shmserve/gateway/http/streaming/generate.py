@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
-from shmserve.gateway.context import Gateway
+from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.infer_request import (
     parameter_value,
@@ -43,7 +43,6 @@ from shmserve.gateway.inference.request import InferInput, InferRequest, check_n
 from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.inference.submit import error_of, still
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.on_demand import loaded
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred

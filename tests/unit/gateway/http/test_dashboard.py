@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import PermissionDenied, QueueFull
-from shmserve.gateway.api import statistics
+from shmserve.gateway.api import management
 from shmserve.gateway.http import dashboard as live
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications as m
@@ -47,7 +47,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         reports = {"a": report(len(asked)), "still": report()}
         return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
 
-    monkeypatch.setattr(statistics, "collect", collect)
+    monkeypatch.setattr(management, "collect", collect)
     monkeypatch.setattr(live, "_EVERY_S", 0.01)
     return asked
 

@@ -29,7 +29,7 @@ from tests.rigs.process_rig import Processes, plan, turns
 
 
 class Repository:
-    """The model "m", whose files have changed so many times."""
+    """A planner of the model "m"; `changes` counts the changes of its files."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -38,43 +38,36 @@ class Repository:
         self.planned = self.discarded = 0
 
     def scan(self) -> dict[str, ModelFolder]:
-        """What is there."""
         return {"m": ModelFolder("m", Path("/m"), Path("/"))} if self.present else {}
 
     def count(self, name: str) -> int:
-        """Whether it is there."""
         return int(name in self.scan())
 
     def fingerprint(self, name: str) -> str:
-        """Another one after each change."""
         return f"{self.changes}"
 
     def steps(self, name: str) -> list[StepModel]:
-        """It is no ensemble."""
         return []
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
-        """One version."""
         self.reading()
         self.planned += 1
         return [plan()]
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        """The model completes nothing."""
         return spec.config
 
     def discard(self, discarded: VersionSpec) -> None:
-        """It was written for a request, perhaps."""
         self.discarded += 1
 
 
 def models(processes: Processes, repository: Repository) -> ModelManager:
-    """Of one repository."""
+    """Return the manager of a repository's models."""
     return server(processes, repository)[0]
 
 
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
-    """The models of one repository, and what looks at it."""
+    """Return the manager and the poller of a repository."""
     planner: Any = repository
     registry = ModelRegistry()
     nobody = MagicMock()
@@ -83,7 +76,7 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Threads that read are waited for, too."""
+    """Wait until a condition holds, including for threads that read."""
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -216,7 +209,6 @@ class Gateway:
         self.number = self.known = 0
 
     def announce(self, news: News) -> int:
-        """It hears it."""
         self.number += 1
         self.told.append(news)
         return self.number
@@ -226,7 +218,6 @@ class Gateway:
         return number <= self.known
 
     def tell_readiness(self, news: ReadinessChanged) -> None:
-        """It hears it."""
         self.told.append(news)
 
 

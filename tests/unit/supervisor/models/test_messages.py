@@ -41,7 +41,6 @@ class Traced(Processes):
         super()._dispatch(address, message)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """It is kept."""
         if roles:
             self.said.append(f"{type(message).__name__} to all")
 

@@ -43,8 +43,7 @@ def config_of(name: str, steps: list[str], note: str) -> ModelSpec:
 
 
 class Repository:
-    """Models by name, each with the models of its steps. An override is another such list, and a
-    note."""
+    """A planner of models with the models of their steps; an override is [steps, note] in JSON."""
 
     def __init__(self, **models: list[str]) -> None:
         self.models = models
@@ -53,15 +52,12 @@ class Repository:
         self.read: list[str] = []
 
     def scan(self) -> dict[str, ModelFolder]:
-        """As `LoadPlanner.scan`."""
         return {name: ModelFolder(name, Path("/") / name, Path("/")) for name in self.models}
 
     def count(self, name: str) -> int:
-        """As `LoadPlanner.count`."""
         return int(name in self.models)
 
     def fingerprint(self, name: str) -> str:
-        """As `LoadPlanner.fingerprint`."""
         return json.dumps([self.versions, self.files])
 
     def _config(self, name: str, override: str) -> ModelSpec:
@@ -71,36 +67,26 @@ class Repository:
         return config_of(name, steps, note)
 
     def steps(self, name: str) -> list[StepModel]:
-        """As `LoadPlanner.steps`."""
         if name not in self.models:
             return []
         return steps_of(self._config(name, ""))
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
-        """As `LoadPlanner.plan`."""
         self.read.append(name)
         config = self._config(name, override)
         folder = Path("/")
         return [
-            VersionSpec(
-                name,
-                version,
-                folder,
-                folder,
-                config,
-                files=self.files.get(version, ""),
-            )
+            VersionSpec(name, version, folder, folder, config, files=self.files.get(version, ""))
             for version in self.versions
         ]
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        """As `LoadPlanner.complete`."""
         if None in completed.get("steps", ()):
             raise InvalidArgument("a step's model is not available")
         return spec.config
 
     def discard(self, plan: VersionSpec) -> None:
-        """As `LoadPlanner.discard`."""
+        pass
 
 
 class Server(Processes):
@@ -119,11 +105,9 @@ class Server(Processes):
         self.poller = RepositoryPoller(*parts, self.models)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """As the supervisor's socket does."""
         self.told += [message] if "gateway" in roles else []
 
     def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
-        """As the supervisor's socket does."""
         self.told.append(make(0))
         return self.acknowledgements.begin(["gateway"] if self.deaf else [])
 

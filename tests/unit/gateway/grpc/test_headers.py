@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.gateway.grpc.calls import call
-from shmserve.gateway.grpc.calls.head import ENCODINGS, CallHead
-from shmserve.gateway.grpc.status import StatusCode
+from shmserve.gateway.grpc.calls.headers import ENCODINGS, CallHead, StatusCode
 from shmserve.gateway.http2.frames import StreamFault
 from shmserve.gateway.http2.header_blocks import check_request, check_trailers
 
