@@ -88,7 +88,8 @@ def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[i
                 sys.exit(f"{fields[0]}: {fields[1]}")
             if name == "Finished":
                 found, _ = msgpack.unpackb(fields[0])
-                return {name: numbers(raw) for (name, _, _), raw in zip(found, fields[1])}
+                outputs = zip(found, fields[1], strict=True)
+                return {name: numbers(raw) for (name, _, _), raw in outputs}
 
 
 def numbers(data: bytes) -> list[int]:

@@ -2,14 +2,14 @@
 
 Its rooms:
 
-    messages/           the vocabulary: typed records, by who speaks to whom
+    messages/           typed messages, grouped by sender and receiver
     transport/          sockets: ZMTP over unix sockets, dealers and routers
     tensors/            datatypes, descriptors, packed requests and responses, signatures
     memory/             arenas, mappings, POSIX shared memory, CUDA IPC
-    model_spec.py       a model's configuration, typed
-    inflight.py         the in-flight table: requests submitted and not settled (sans IO)
-    link_table.py       whoever submits to several schedulers: a link to each
-    capabilities.py     the MACs by which local clients prove who they are and what they own
-    endpoints.py        where a server's sockets are
-    processes.py        parents and children: names, death signals, orphans
+    model_spec.py       a model's typed configuration
+    model_settings.py   parameters of a configuration that several rooms read
+    inflight.py         the table of submitted requests that are not completed (sans IO)
+    link_table.py       the links of a submitter to its schedulers
+    endpoints.py        paths of a server's sockets, and the MACs that authenticate local clients
+    processes.py        process control of Linux and glibc
 """

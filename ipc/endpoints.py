@@ -1,75 +1,154 @@
-"""Endpoints, the paths of a server's sockets: all derive from one private run directory, so two
-servers never collide."""
+"""Endpoints of a server's sockets, and the capabilities of the local clients that connect to them.
+
+All paths derive from one private run directory, so that two servers never collide.
+
+A local client is a program on this host that is no process of the server. The server's processes
+share a key which local clients do not have, so each process checks two MACs without a request:
+
+    token      MAC of the local client's number: part of the identity of its links to schedulers
+    memory id  MAC of the local client's number and of the memory's description; the id of device
+               memory contains a serial number, which is never reused, and a MAC
+
+A forged token or the id of another client's memory fails the check.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
+
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 
 # sockaddr_un holds 107 bytes; the longest name below takes 20.
 LONGEST_RUN_DIRECTORY = 85
 
+KEY_SIZE = 32
+
+# The number of a local client is used like a pid. Pids end at 2**22, so the numbers are distinct;
+# all have nine digits.
+FIRST_LOCAL_CLIENT = 100_000_000
+# Limits of a scheduler for each local client: links, and bytes of a packed request.
+MOST_LINKS = 16
+LARGEST_WORK = 1 << 20
+_TOKEN_SIZE = 16
+_MAC_BITS = 40
+_DESCRIPTION = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "pinned")  # of a memory
+
 
 def usual_run_directory(environment: Mapping[str, str]) -> Path:
-    """Where this user's server is when nobody says otherwise: there clients look for it."""
+    """Return the default run directory of this user, where clients look for a server."""
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return Path(runtime, "shmserve") if runtime else Path(f"/tmp/shmserve-{os.getuid()}")
 
 
 def beside(usual: Path, name: str) -> Path:
-    """The run directory of another server of this user's; `name` may be a pattern."""
+    """Return the run directory of another server of this user; `name` may be a glob pattern."""
     return usual.with_name(f"{usual.name}-{name}")
 
 
 def control(run_dir: Path) -> str:
-    """The supervisor's socket."""
+    """Return the endpoint of the supervisor."""
     return f"ipc://{run_dir}/control"
 
 
 def events(run_dir: Path) -> str:
-    """The socket (ZeroMQ XPUB) where the supervisor tells what happens."""
+    """Return the endpoint (ZeroMQ XPUB) where the supervisor publishes events."""
     return f"ipc://{run_dir}/events"
 
 
 def scheduler(run_dir: Path, number: int) -> str:
-    """The socket of scheduler `number` for whoever submits requests."""
+    """Return the endpoint of scheduler `number` for the server's own clients."""
     return f"ipc://{run_dir}/s{number}"
 
 
 def instances(run_dir: Path, number: int) -> str:
-    """The socket of scheduler `number` for its workers."""
+    """Return the endpoint of scheduler `number` for its workers."""
     return f"ipc://{run_dir}/w{number}"
 
 
 def local_client_folder(run_dir: Path) -> Path:
-    """The folder of what programs outside the server may reach."""
+    """Return the folder that programs outside the server may access."""
     return run_dir / "guests"
 
 
 def listener(run_dir: Path) -> Path:
-    """The socket (SOCK_SEQPACKET) where a program becomes a local client."""
+    """Return the socket (SOCK_SEQPACKET) where a program becomes a local client."""
     return local_client_folder(run_dir) / "door"
 
 
 def addresses(run_dir: Path) -> Path:
-    """The file of the URLs where the server listens for HTTP and gRPC, one a line."""
+    """Return the file with the server's HTTP and gRPC URLs, one on each line."""
     return local_client_folder(run_dir) / "addresses"
 
 
 def handover(run_dir: Path) -> Path:
-    """The socket (SOCK_SEQPACKET) where a server that is to take over from this one connects."""
+    """Return the socket (SOCK_SEQPACKET) where a successor of this server connects."""
     return run_dir / "handover"
 
 
 def local_clients(run_dir: Path, number: int) -> str:
-    """The socket of scheduler `number` for local clients."""
+    """Return the endpoint of scheduler `number` for local clients."""
     return f"ipc://{local_client_folder(run_dir)}/{number}"
 
 
 def for_local_clients(endpoint: str) -> str:
-    """The endpoint for local clients of the scheduler at `endpoint`; "" stays ""."""
+    """Return the endpoint for local clients of the scheduler at `endpoint`; "" stays ""."""
     if not endpoint:
         return ""
     folder, _, name = endpoint.rpartition("/")
     return f"{folder}/guests/{name.removeprefix('s')}"
+
+
+class Capabilities:
+    """The issuer and verifier of the MACs that authenticate local clients."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+
+    def _mac(self, text: str, size: int) -> bytes:
+        return hashlib.blake2b(text.encode(), key=self.key, digest_size=size).digest()
+
+    def token(self, number: int) -> str:
+        """Return the token of local client `number`."""
+        return self._mac(f"guest {number}", _TOKEN_SIZE).hex()
+
+    def local_client(self, identity: bytes) -> int:
+        """Return the number of the local client with this link identity, or 0 if it is invalid."""
+        number, _, rest = identity.partition(b".")
+        if len(number) != 9 or not number.isdigit() or int(number) < FIRST_LOCAL_CLIENT:
+            return 0
+        token = rest.partition(b".")[0]
+        valid = hmac.compare_digest(token, self.token(int(number)).encode())
+        return int(number) if valid else 0
+
+    def memory_id(self, number: int, *description: int) -> int:
+        """Return the id of a memory of local client `number`: 62 bits that cannot be guessed.
+
+        Args:
+            number: The number of the local client.
+            description: The memory's pid, fd, inode, byte_size, sealed and pinned.
+        """
+        text = " ".join(map(str, ("memory", number, *description)))
+        return int.from_bytes(self._mac(text, 8), "little") >> 2
+
+    def device_memory_id(self, number: int, serial: int, byte_size: int, handle: CudaHandle) -> int:
+        """Return the id of a device memory of local client `number`.
+
+        A handle that is shared again has a new `serial` and therefore a new id, so that workers can
+        reject the withdrawn memory.
+        """
+        serial %= 1 << (62 - _MAC_BITS)
+        device, raw, uuid = handle.device, handle.raw.hex(), handle.uuid.hex()
+        text = f"device memory {number} {serial} {byte_size} {device} {raw} {uuid}"
+        return serial << _MAC_BITS | int.from_bytes(self._mac(text, _MAC_BITS // 8), "little")
+
+    def owns(self, number: int, memory: Memory) -> bool:
+        """Return whether local client `number` shared this memory with exactly this description."""
+        if memory.cuda is not None:
+            serial = memory.id >> _MAC_BITS
+            return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)
+        return not memory.copied and memory.id == self.memory_id(number, *_DESCRIPTION(memory))

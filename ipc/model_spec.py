@@ -7,11 +7,12 @@ default here. Datatypes are the protocol's ("FP32").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from shmserve.ipc.tensors import padding
+from shmserve.ipc.model_settings import PADDING
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.records import Document, from_map
@@ -332,7 +333,7 @@ class ModelSpec(Document):
     def padding(self) -> Padding | None:
         """The padding of the inputs; None: they are not padded."""
         return Padding.of(
-            self.parameters.get(padding.PARAMETER, ""),
+            self.parameters.get(PADDING, ""),
             {each.name: each.dims for each in self.input},
         )
 
@@ -346,3 +347,49 @@ class ModelSpec(Document):
     def immutable_config(self) -> dict[str, Any]:
         """The part of `source` that cannot change while a version serves."""
         return {key: value for key, value in self.source.items() if key not in _MUTABLE}
+
+
+def source_positions(text: str, class_name: str) -> dict[str, str]:
+    """Find where the class that declares a model writes its attributes, methods and arguments.
+
+    Args:
+        text: The text of a Python file.
+        class_name: The name of a class at the top level of the file.
+
+    Returns:
+        `LINE:COLUMN`, both from 1, by name: "" for the class itself, "predict" for an attribute or
+        method, "predict.image" for an argument. Names of base classes in the same file are
+        included. Empty if the file is not valid Python.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    positions: dict[str, str] = {}
+    waiting = [class_name]
+    while waiting:
+        found = classes.pop(waiting.pop(0), None)
+        if found is not None:
+            own = {"": _position(found), **dict(_members(found))}
+            positions = {**own, **positions}
+            waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
+    return positions
+
+
+def _members(found: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for node in found.body:
+        match node:
+            case ast.FunctionDef(name=name, args=args) | ast.AsyncFunctionDef(name=name, args=args):
+                yield name, _position(node)
+                for each in (*args.posonlyargs, *args.args, *args.kwonlyargs):
+                    yield f"{name}.{each.arg}", _position(each)
+            case ast.Assign(targets=targets):
+                names = [each.id for each in targets if isinstance(each, ast.Name)]
+                yield from ((name, _position(node)) for name in names)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name, _position(node)
+
+
+def _position(node: ast.stmt | ast.arg) -> str:
+    return f"{node.lineno}:{node.col_offset + 1}"

@@ -1,5 +1,4 @@
-"""Process control of Linux (prctl, /proc) for a parent and its children: names, parent death,
-orphans, privileges, timers."""
+"""Process control of Linux and glibc: names, parent death, orphans, privileges, timers, malloc."""
 
 from __future__ import annotations
 
@@ -15,17 +14,32 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _MARK = "SHMSERVE_SERVER"
+
+# The number of exits for which a process is known to have exited. Its frames may arrive after the
+# report of its exit, and its memory may still be mapped.
+REMEMBERED_EXITS = 512
+
+# glibc writes a large copy with non-temporal stores: it does not read the destination first, which
+# saves a third of the copy's memory traffic, and it keeps the caches. glibc derives the threshold
+# from the size of the last-level cache. A virtual machine often reports that of the whole host (320
+# MB seen), so that no copy is large. With the true size the threshold would be 1 to 3 MB.
+LARGE_COPY = 2 * 1024 * 1024  # bytes
+_TUNABLES = "GLIBC_TUNABLES"
+_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 
 
 def signal_at_parents_death(number: int) -> None:
-    """Have the kernel send this process a signal when its parent dies."""
+    """Let the kernel send this process a signal when its parent dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies; exits at once if `parent_pid` is no
-    longer the parent."""
+    """Let the kernel kill this process when its parent dies.
+
+    The process exits at once if `parent_pid` is no longer the parent.
+    """
     signal_at_parents_death(signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -37,14 +51,14 @@ def adopt_orphans() -> None:
 
 
 def children(pid: int) -> Iterator[int]:
-    """The children of a process, whichever of its threads started them."""
+    """Yield the children of a process, whichever of its threads started them."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
 
 
 def kill_tree(pid: int, spared: Container[int] = ()) -> None:
-    """Kill a process and its descendants, but those `spared` and what descends from them."""
+    """Kill a process and its descendants, except the `spared` ones and their descendants."""
     below = [child for child in children(pid) if child not in spared]
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -53,37 +67,38 @@ def kill_tree(pid: int, spared: Container[int] = ()) -> None:
 
 
 def marked(environment: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:
-    """The environment of a process whose descendants `kill_marked` finds."""
+    """Return the environment of a process whose descendants `kill_marked` finds."""
     # SPT_NOENV: setproctitle would write over the environment that /proc shows.
     return {**environment, _MARK: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
 def kill_marked(supervisor_pid: int, run_dir: object) -> None:
-    """Kill what descends from a marked process, whoever its parent is by now."""
+    """Kill the descendants of marked processes, whatever their parent is now."""
     mark = os.fsencode(f"{_MARK}={supervisor_pid} {run_dir}")
     for environ in Path("/proc").glob("[0-9]*/environ"):
         pid = int(environ.parent.name)
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # another user's process, or exited
             if pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)
 
 
 def renounce_privileges() -> None:
-    """Neither this process nor what it starts gains rights from a program that it runs (setuid)."""
+    """Prevent this process and its children from gaining rights by a setuid program."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def end_sooner(by: int) -> None:
-    """Where memory is short, have the kernel end this process, and what it starts, sooner than its
-    parent: raise its oom_score_adj by so much. Nobody needs a privilege for that."""
+    """Raise the oom_score_adj of this process and its children by `by`.
+
+    When memory is short, the kernel kills them before their parent. This requires no privilege.
+    """
     file = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):
         file.write_text(str(min(1000, int(file.read_text()) + by)))
 
 
 def exact_timers() -> None:
-    """Let this thread's sleeps end on time: the default slack of 50 us is half of a 100 us queue
-    delay."""
+    """Disable the timer slack of this thread: 50 us by default, half of a queue delay of 100 us."""
     _libc.prctl(_PR_SET_TIMERSLACK, 1)
 
 
@@ -92,3 +107,25 @@ def name_process(title: str) -> None:
     from setproctitle import setproctitle
 
     setproctitle(f"shmserve: {title}")
+
+
+def with_large_copies(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that copies `LARGE_COPY` bytes and more past the caches.
+
+    A threshold that `environment` sets is kept. Other processors and C libraries ignore it.
+    """
+    tunables = environment.get(_TUNABLES, "")
+    if _TUNABLE in tunables:
+        return dict(environment)
+    settings = [*filter(None, [tunables]), f"{_TUNABLE}={LARGE_COPY:#x}"]
+    return {**environment, _TUNABLES: ":".join(settings)}
+
+
+def keep_no_large_memory() -> None:
+    """Let malloc map each block of 1 MiB and more, and unmap it when it is freed.
+
+    By default glibc raises the threshold when the first such block is freed. From then on the heap
+    keeps blocks of that size, with holes between them: half a frame for each of several clients.
+    """
+    with contextlib.suppress(AttributeError):
+        _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)

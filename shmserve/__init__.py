@@ -17,14 +17,14 @@ A local client's request: client/session.py finds the server and client/connecti
 (supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors
 in shared memory, client/inflight/ submits; scheduler/hosting/local_clients.py checks it.
 
-A model's load: supervisor/models/manager.py takes the request; lifecycle.py gives it its turn and
-decides, loads.py what is started and when it takes over, and executor.py does it: load_planner.py
-reads folder and configuration, version/model_version.py starts scheduler_process.py and
+A model's load: supervisor/models/manager.py takes the request and executes what lifecycle.py
+decides, which has the orders of each model; orders.py has the steps of a load. load_planner.py
+reads folder and configuration, model_version.py starts scheduler_process.py and
 instance_processes.py.
 
-A worker's death: supervisor/processes/table.py notices, version/instance_processes.py
-tells its scheduler and starts another one with a backoff; scheduler/batchers/recovery.py decides
-which of its requests run again, alone, and which fail. A scheduler's: version/model_version.py.
+A worker's death: supervisor/processes/table.py notices, instance_processes.py tells its scheduler
+and starts another one with a backoff; scheduler/instances/results.py decides which of its requests
+run again, alone, and which fail. A scheduler's: model_version.py.
 
 The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),
 what is loaded (models/), whose memory is registered (regions/), programs on this host

@@ -1,21 +1,21 @@
-"""The one exception tree; every error a client can see has a code, and every code an HTTP status.
+"""The exception hierarchy. Each error that a client can see has a code and an HTTP status.
 
 ShmserveError
  ├─ InvalidArgument    INVALID_ARG     400   the request, model file or flag is wrong
  ├─ AlreadyExists      ALREADY_EXISTS  400   the name is taken
- ├─ Cancelled          CANCELLED       400   the client left or cancelled
+ ├─ Cancelled          CANCELLED       400   the client disconnected or cancelled
  ├─ Unknown            UNKNOWN         400   a model reported an error without a code
  ├─ NotFound           NOT_FOUND       404   no such model, version or region
- ├─ Unsupported        UNSUPPORTED     501   understood, not offered
- ├─ Unauthenticated    UNAUTHENTICATED 401   no token, or not one of ours
+ ├─ Unsupported        UNSUPPORTED     501   valid, not supported
+ ├─ Unauthenticated    UNAUTHENTICATED 401   no token, or an invalid one
  ├─ PermissionDenied   PERMISSION_DENIED 403 this client may not do this
  ├─ Unavailable        UNAVAILABLE     503   not now: queue full, not ready, deadline passed
  │   └─ QueueFull      UNAVAILABLE     503   with Retry-After
- └─ Internal           INTERNAL        500   our side or the model failed
+ └─ Internal           INTERNAL        500   the server or the model failed
 
-Between processes an error is a (code, message) pair; `from_code` makes it an exception again.
-Messages are written for the client: they carry no path, pid, endpoint or traceback. What is
-unexpected is logged where it happens and reaches the client as `Internal("internal error")`.
+Between processes an error is a (code, message) pair, which `from_code` converts to an exception.
+Messages are written for the client: they contain no path, pid, endpoint or traceback. Unexpected
+exceptions are logged where they occur, and the client receives `Internal("internal error")`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ T = TypeVar("T")
 
 
 class ShmserveError(Exception):
-    """Base of all errors that cross a process or reach a client; `message` is shown to the
-    client. `server_fault`: the server or a model is to blame, which is worth a line in the log.
-    `traceparent`: the span that it happened in, as W3C's trace context has it; "" for none."""
+    """The base class of all errors that are sent to another process or to a client.
+
+    The client receives `message`. An error with `server_fault`, of the server or a model, is
+    logged. `traceparent` is the W3C trace context of the span in which it occurred, or "".
+    """
 
     code = "INTERNAL"
     status = 500
@@ -46,7 +48,7 @@ class ShmserveError(Exception):
 
 
 class InvalidArgument(ShmserveError):
-    """An error in what the client, the model's configuration or the command line says."""
+    """The request, the model's configuration or the command line is invalid."""
 
     code = "INVALID_ARG"
     status = 400
@@ -86,7 +88,7 @@ class NotFound(ShmserveError):
 
 
 class Unsupported(ShmserveError):
-    """The request is well formed and asks for something that is not offered."""
+    """The request is valid, but not supported."""
 
     code = "UNSUPPORTED"
     status = 501
@@ -94,7 +96,7 @@ class Unsupported(ShmserveError):
 
 
 class Unauthenticated(ShmserveError):
-    """The client has not said who it is."""
+    """The client has sent no valid token."""
 
     code = "UNAUTHENTICATED"
     status = 401
@@ -102,7 +104,7 @@ class Unauthenticated(ShmserveError):
 
 
 class PermissionDenied(ShmserveError):
-    """The client may not do this."""
+    """The client lacks the permission."""
 
     code = "PERMISSION_DENIED"
     status = 403
@@ -118,7 +120,7 @@ class Unavailable(ShmserveError):
 
 
 class QueueFull(Unavailable):
-    """The bounded queue of a model is full; `retry_after_s` says when to come back."""
+    """The bounded queue of a model is full; the client may retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -126,7 +128,7 @@ class QueueFull(Unavailable):
 
 
 class Internal(ShmserveError):
-    """The server or the model failed; the message was written for the client."""
+    """The server or the model failed; the message is written for the client."""
 
     server_fault = True
 
@@ -135,31 +137,30 @@ _BY_CODE = {cls.code: cls for cls in ShmserveError.__subclasses__()}
 
 
 def from_code(code: str, message: str) -> ShmserveError:
-    """The exception for a (code, message) pair; an unknown code is an `Internal`."""
+    """Return the exception of a (code, message) pair; an unknown code is an `Internal`."""
     return _BY_CODE.get(code, Internal)(message)
 
 
 def clip(text: str, limit: int = 60) -> str:
-    """`text` short enough for an error line, with control characters escaped."""
+    """Shorten `text` for an error line, and escape its control characters."""
     shown = text if text.isprintable() else ascii(text)[1:-1]
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known name that a misspelt one is most like, by difflib's ratio (0 to 1); None where none
-    is as like it as `likeness`."""
+    """Return the known name with the highest difflib ratio, or None if it is below `likeness`."""
     close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
     return close[0] if close else None
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'NAME'?` with the `nearest`, to end an error with; "" where there is none."""
+    """Return the end of an error, `, did you mean 'NAME'?`, or "" if no name is near."""
     near = nearest(name, known)
     return f", did you mean '{near}'?" if near else ""
 
 
 class Problems(InvalidArgument):
-    """All that is wrong with something, a line each."""
+    """Several problems, reported together."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(dict.fromkeys(problems))
@@ -167,14 +168,17 @@ class Problems(InvalidArgument):
 
 
 class Collected:
-    """Calls whose refusals are collected, so that they can be told at once."""
+    """A collector of errors from several calls, which are reported together."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
     def __call__(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a call returns. Where it raises InvalidArgument: None, which nobody gets to see, as
-        `check` raises."""
+        """Call a function, and collect its InvalidArgument.
+
+        Returns:
+            The function's result; None after an error, since `check` raises before it is used.
+        """
         try:
             return make(*args, **kwargs)
         except InvalidArgument as error:
@@ -182,15 +186,22 @@ class Collected:
             return cast("T", None)
 
     def check(self) -> None:
-        """Raise Problems, if there were any."""
+        """Raise Problems if there were any."""
         if self.problems:
             raise Problems(self.problems)
 
 
 @contextmanager
 def refused(text: str, otherwise: str = "cannot be read") -> Iterator[None]:
-    """Raise InvalidArgument, `text` and the reason, for what the operating system refuses in this
-    block, or is not even asked since the value makes no sense to it: then `otherwise`."""
+    """Convert OSError and ValueError in this block to InvalidArgument.
+
+    Args:
+        text: The start of the message; the reason of the operating system follows.
+        otherwise: The reason if there is none, as for an invalid value.
+
+    Raises:
+        InvalidArgument: The operating system refused an operation.
+    """
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,5 +1,6 @@
-"""The logging of every process: one line a record, with the process's role and, where there is one,
-the request id; or the fields of an entry, where stderr is systemd's journal.
+"""The logging of every process: one line per record, or an entry if stderr is systemd's journal.
+
+A record has the process's role and, if it has one, the request id.
 
     flags ──> LogSettings, the supervisor's ──> arguments of a process that starts ──> configure
                        └── SetLogging, when a client has changed them ──────────────> apply
@@ -27,13 +28,15 @@ MOST_VERBOSE = 2**32 - 1
 _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 _MAX_LINE = 8192
-_MOST_ROWS = 100  # of a traceback, in whose text there may be a client's words
+_MOST_ROWS = 100  # of a traceback, which may contain a client's text
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """The settings of the log, by Triton's names and in its order; a client may change all but
-    `log_file`, which is empty for stderr."""
+    """The settings of the log, with Triton's names and in its order.
+
+    Clients may change all but `log_file`, which is empty for stderr.
+    """
 
     log_file: str = ""
     log_info: bool = True
@@ -43,7 +46,7 @@ class LogSettings:
     log_format: str = DEFAULT
 
     def shows(self, level: int) -> bool:
-        """Whether a record of this level is written; from `log_verbose_level` 1 on DEBUG is."""
+        """Return whether records of this level are written; DEBUG needs `log_verbose_level` 1."""
         if level >= logging.ERROR:
             return self.log_error
         if level >= logging.WARNING:
@@ -54,12 +57,12 @@ class LogSettings:
 
     @property
     def level(self) -> int:
-        """The lowest level that is written: what loggers ask before they make a record."""
+        """The lowest level that is written, which loggers check before they create a record."""
         return next(filter(self.shows, _LEVELS), logging.CRITICAL + 1)
 
 
 def clean(text: str) -> str:
-    """`text` with control characters escaped and capped: client strings cannot forge log lines."""
+    """Escape control characters and cap the length, so that a client cannot forge log lines."""
     shown = text[: _MAX_LINE + 1]
     if not shown.isprintable():
         shown = shown.encode("unicode_escape").decode("ascii")
@@ -67,10 +70,10 @@ def clean(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """One greppable line a record:
+    """A formatter of one line per record.
 
         I 2026-01-31T12:00:00.123Z role[pid] text key=value
-        2026-01-31T12:00:00.123Z I pid role] text key=value      ISO8601: as Triton has it
+        2026-01-31T12:00:00.123Z I pid role] text key=value      ISO8601, Triton's format
 
     A record's `request_id` (given with `extra={"request_id": ...}`) is printed as `request=ID`, its
     `trace_id` as `trace=ID`.
@@ -82,7 +85,7 @@ class LineFormatter(logging.Formatter):
         self.log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line for a record; a traceback follows indented."""
+        """Format a record as one line, followed by its indented traceback."""
         line = f"{self._start(record)} {clean(record.getMessage())}"
         request_id = getattr(record, "request_id", None)
         if request_id:
@@ -93,7 +96,7 @@ class LineFormatter(logging.Formatter):
         return line + self.traceback(record)
 
     def traceback(self, record: logging.LogRecord) -> str:
-        """The lines of a traceback, indented, each behind a newline; empty where there is none."""
+        """Format the traceback of a record as indented lines, each after a newline."""
         line = ""
         if record.exc_info:
             rows = self.formatException(record.exc_info).splitlines()
@@ -112,12 +115,12 @@ class LineFormatter(logging.Formatter):
 
 
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-_OF_MODEL = re.compile(r"(?:inference of )?model '?%s")  # how a text begins that is about one
+_OF_MODEL = re.compile(r"(?:inference of )?model '?%s")  # the start of a text about a model
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 class Journal:
-    """systemd's journal, by its native protocol (systemd.io/JOURNAL_NATIVE_PROTOCOL)."""
+    """The client of systemd's journal (systemd.io/JOURNAL_NATIVE_PROTOCOL)."""
 
     address = "/run/systemd/journal/socket"
 
@@ -133,7 +136,7 @@ class Journal:
 
     @classmethod
     def of_stderr(cls, formatter: LineFormatter) -> Journal | None:
-        """The journal, where JOURNAL_STREAM says that stderr is a stream of it."""
+        """Return the journal if stderr is a stream of it, by JOURNAL_STREAM."""
         try:
             stream = os.fstat(2)
             if os.environ.get("JOURNAL_STREAM") == f"{stream.st_dev}:{stream.st_ino}":
@@ -143,7 +146,7 @@ class Journal:
         return None
 
     def send(self, record: logging.LogRecord) -> bool:
-        """Enter a record; whether the journal could be told."""
+        """Write a record; return whether the journal has received it."""
         level = record.levelno
         fields: dict[str, object] = {
             **self._own,
@@ -171,7 +174,7 @@ class Journal:
         except OSError as error:
             if error.errno != errno.EMSGSIZE:
                 raise
-            # Then in a file, which nobody may change while it is read.
+            # A large entry is sent as a sealed file.
             with open(os.memfd_create("journal", os.MFD_ALLOW_SEALING), "wb") as file:
                 file.write(entry)
                 file.flush()
@@ -181,7 +184,7 @@ class Journal:
                 self._socket.sendmsg([b""], [rights], 0, self.address)
 
     def close(self) -> None:
-        """Enter nothing any more."""
+        """Close the socket."""
         self._socket.close()
 
 
@@ -193,7 +196,7 @@ def _field(name: str, value: object) -> bytes:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes what the settings show."""
+    """The handler of a process, which applies the settings."""
 
     def __init__(self, role: str) -> None:
         super().__init__(sys.stderr)
@@ -219,9 +222,11 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def configure(role: str, settings: LogSettings) -> None:
-    """Set up logging to stderr, or the journal that it is, for this process.
+    """Configure logging to stderr or the journal for this process.
 
-    `role` names the process in each line ("supervisor", "gateway 0", "worker simple.0").
+    Args:
+        role: The process in each line, such as "supervisor", "gateway 0" or "worker simple.0".
+        settings: The settings.
     """
     handlers = logging.getLogger().handlers
     for handler in handlers:
@@ -229,13 +234,13 @@ def configure(role: str, settings: LogSettings) -> None:
             handler.close()
     handlers[:] = [_Handler(role)]
     _use(settings)
-    # Libraries' debug and access chatter is theirs to show only when something is wrong.
+    # Debug and access logs of libraries are not written.
     for noisy in ("asyncio", "aiohttp", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def apply(settings: LogSettings) -> None:
-    """Log like this from now on; nothing happens in a process that logs in a way of its own."""
+    """Apply settings, unless the process configures logging itself."""
     _use(settings)
     logger.debug("%s", settings)
 

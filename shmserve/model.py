@@ -1,4 +1,4 @@
-"""The imports of a native model: tensor annotations and the context of an instance.
+"""Tensor annotations and the instance context for native models.
 
     from shmserve.model import FP32
     from torch import Tensor
@@ -9,36 +9,36 @@
         def predict(self, image: FP32[Tensor, 1, 8, 8]) -> FP32[Tensor, 10]:
             ...
 
-`FP32[Tensor, 1, 8, 8]` reads: float32, arrives as a torch tensor, 1 x 8 x 8 after the batch
-dimension; -1 is a dimension of any size. With `numpy.ndarray` in the place of `Tensor` it arrives
-as a numpy array. To a type checker it is the array type.
+`FP32[Tensor, 1, 8, 8]` means float32, passed as a torch tensor of shape 1 x 8 x 8 after the batch
+dimension; -1 is a dimension of any size. With `numpy.ndarray` instead of `Tensor` it is passed as a
+numpy array. A type checker sees the array type.
 
-What the class may have besides `predict`:
+Optional attributes and methods of the class besides `predict`:
 
-    max_batch_size = 32         of one batch, in rows; 0: no batch dimension
-    max_queue_delay_us = 0      how long a request may wait for others to share its batch
-    max_streams = 64            requests that a `predict` which yields answers side by side
+    max_batch_size = 32         the maximum number of rows in a batch; 0: no batch dimension
+    max_queue_delay_us = 0      the maximum time that a request waits for a larger batch
+    max_streams = 64            concurrent requests of a `predict` that yields
 
-    instances = 1               how many there are, each a process; or `instance_group`, a list of
-                                mappings as in a configuration
-    min_instances, max_instances  the fewest and the most, as its load needs (guide/instances.md)
+    instances = 1               the number of instances, each a process; or `instance_group`, a list
+                                of mappings as in a configuration
+    min_instances, max_instances  the bounds of automatic scaling (guide/instances.md)
 
-    ragged = ("x",)             inputs that come flat, one request after the other
-    batch_input, batch_output   lists of mappings, as in a configuration, for these
-    padding = {"x": {...}}      inputs that are filled up to one shape (guide/shapes.md)
+    ragged = ("x",)             inputs that are concatenated without padding
+    batch_input, batch_output   lists of mappings, as in a configuration, for ragged inputs
+    padding = {"x": {...}}      inputs that are padded to one shape (guide/shapes.md)
 
-    def load(self, context)     before the first batch, with a `Context`
-    def is_ready(self)          whether it is, a bool: see below
-    def unload(self)            after the last batch
+    def load(self, context)     called before the first batch, with a `Context`
+    def is_ready(self)          returns a bool: see below
+    def unload(self)            called after the last batch
 
-`is_ready`, plain or `async def`, is asked whenever a client asks whether the model is ready,
-between two batches, so it should be quick: an instance that does not say within 5 s does not
-count. The model is ready while one of its instances says True, and none says False or raises (the
-log has why).
+`is_ready`, a function or coroutine, is called between two batches whenever a client requests the
+readiness of the model. It should be fast: an instance that takes longer than 5 s does not count.
+The model is ready while an instance returns True, and none returns False or raises an exception,
+which is logged.
 
-A `predict` that yields hears of a client that has left at its next `yield`: a generator by
-GeneratorExit, an asynchronous one also where it awaits, by asyncio.CancelledError. One that
-computes for long between two of them looks at `Context.cancelled`.
+A `predict` that yields detects the disconnection of its client at its next `yield`: a generator by
+GeneratorExit, an asynchronous generator also at an `await`, by asyncio.CancelledError. Code that
+computes for long between two of them checks `Context.cancelled`.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """The type of a tensor as annotated: its protocol datatype, and its dims.
+    """The annotated type of a tensor: its protocol datatype and dimensions.
 
-    Without the batch dimension; -1: any size.
+    `dims` exclude the batch dimension; -1 is any size.
     """
 
     datatype: str
@@ -98,7 +98,7 @@ class _Datatype:
 
 
 if TYPE_CHECKING:
-    # To a checker the rest of the brackets is metadata of the array type.
+    # For a type checker the rest of the brackets is metadata of the array type.
     from typing import Annotated as BF16
     from typing import Annotated as BOOL
     from typing import Annotated as BYTES
@@ -129,12 +129,12 @@ else:
     BF16 = _Datatype("BF16")
     BYTES = _Datatype("BYTES")
 
-# Asks whether the request that the running code answers is cancelled; set by who runs it.
+# Returns whether the request of the running code is cancelled; set by the worker.
 IS_CANCELLED: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
 
 
 class Lease(Protocol):
-    """So many bytes of a workspace, for a `with` block, or in a coroutine an `async with` block."""
+    """A lease of workspace memory, for a `with` block, or an `async with` block in a coroutine."""
 
     def __enter__(self) -> Any: ...
 
@@ -153,9 +153,9 @@ def _no_workspace(byte_size: int) -> Lease:
 class Context:
     """The argument of a model's `load(self, context)`.
 
-    `device` is torch's name for where the instance runs ("cpu", "cuda:0"), `directory` the folder
-    of the model's file, `parameters` the strings in the configuration's `parameters`, and what
-    `shmserve serve FILE.py:CLASS --set NAME=VALUE` says.
+    `device` is torch's name of the instance's device ("cpu", "cuda:0"), and `directory` the folder
+    of the model's file. `parameters` are the strings in the configuration's `parameters`, and those
+    of `shmserve serve FILE.py:CLASS --set NAME=VALUE`.
     """
 
     name: str
@@ -166,22 +166,28 @@ class Context:
     lease: Callable[[int], Lease] = field(default=_no_workspace, repr=False, compare=False)
 
     def workspace(self, byte_size: int) -> Lease:
-        """So many bytes of the device's shared workspace, as a torch tensor of uint8, for a with
-        block in `predict`:
+        """Lease memory of the device's shared workspace in `predict`, as a torch tensor of uint8.
 
             with self.context.workspace(1 << 30) as buffer:
                 ...
 
-        It waits until the pool has them; who leaves the block gives them back, and must not use the
-        buffer any more. What is in it at first is anybody's. Ask for all that an execution needs at
-        once, and call no other model meanwhile. In a coroutine it is `async with`: the others of
-        the model go on while it waits. The pool's size is the server's flag
-        `--workspace-byte-size`; raises ShmserveError without one, or for more than all of it.
+        The block waits until the pool has enough free memory. The buffer is not initialised, and
+        must not be used after the block. Lease all memory of an execution at once, and call no
+        other model meanwhile. In a coroutine use `async with`: other requests of the model continue
+        while it waits.
+
+        Args:
+            byte_size: The size in bytes.
+
+        Raises:
+            ShmserveError: The server has no pool (`--workspace-byte-size`), or a smaller one.
         """
         return self.lease(byte_size)
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits any more for the responses that are being yielded here: in the body
-        of a `predict` that yields, in its own thread or task; elsewhere False."""
+        """Whether the request is cancelled whose responses are being yielded.
+
+        This is always False outside of a `predict` that yields, and in other threads and tasks.
+        """
         return IS_CANCELLED.get()()

@@ -1,20 +1,17 @@
-"""The data plane: worker processes, which run models and alone map clients' regions.
+"""The data plane: worker processes, which run models and map clients' regions.
 
-Its rooms:
-
-    main.py             the process: it loads one instance of one model, and serves it
-    context.py          what an instance was started with, and the resources it has
-    instance.py         its loop: wait, execute, report
-    links/              to the scheduler that feeds it, and to the supervisor
-    batch/              requests unpacked, inputs gathered, run, outputs scattered; those that an
-                        instance runs before it is ready
-    model_view.py       what of that a model sees: its configuration, and what the server makes
-    sequences/          control inputs of sequences, batches of their slots
-    backends/           the contract of a backend, and the five there are
-    bls/                business logic scripting: a model's calls of other models
-    memory/             outputs in the arena, device memory, copies
-    device.py           where a model runs: the CPU, an accelerator
-    user_code.py        models' own files, imported
-    preloads/           what a zygote does before it forks workers
-    triton_python_backend_utils.py      Triton's API for Python models
+main.py             the process: it loads one instance of one model, and serves it
+context.py          start parameters and resources of an instance
+instance.py         its loop: wait, execute, report
+links/              links to the scheduler and to the supervisor
+batch/              requests unpacked, inputs gathered, run, outputs scattered
+tensor_specs.py     inputs and outputs: described by a file, and as the model receives them
+sequences/          control inputs of sequences, batches of their slots
+backends/           the interface of a backend, and the built-in backends
+bls/                business logic scripting: a model's calls of other models
+memory/             outputs in the arena, device memory, copies
+device.py           compute devices: the CPU or an accelerator
+user_code.py        code of models: imported, run in an event loop, its errors as text
+preloads.py         what a zygote imports and runs before it forks workers
+triton_python_backend_utils.py      Triton's API for Python models
 """

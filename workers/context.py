@@ -1,30 +1,27 @@
-"""The context of an instance: what its worker was started with, and the resources it has."""
+"""The context of an instance: its start parameters and its resources."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.start import WorkerStart
+from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.workers.batch.request import Copied
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
-
-if TYPE_CHECKING:
-    from shmserve.workers.memory.device_memory import DeviceMemory
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """The two moments of an execution that only a backend knows, monotonic ns; 0: not taken.
+    """The moments of an execution that only a backend knows, monotonic ns; 0 if not taken.
 
-    A backend that does not take them is measured around `execute`.
+    Without them the times around `execute` are used.
     """
 
     input_end_ns: int = 0
@@ -33,16 +30,17 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext(WorkerStart):
-    """The identity and the resources of an instance, given to its backend once: what it was started
-    with, and what it made of that.
+    """The identity and the resources of an instance, for its backend.
 
-    `repository` and `model_dir` (repository/model) hold the files. `kind` is "CPU" or "GPU",
-    `device` what torch calls it ("cpu", "cuda:0", "npu:1"), `device_id` its number (0 on a CPU).
-    `backend_config` is what --backend-config said for this backend. `control` asks the supervisor.
-    `arena` and `mappings` are this process's memory for tensors it makes and its views of others',
-    `output_memory` has the arena's blocks for outputs. `workspace` leases the device's shared
-    workspace. `copied` counts the bytes of tensors that are copied on the way. `spans` are of what
-    its model has asked others since the last batch ended, as ipc/trace.py has them.
+    Attributes:
+        control: The link to the supervisor.
+        arena: The memory for tensors of this process.
+        output_memory: The blocks of the arena for outputs.
+        mappings: The views of other processes' memory.
+        workspace: Leases of the device's shared workspace.
+        copied: Counts the bytes of tensors that are copied.
+        spans: The spans of the model's calls of others since the last batch, encoded as in
+            ipc/trace.py.
     """
 
     control: SupervisorLink
@@ -61,8 +59,11 @@ class ModelContext(WorkerStart):
         return self.model_dir / self.version
 
     def model_file(self, names: Iterable[str], wanted: str) -> Path:
-        """The first of these files that the version has. Raises Unavailable for `wanted` where it
-        has none."""
+        """Return the first of these files that exists in the version folder.
+
+        Raises:
+            Unavailable: None exists; the message names `wanted`.
+        """
         for name in names:
             path = self.version_dir / name
             if path.exists():

@@ -1,10 +1,10 @@
-"""A loaded instance's loop: wait, execute, report.
+"""The loop of a loaded instance: wait, execute, report.
 
-No exception ends it but the loss of its device: after that a process can only start again.
+Only the loss of the device ends the loop by an exception; the process must be restarted then.
 
-Before it is ready it runs warm-up requests, as `model_warmup` describes them. A sample of batch
-size N is N requests of batch size 1 in one execution, `count` times. They are nobody's: no
-scheduler has seen them, nothing is counted, and what they give is dropped.
+Before it is ready, an instance runs the warm-up requests of `model_warmup`. A sample of batch size
+N is N requests of batch size 1 in one execution, `count` times. No scheduler knows these requests;
+they are not counted, and their responses are dropped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs, Work
-from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
-from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
+from shmserve.ipc.messages.supervision import Attach, CheckMemory, CheckReady, ReadyChecked, Stop
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.samples import Sample, warmup_samples
@@ -29,47 +28,24 @@ from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.failures import Failures
-from shmserve.workers.batch.padding import Padder
+from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Input, Request
-from shmserve.workers.batch.response_stream import ResponseWriter
+from shmserve.workers.batch.response_stream import MetricsReports, ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.context import ModelContext
-from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import InstanceLink
+from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
 from shmserve.workers.sequences.execute import SequenceExecutor
 
 logger = logging.getLogger(__name__)
 
 
-def warm_up(
-    samples: list[Sample],
-    signature: Signature,
-    unpacker: Unpacker,
-    executor: Executor,
-    context: ModelContext,
-) -> None:
-    """Run all samples in order. Raises Internal, with Triton's text, when a request fails."""
-    where = f"model '{context.model_name}' instance {context.instance_name}"
-    for sample in samples:
-        for n in range(1, sample.count + 1):
-            logger.debug("%s is running warmup sample '%s' for iteration %d", where, sample.name, n)
-            try:
-                requests = list(_requests(sample, signature, unpacker))
-                errors = executor.rehearse(requests)
-            except ShmserveError as error:
-                errors = [error]
-            if errors:
-                logger.debug("%s failed to run warmup sample '%s'", where, sample.name)
-                told = (
-                    f"failed to run warmup sample '{sample.name}': {error.message}; "
-                    for error in errors
-                )
-                raise Internal("".join(told))
-
-
 def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Iterator[Request]:
-    """Raises InvalidArgument for a sample that the model would not be asked."""
+    """Yield the requests of a warm-up sample.
+
+    Raises:
+        InvalidArgument: The sample does not fit the model.
+    """
     sent = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
     # Controls of sequences, which no client sends, are as the sample has them.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
@@ -85,15 +61,18 @@ def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Itera
 
 
 class WorkerInstance:
-    """One loaded model and its link to the scheduler that feeds it."""
+    """A loaded model, and its link to its scheduler."""
 
     def __init__(self, context: ModelContext, backend: Backend, config: ModelSpec) -> None:
         self._context = context
         self._backend = backend
         self._memory = context.output_memory
-        self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
+        self._messages: dict[type[Any], Callable[[Any, list[WorkerRequest]], Any]] = {}
+        self.link = InstanceLink(
+            context.control, context.index, os.getpid(), self._read, served=self._messages.keys()
+        )
         self._metrics = MetricsReports(backend.metrics, self.link)
-        backend.metrics_changed = self._metrics.changed
+        backend.report_metrics_by(self._metrics.changed)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
         scatterer = Scatterer(signature, context, backend.strict_outputs, not config.decoupled)
@@ -107,22 +86,37 @@ class WorkerInstance:
             if config.sequence_batching is not None
             else Executor(*given)
         )
-        # Runs what the configuration asks for before the instance is ready. Raises Internal.
-        self.warm_up = partial(
-            warm_up,
-            warmup_samples(config, context.model_dir),
-            signature,
-            unpacker,
-            self._executor,
-            context,
-        )
-        self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
-        self.link.served = self._messages.keys()
+        self._samples = warmup_samples(config, context.model_dir)
+        self._signature, self._unpacker = signature, unpacker
+        served = backend.serve(self._writer, unpacker) or self._executor.messages()
+        self._messages.update(served)
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
 
+    def warm_up(self) -> None:
+        """Run all warm-up samples in order.
+
+        Raises:
+            Internal: A request has failed; the text is Triton's.
+        """
+        context = self._context
+        where = f"model '{context.model_name}' instance {context.instance_name}"
+        for sample in self._samples:
+            name = sample.name
+            for n in range(1, sample.count + 1):
+                logger.debug("%s is running warmup sample '%s' for iteration %d", where, name, n)
+                try:
+                    requests = list(_requests(sample, self._signature, self._unpacker))
+                    errors = self._executor.rehearse(requests)
+                except ShmserveError as error:
+                    errors = [error]
+                if errors:
+                    logger.debug("%s failed to run warmup sample '%s'", where, name)
+                    failed = f"failed to run warmup sample '{name}'"
+                    raise Internal("".join(f"{failed}: {error.message}; " for error in errors))
+
     def run(self, endpoint: str) -> None:
-        """Offer the instance at `endpoint` and serve until told to stop."""
+        """Offer the instance at `endpoint`, and serve until `Stop`."""
         self.attach(endpoint)
         control = self._context.control
         timeout_s: float | None = None
@@ -139,11 +133,11 @@ class WorkerInstance:
             if self._writer.abandoned:
                 self._writer.end_abandoned()
             if not self.link.commands:
-                timeout_s = self._metrics.between_batches(self.link)
+                timeout_s = self._metrics.between_batches()
             self.serve_commands()
 
     def serve_commands(self) -> None:
-        """Do what the scheduler has asked for until now."""
+        """Execute the commands received from the scheduler."""
         while self.link.commands:
             message, requests = self.link.commands.popleft()
             self._live = getattr(message, "live", self._live)
@@ -152,7 +146,7 @@ class WorkerInstance:
                 self.hand_over(answer)
 
     def _handle(self, message: Any) -> None:
-        """A message of the supervisor."""
+        """Handle a message of the supervisor."""
         context = self._context
         match message:
             case Attach(endpoint=successor):
@@ -198,7 +192,7 @@ class WorkerInstance:
         self._context.control.send(ReadyChecked(number, ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """As `SupervisorLink.wait`, awake for a moment where that is worth it."""
+        """Wait as `SupervisorLink.wait`, and poll before that if it is worth the CPU time."""
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
         others = False
@@ -219,13 +213,13 @@ class WorkerInstance:
         with self.link.lock:
             self._memory.drop_exited()
         self._executor.attached()
-        self._metrics.attach(self.link)
+        self._metrics.attach()
         self.link.flush()
 
     def hand_over(self, answer: Any) -> None:
-        """Send an answer; what was made for it is nobody's where that does not arrive."""
+        """Send an answer; release its output memory if it cannot be sent."""
         with self.link.lock:
-            self._metrics.before_responses(self.link)
+            self._metrics.before_responses()
             if self.link.send(answer):
                 self._memory.delivered()
             else:

@@ -25,8 +25,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.memory import MemoryDropped
-from shmserve.ipc.messages.start import WorkerStart, decode
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import (
     Attach,
     CompleteConfig,
@@ -34,9 +33,10 @@ from shmserve.ipc.messages.supervision import (
     InstanceLoaded,
     LoadFailed,
     LoadInstance,
-    ProcessExited,
     Stop,
+    WorkerStart,
     WorkerStarted,
+    decode_start,
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import end_sooner, name_process
@@ -49,7 +49,7 @@ from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.sequences import state
+from shmserve.workers.sequences.inputs import read_states
 from shmserve.workers.user_code import in_words, place
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ OOM_SCORE_ADJ = 400
 
 def run(data: bytes) -> None:
     """The entry point; `data` is an encoded `WorkerStart`. Returns when the process should end."""
-    start = decode(WorkerStart, data)
+    start = decode_start(WorkerStart, data)
     model, index = start.model_name, start.index
     logs.configure(f"worker {model}.{index}", start.log)
     stacks_fd = _set_signals()
@@ -124,7 +124,7 @@ class _Worker:
     def _load(self, config: ModelSpec) -> None:
         began = time.monotonic()
         backend = self._made(config)
-        state.read(config, self._context.model_dir)  # its files can be read
+        read_states(config, self._context.model_dir)  # its files can be read
         backend.load(config)
         self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()

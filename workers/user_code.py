@@ -1,25 +1,32 @@
-"""Code that users wrote: its files as modules, what it says of itself, what it raises in words; and
-files of data beside it."""
+"""Code of users: its files as modules, its readiness, its exceptions as text, its event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from shmserve import model as tensor_types
 from shmserve.errors import Internal, suggestion
+
+T = TypeVar("T")
+
+_LAST_S = 5.0
 
 
 def import_file(path: Path, name: str) -> ModuleType:
     """Run the file at `path` as module `name`; modules beside it can be imported.
 
-    Raises whatever the file raises.
+    Raises:
+        Exception: Any exception that the file raises.
     """
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -35,9 +42,10 @@ def import_file(path: Path, name: str) -> ModuleType:
 
 
 def says_ready(model: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> bool:
-    """Readiness by a model's own `is_ready`; a coroutine is run by `run`.
+    """Call the `is_ready` of a model; a coroutine is run by `run`.
 
-    Raises what it raises, and Internal for what is no bool.
+    Raises:
+        Internal: The result is not a bool. Exceptions of the model are passed on.
     """
     said = model.is_ready()
     if asyncio.iscoroutine(said):
@@ -48,7 +56,7 @@ def says_ready(model: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> bo
 
 
 def place(error: BaseException, folder: Path) -> str:
-    """` (FILE:LINE)` of where an exception left the code in a model's folder; "" for none of it."""
+    """Return ` (FILE:LINE)` of the last frame in the model's folder, or "" if there is none."""
     roots = {folder, folder.resolve()}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
@@ -58,7 +66,7 @@ def place(error: BaseException, folder: Path) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """`Kind: text` of an exception; only its kind where the text cannot be had."""
+    """Return `Kind: text` of an exception, or only its kind if it has no text."""
     kind = type(error).__name__
     try:
         if isinstance(error, ImportError) and error.name == tensor_types.__name__:
@@ -66,5 +74,63 @@ def in_words(error: BaseException) -> str:
             near = suggestion(name, tensor_types.__all__)
             return f"{kind}: there is no '{name}' in {error.name}{near}"
         return f"{kind}: {error}"
-    except BaseException:  # its `__str__` is a model's too
+    except BaseException:  # its `__str__` may be a model's, too
         return kind
+
+
+class EventLoopThread:
+    """An event loop in a thread of its own, for coroutines that outlast their batch.
+
+    Everything runs within the context that `around` makes, until `close`.
+    """
+
+    def __init__(
+        self,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._around = around
+        self._loop = asyncio.new_event_loop()
+        self._running: set[Future[None]] = set()
+        self._thread = threading.Thread(target=self._serve, name="model event loop", daemon=True)
+        self._thread.start()
+
+    def run(
+        self, coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]
+    ) -> Future[None]:
+        """Start a coroutine; an exception that it raises is passed to `on_error`."""
+        future = asyncio.run_coroutine_threadsafe(_guarded(coroutine, on_error), self._loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop, wait, and return its result or raise its exception."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        """Cancel all coroutines, and wait some seconds for the thread to end."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_LAST_S)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            with self._around():
+                self._loop.run_forever()
+                tasks = asyncio.all_tasks(self._loop)
+                for task in tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+
+async def _guarded(
+    coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]
+) -> None:
+    try:
+        await coroutine
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # SystemExit, too: a model must not end its worker
+        on_error(error)

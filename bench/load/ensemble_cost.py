@@ -13,8 +13,8 @@ from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.messages.supervision import InstanceExpected, ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -32,8 +32,7 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.waiting import Waiter
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 from shmserve.scheduler.settings import Settings
 
 _GATEWAY = b"7000.ab"
@@ -122,7 +121,7 @@ class Chain:
         clients, workers, control = _Outbox(name, self._neighbours), _Outbox(), _Outbox()
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         fits = Schemas(Signature(ModelSpec.of(config), "1").fit)
-        core = BatchingCore(settings, fits, workers, control)
+        core = BatchingCore(settings, fits, workers, control, time.perf_counter_ns)
         front = Front(core, clients, control, time.time_ns, name)
 
         def from_neighbour(peer: bytes, message: Any) -> None:
@@ -132,7 +131,7 @@ class Chain:
         self._neighbours.enter(name, from_neighbour)
         peer, now_ns = b"0.%d" % (100 + index), time.monotonic_ns()
         front.from_control(InstanceExpected(0, 100 + index), now_ns)
-        core.executions.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
+        core.results.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
         self._workers.append((core, front, peer, workers))
         ensemble.from_control(
             ModelPublished(name, "1", ModelSpec.of(config), {}, name, True, True, 0.0, 0), now_ns
@@ -155,7 +154,7 @@ class Chain:
                     message = workers.posted.popleft()
                     if isinstance(message, m.Execute):
                         self._touched[front] = None
-                        core.executions.handle(peer, self._executed(message), time.monotonic_ns())
+                        core.results.handle(peer, self._executed(message), time.monotonic_ns())
         (finished,) = self._clients.posted
         assert isinstance(finished, m.Finished), finished
         self._clients.posted.clear()

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.messages.supervision import InstanceExpected
+from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit
@@ -76,7 +75,9 @@ class BusyQueue:
         self._worker = _Outbox()
         settings = Settings.read(ModelSpec.of(config or CONFIG), "1", SchedulingLimits())
         control = _Outbox()
-        self.core = BatchingCore(settings, Schemas(_one_row), self._worker, control)
+        self.core = BatchingCore(
+            settings, Schemas(_one_row), self._worker, control, time.perf_counter_ns
+        )
         self.scheduler = Front(self.core, _Outbox(), control, time.time_ns, "m")
         self._choice = random.Random(queued)
         self._now = 1_000_000_000
@@ -85,7 +86,7 @@ class BusyQueue:
         self._waiting: list[int] = []
         self.scheduler.from_control(InstanceExpected(0, 100), self._now)
         self._peer = b"0.100"
-        self.core.executions.handle(self._peer, m.InstanceReady(0, 100), self._now)
+        self.core.results.handle(self._peer, m.InstanceReady(0, 100), self._now)
         for _ in range(self._live):
             self._submit()
         self.scheduler.tick(self._now)
@@ -103,7 +104,7 @@ class BusyQueue:
         times = (self._now - 4, self._now - 3, self._now - 1, self._now)
         replies = [m.Reply(work.key, "", "") for work in batch.requests]
         done = m.BatchFinished(batch.batch, *times, replies)
-        self.core.executions.handle(self._peer, done, self._now)
+        self.core.results.handle(self._peer, done, self._now)
         self.scheduler.tick(self._now)
         return came
 

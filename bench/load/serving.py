@@ -36,15 +36,15 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Stepped
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
-from shmserve.scheduler.statistics.generation_stats import GenerationStats
+from shmserve.scheduler.tables import GenerationStats
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
-from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sampling.speculation import DraftModel
+from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sequences import Prompt
+from shmserve.workers.backends.llm.speculation import DraftModel
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
 _PAIR = ("", "-draft")

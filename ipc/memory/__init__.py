@@ -1,2 +1,1 @@
-"""Shared memory: arenas, mappings of regions, POSIX objects, CUDA IPC handles;
-what the C library is told."""
+"""Shared memory: arenas, mappings of regions, POSIX objects, CUDA IPC handles."""

@@ -1,26 +1,40 @@
-"""The whole vocabulary between processes: commands down are imperative, events up are in the past
-tense.
+"""The messages between processes, and the unions that list who may send which message to whom.
+
+Names of commands are imperative, names of reports are in the past tense.
 
     gateway       <-> scheduler     ClientToScheduler, SchedulerToClient
-                                    (a model calling another model is a client too)
+                                    (a model that calls another model is a client, too)
     local client  <-> scheduler     LocalClientToScheduler, SchedulerToClient
     scheduler     <-> worker        SchedulerToWorker, WorkerToScheduler
+    supervisor    <-> host          SupervisorToHost, HostToSupervisor
     supervisor    <-> gateway       SupervisorToGateway, GatewayToSupervisor
     supervisor    <-> scheduler     SupervisorToScheduler, SchedulerToSupervisor
     supervisor    <-> worker        SupervisorToWorker, WorkerToSupervisor
     supervisor    <-> local client  SupervisorToLocalClient, LocalClientToSupervisor
-    supervisor     -> who listens   ServerEvent
+    supervisor     -> subscribers   ServerEvent
 
-transport/frames.py packs them.
+transport/frames.py encodes them.
 """
 
 from __future__ import annotations
 
-from shmserve.ipc.messages.events import (
-    HealthChanged,
-    ModelEvent,
-    ProcessEvent,
-    RegionEvent,
+from shmserve.ipc.messages.control_requests import (
+    AdminRequest,
+    Answer,
+    AskReady,
+    FindModel,
+    Hello,
+    LoadRequest,
+    RegionRequest,
+    RegionUse,
+    ShareDeviceMemory,
+    ShareMemory,
+    TicketGranted,
+    TicketRequest,
+    WantModel,
+    Welcome,
+    WithdrawMemory,
+    WorkspaceRequest,
 )
 from shmserve.ipc.messages.generation import (
     Choose,
@@ -53,55 +67,43 @@ from shmserve.ipc.messages.inference import (
     StatisticsReported,
     Submit,
 )
-from shmserve.ipc.messages.local_clients import (
-    Hello,
-    OwnerExited,
-    ServerEnding,
-    ShareDeviceMemory,
-    ShareMemory,
-    Welcome,
-    WithdrawMemory,
-)
-from shmserve.ipc.messages.memory import (
-    CheckMemory,
-    MemoryChecked,
+from shmserve.ipc.messages.publications import (
+    HealthChanged,
+    Losses,
     MemoryDropped,
+    ModelEvent,
+    ModelNews,
+    ModelPublished,
+    ModelWithdrawn,
+    OwnerExited,
+    ProcessEvent,
+    ProcessExited,
+    ReadinessChanged,
+    RegionEvent,
     RegionNews,
-    RegionRequest,
-    RegionUse,
-    WorkspaceAllocated,
-    WorkspaceRequest,
+    SchedulerLost,
+    ServerEnding,
 )
 from shmserve.ipc.messages.supervision import (
     Accept,
     Acknowledged,
-    AdminRequest,
-    Answer,
-    AskReady,
     BaseCounters,
+    CheckMemory,
     CheckReady,
     Drained,
     Ending,
-    FindModel,
     GatewayReady,
+    InstanceNews,
     Loaded,
     Loading,
-    LoadRequest,
-    Losses,
-    ModelNews,
-    ModelPublished,
-    ModelWithdrawn,
+    MemoryChecked,
     OpenScheduler,
     Ping,
     PoolNews,
-    PoolRequest,
-    ProcessExited,
-    ReadinessChanged,
     ReadyChecked,
     RequestTraced,
     ResizeCache,
     SchedulerClosed,
-    SchedulerLost,
     SchedulerReady,
     SetLogging,
     SetTokens,
@@ -110,8 +112,7 @@ from shmserve.ipc.messages.supervision import (
     Started,
     StatisticsSnapshot,
     Stop,
-    TicketGranted,
-    WantModel,
+    WorkspaceAllocated,
 )
 
 ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
@@ -137,8 +138,8 @@ SupervisorToBatching = PoolNews | TicketGranted
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Ping | Stop
 HostToSupervisor = Started | SchedulerClosed | Acknowledged
-SchedulerToSupervisor = (SchedulerReady | Drained | StatisticsSnapshot | PoolRequest) | (
-    RequestTraced
+SchedulerToSupervisor = (SchedulerReady | Drained | StatisticsSnapshot | RequestTraced) | (
+    InstanceNews | TicketRequest
 )
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (

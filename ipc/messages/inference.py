@@ -135,7 +135,7 @@ class Settled:
 
 @message
 class StatisticsReported:
-    """A model version's counters: see shmserve/scheduler/statistics for the keys."""
+    """A model version's counters: see shmserve/scheduler/statistics.py for the keys."""
 
     id: int
     statistics: dict[str, Any]

@@ -1,23 +1,167 @@
-"""Messages between the supervisor and its processes: life, models, health, logging."""
+"""Messages and start records by which the supervisor controls one of its processes.
+
+A start record contains the arguments of a new process: the supervisor encodes it, and the process
+decodes it once. The start record of a gateway is shmserve.gateway.settings.GatewayStart.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
 
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport.frames import message
+from shmserve.ipc.transport.records import Document, from_map
+from shmserve.logs import LogSettings
+
+T = TypeVar("T")
+
+
+# --- start records
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingLimits:
+    """Server-wide scheduling settings.
+
+    A value of 0 disables `execution_timeout_s`, `request_timeout_us` and `max_queue_size`. A
+    batcher delays its first batch until `delay_scheduler` requests wait, and a sequence batcher
+    until `backlog_delay_scheduler` requests wait without a slot. `quantiles` are those of the last
+    minute's durations.
+    """
+
+    execution_timeout_s: float = 0.0
+    request_timeout_us: int = 0
+    max_queue_size: int = 0
+    delay_scheduler: int = 0
+    backlog_delay_scheduler: int = 0
+    quantiles: tuple[float, ...] = ()
+    rate_limited: bool = False  # instances execute only with a ticket
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStart:
+    """A model version's share of the response cache, in bytes (0: no cache).
+
+    The process `supervisor_pid` holds the memory that clients have shared.
+    """
+
+    byte_size: int = 0
+    supervisor_pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostStart:
+    """The start record of a process that hosts schedulers."""
+
+    title: str
+    run_dir: Path
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStart:
+    """The start record of a scheduler of a `kind`, "scheduler" or "ensemble".
+
+    Its endpoints contain `number`. `snapshot` is the last `StatisticsSnapshot` of a predecessor
+    that died, or empty. `alive` are the pids of running workers. `capability_key` authenticates
+    local clients; members of `group` are admitted, too (-1: none).
+    """
+
+    kind: str
+    number: int
+    version: str
+    config: ModelSpec
+    run_dir: Path
+    capability_key: bytes
+    group: int = -1
+    arena_byte_size: int = 0  # of what it lends
+    limits: SchedulingLimits = field(default_factory=SchedulingLimits)
+    cache: CacheStart = field(default_factory=CacheStart)
+    snapshot: list[Any] = field(default_factory=list)
+    alive: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """The start record of a worker: instance `index` of a model version.
+
+    `number` is that of its scheduler. `device` is "cpu" or "gpu:N", `kind` Triton's name for it,
+    and `threads` the number of threads that compute.
+    """
+
+    number: int
+    index: int
+    model_name: str
+    version: str
+    model_dir: Path
+    repository: Path
+    run_dir: Path
+    device: str
+    kind: str
+    device_id: int
+    instance_name: str
+    backend_config: dict[str, str]
+    arena_byte_size: int
+    threads: int
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceStart:
+    """The start record of the process that holds a CUDA device's workspace pool."""
+
+    device_id: int
+    byte_size: int
+    run_dir: Path
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+def encode_start(start: Any) -> bytes:
+    """Encode a start record as MessagePack. Paths need not be UTF-8."""
+    data: bytes = msgpack.packb(start, default=_plain, unicode_errors="surrogateescape")
+    return data
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Document):
+        return value.source
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
+def decode_start(cls: type[T], data: bytes) -> T:
+    """Decode a start record of type `cls`. The data is trusted, since our supervisor encoded it."""
+    return from_map(cls, msgpack.unpackb(data, unicode_errors="surrogateescape"))
+
+
+# --- every process
+
+
+@message
+class Started:
+    """Sent by a gateway or scheduler host when it runs and receives.
+
+    A gateway then receives the current state, with `HealthChanged` last, and opens its ports.
+    """
 
 
 @message
 class Stop:
-    """End now, after what is running."""
+    """Exit after the running work."""
 
 
 @message
 class Drain:
-    """Take nothing new, finish what is in flight, then say `Drained`. With `sequences`, those that
-    are open are in flight, too: until they end, or have been idle for too long. `followed`: whoever
-    is told to go finds another server at a gateway's sockets."""
+    """Accept no new work, finish what is in flight, then send `Drained`.
+
+    `sequences`: open sequences are in flight, too, until they end or their idle limit expires.
+    `followed`: another server accepts clients at the gateway's sockets.
+    """
 
     sequences: bool = False
     followed: bool = False
@@ -25,77 +169,70 @@ class Drain:
 
 @message
 class Drained:
-    """Nothing is in flight here any more."""
+    """Sent when nothing is in flight in this process any more."""
 
 
 @message
-class ProcessExited:
-    """A process of the server has ended, whatever it was: forget its memory, cancel its requests,
-    run elsewhere what it had, and expect the next where it was an instance.
+class Ping:
+    """Send `Acknowledged` with this number, as a sign of life."""
 
-    `process` is its number: its pid, which no other process is given for as long as anybody may
-    remember this one, or a local client's own number. `reason`, for clients, may be empty.
-    """
-
-    TAG: ClassVar[str] = "Exited"  # local clients have another message of its name
-
-    process: int
-    reason: str
+    acknowledge: int
 
 
 @message
-class AskTicket:
-    """Instance `index` of the sender's model would execute: respond with `TicketGranted` once its
-    resources are free."""
+class Acknowledged:
+    """Sent when the change with this number is applied in this process."""
 
-    ticket: int
-    index: int
-
-
-@message
-class TicketGranted:
-    """The resources that were asked for are the sender's, until `TicketReturned`."""
-
-    ticket: int
-
-
-@message
-class TicketReturned:
-    """The return of a ticket that was granted, or only asked for; `executed`: it was used."""
-
-    ticket: int
-    executed: bool
-
-
-@message
-class ResizeCache:
-    """The response cache of this model version may have so many bytes."""
-
-    byte_size: int
+    number: int
 
 
 @message
 class SetLogging:
-    """Log like this from now on; `settings` are shmserve.logs.LogSettings, by name."""
+    """Apply log settings: the fields of shmserve.logs.LogSettings by name."""
 
     settings: dict[str, Any]
 
 
 @message
 class SetTracing:
-    """Trace like this from now on: by model, "" for all others, TraceSettings by name. A scheduler
-    measures its local clients' requests by it, and each of them with `slow_request_ms`, which tells
-    of those that take longer; 0: none."""
+    """Apply trace settings: the fields of TraceSettings by model name ("" for all other models).
+
+    A scheduler measures the requests of its local clients accordingly, and reports each that takes
+    longer than `slow_request_ms` (0: none).
+    """
 
     settings: dict[str, Any]
     slow_request_ms: int = 0
 
 
+# --- gateways
+
+
+@message
+class GatewayReady:
+    """Sent when the gateway listens."""
+
+
+@message
+class Accept:
+    """Accept the clients that wait at a listener which is older than the server."""
+
+
+@message
+class SetTokens:
+    """Require one of these tokens of clients, encoded as in common/auth_tokens.py."""
+
+    tokens: dict[str, Any]
+
+
 @message
 class RequestTraced:
-    """A local client's request has ended, whose times are wanted: `sampled`, or since it was slow.
-    `trace` and `spans` are as ipc/trace.py has them, times monotonic ns; `error` "": it succeeded.
-    A gateway is told in turn, since those write traces and send them."""
+    """The trace of a local client's request that was sampled or slow.
+
+    Schedulers send it to the supervisor, which sends it to a gateway: gateways write and export
+    traces. `trace` and `spans` are encoded as in ipc/trace.py, times are monotonic ns, and `error`
+    is empty for a successful request.
+    """
 
     model: str
     version: str
@@ -108,192 +245,21 @@ class RequestTraced:
     error: str
 
 
-@message
-class SetTokens:
-    """Clients must send one of these tokens from now on, as common/access/auth_tokens.py has
-    them."""
-
-    tokens: dict[str, Any]
-
-
-@message
-class Ping:
-    """Say `Acknowledged` with this number, as a sign of life."""
-
-    acknowledge: int
-
-
-@message
-class Answered:
-    """The response to the sender's numbered request."""
-
-    id: int
-    payload: dict[str, Any]
-
-
-@message
-class Refused:
-    """The sender's numbered request failed; `message` is for the client."""
-
-    id: int
-    code: str
-    message: str
-
-
-@message
-class Started:
-    """The process, a gateway or a host of schedulers, runs and hears. A gateway is told what there
-    is, last `HealthChanged`, and opens its ports then."""
-
-
-@message
-class GatewayReady:
-    """The gateway has its listeners."""
-
-
-@message
-class Accept:
-    """Let clients in, who wait at a listener that was here before the server."""
-
-
-@message
-class ModelPublished:
-    """A model version may be called, or is another by now. `endpoint` is its scheduler's; `latest`:
-    serves a request without version.
-
-    `acknowledge` > 0: say `Acknowledged` with it once this holds.
-    """
-
-    name: str
-    version: str
-    config: ModelSpec
-    metadata: dict[str, Any]
-    endpoint: str
-    ready: bool
-    latest: bool
-    load_seconds: float
-    acknowledge: int
-
-
-@message
-class ReadinessChanged:
-    """A model version that was published takes requests at once now, or not any more; nothing else
-    of it has changed."""
-
-    name: str
-    version: str
-    ready: bool
-
-
-@message
-class ModelWithdrawn:
-    """A model version must not be called any more; requests in flight on it finish."""
-
-    name: str
-    version: str
-    acknowledge: int
-
-
-@message
-class ModelOnDemand:
-    """A model is loaded when it is asked for with `WantModel`, whether a version of it serves now
-    or not. It is not any more once a `ModelWithdrawn` has its name and no version."""
-
-    version: ClassVar[str] = ""  # no single one
-
-    name: str
-    acknowledge: int
-
-
-@message
-class SchedulerLost:
-    """The scheduler at `endpoint` answers no more: it has died, its model has moved, or its version
-    was replaced. Submit what it had again, to `successor` (a new ModelPublished follows).
-
-    No successor: its version was retired, or no scheduler can be started now (said again then, and
-    in the end with a successor). Gateways refuse what they have there; for workers, `FindModel`
-    says what serves now.
-    """
-
-    endpoint: str
-    successor: str
-
-
-@message
-class Acknowledged:
-    """The acknowledgement that what carried this number holds in this process."""
-
-    number: int
-
-
-@message
-class WantModel:
-    """A request waits for a model on demand, for `patience_s` seconds, 0: any time: respond once it
-    serves, and everybody knows it."""
-
-    id: int
-    name: str
-    patience_s: float
-
-
-@message
-class LoadModel:
-    """Load or reload; `config` is a JSON override or empty, `files` maps "1/model.py" to
-    contents."""
-
-    id: int
-    name: str
-    config: str
-    files: dict[str, Any]
-
-
-@message
-class UnloadModel:
-    """Unload all versions of a model, and the ensembles that need it. `unload_dependents`: of an
-    ensemble, the models that were loaded for it alone, too."""
-
-    id: int
-    name: str
-    unload_dependents: bool
-
-
-@message
-class IndexRepository:
-    """Respond with {"models": [...]}, as POST /v2/repository/index shows it."""
-
-    id: int
-    ready: bool
-
-
-@message
-class ChangeLogging:
-    """Change these log settings, in every process; respond with all of them, as `SetLogging` has
-    them."""
-
-    id: int
-    changes: dict[str, Any]
-
-
-@message
-class ChangeTracing:
-    """Change these trace settings of a model, "": of all that have none of their own; None: as at
-    the start. Respond with its settings, each a list of texts."""
-
-    id: int
-    model: str
-    changes: dict[str, Any]
+# --- schedulers and their hosts
 
 
 @message
 class OpenScheduler:
-    """Host a scheduler; `start` is an encoded `SchedulerStart`. It says `SchedulerReady` itself."""
+    """Host a scheduler. `start` is an encoded `SchedulerStart`; the scheduler sends its own
+    `SchedulerReady`.
+    """
 
     start: bytes
 
 
 @message
 class SchedulerClosed:
-    """The scheduler of this number is hosted no more, or, for a `reason`, has never been."""
+    """Sent when the scheduler `number` was closed, or could not be opened for a `reason`."""
 
     number: int
     reason: str
@@ -301,15 +267,24 @@ class SchedulerClosed:
 
 @message
 class SchedulerReady:
-    """The scheduler's sockets are bound."""
+    """Sent when the scheduler's sockets are bound."""
 
     pid: int
 
 
 @message
+class ResizeCache:
+    """Limit the response cache of this model version to `byte_size` bytes."""
+
+    byte_size: int
+
+
+@message
 class InstanceExpected:
-    """An instance is loading or restarting; requests wait for it. `process` is its number, once
-    there is one (0: not yet): nobody else is taken for it."""
+    """An instance is loading or restarting; requests wait for it.
+
+    `process` is the number of its process, or 0 before it has one. No other process is accepted.
+    """
 
     index: int
     process: int
@@ -317,8 +292,7 @@ class InstanceExpected:
 
 @message
 class InstanceGone:
-    """An instance will not come back after the end of its process. Where that holds of all, what
-    waits is refused, for this `reason`."""
+    """An instance will not restart. Waiting requests fail for `reason` if it was the last one."""
 
     index: int
     reason: str
@@ -326,71 +300,81 @@ class InstanceGone:
 
 @message
 class RetireInstance:
-    """An instance leaves the pool: it gets no new batch or sequence, and finishes what it has."""
+    """Send no new batch or sequence to an instance, and let it finish what it has."""
 
     index: int
 
 
 @message
 class CountChange:
-    """The version has an instance `more`, or one less, since its load asks for that: count it."""
+    """Count one instance more or less, because a load requests that."""
 
     more: bool
 
 
 @message
 class InstanceRetired:
-    """An instance that was to retire has nothing left to do, and gets nothing more. `process`: the
-    number of the process it was, 0: none is known."""
+    """Sent when a retiring instance has finished. `process`: its process, 0 if unknown."""
 
     process: int
 
 
 @message
 class InstanceServed:
-    """An instance has executed something to its end, for the first time in its process: if that
-    dies, it is no crash loop. `process`: the number of the process."""
+    """Sent when the process with this number has completed its first execution.
+
+    If it dies later, that is no crash loop.
+    """
 
     process: int
 
 
 @message
 class KillInstance:
-    """An instance overran its execution limit: kill its process, if it is that one still, and have
-    the log say where it hangs."""
+    """Sent when an instance exceeded its execution limit.
+
+    The supervisor logs where it hangs and kills its process, if that is still the same.
+    """
 
     process: int
     reason: str
 
 
 @message
+class SnapshotStatistics:
+    """Request `StatisticsSnapshot`, without the long lists of responses: sent every second."""
+
+
+@message
 class StatisticsSnapshot:
-    """A snapshot of what the scheduler has counted, before it tells anybody else; its successor
-    restores it. `statistics` are those of scheduler/statistics, `metrics` its model's own, as
-    common/model_metrics.py has them. What is left out of `statistics` is as it was in the last."""
+    """A scheduler's counters, which its successor restores. It is sent before they are published.
+
+    `statistics` are those of scheduler/statistics.py, and `metrics` the model's own, encoded as in
+    common/model_metrics.py. An entry that is missing in `statistics` has not changed.
+    """
 
     statistics: dict[str, Any]
     metrics: list[list[Any]]
 
 
 @message
-class SnapshotStatistics:
-    """Send `StatisticsSnapshot` now, without the long rows of responses: it is asked every
-    second."""
-
-
-@message
 class BaseCounters:
-    """The counts of the versions that this one replaces, as `total` of shmserve/common/counters.py
-    gives it: the latest holds."""
+    """The counters of the replaced versions, as `total` in shmserve/common/model_metrics.py returns
+    them. The latest message counts.
+    """
 
     statistics: dict[str, Any]
 
 
+# --- workers
+
+
 @message
 class WorkerStarted:
-    """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`). On SIGUSR2 it appends
-    the stacks of its threads to what it has open as `stacks_fd`."""
+    """Sent when the worker runs and waits for `LoadInstance` or `CompleteConfig`.
+
+    On SIGUSR2 the worker appends the stacks of its threads to its open file `stacks_fd`.
+    """
 
     pid: int
     stacks_fd: int = -1
@@ -398,21 +382,21 @@ class WorkerStarted:
 
 @message
 class CompleteConfig:
-    """Derive what the configuration leaves open, then say `ConfigCompleted`."""
+    """Derive the missing parts of the configuration, then send `ConfigCompleted`."""
 
     config: ModelSpec
 
 
 @message
 class ConfigCompleted:
-    """The model's own view of its configuration, to be merged and validated."""
+    """The model's own configuration, to be merged and validated."""
 
     config: dict[str, Any]
 
 
 @message
 class LoadInstance:
-    """Load the model with this final configuration, connect to the scheduler's worker endpoint."""
+    """Load the model with this final configuration, and connect to the worker endpoint."""
 
     config: ModelSpec
     endpoint: str
@@ -420,9 +404,11 @@ class LoadInstance:
 
 @message
 class InstanceLoaded:
-    """The model is loaded; the instance is about to offer itself to its scheduler. `checks_ready`:
-    its response to `CheckReady` is its model's. `device_byte_size`: what it has of the memory of
-    accelerators, as far as torch knows."""
+    """Sent when the model is loaded, before the instance connects to its scheduler.
+
+    `checks_ready`: the model itself responds to `CheckReady`. `device_byte_size`: its accelerator
+    memory, as far as torch reports it.
+    """
 
     seconds: float
     checks_ready: bool = False
@@ -431,7 +417,7 @@ class InstanceLoaded:
 
 @message
 class LoadFailed:
-    """The model could not be loaded."""
+    """Sent when the model could not be loaded."""
 
     code: str
     message: str
@@ -439,56 +425,56 @@ class LoadFailed:
 
 @message
 class Attach:
-    """Another scheduler has the model, because the last one died or the model has moved: offer
-    yourself at this endpoint, and to no other any more."""
+    """Connect to the scheduler at this endpoint only: the last one died, or the model moved."""
 
     endpoint: str
 
 
 @message
-class FindModel:
-    """A model wants to call another one: respond with {"endpoint", "config", "version"}; version ""
-    means the latest. One on demand is waited for as `WantModel` has it."""
-
-    id: int
-    name: str
-    version: str
-    patience_s: float = 0.0
-
-
-@message
-class AskReady:
-    """Respond with {"ready": whether a model that says so itself is ready}; version "" means the
-    latest."""
-
-    id: int
-    name: str
-    version: str
-
-
-@message
 class CheckReady:
-    """Ask the model whether it is ready, then say `ReadyChecked`."""
+    """Call the model's readiness check, then send `ReadyChecked`."""
 
     id: int
 
 
 @message
 class ReadyChecked:
-    """The model's answer to a `CheckReady`."""
+    """The result of a `CheckReady`."""
 
     id: int
     ready: bool
 
 
-# By who says them to whom, where that is several.
-Answer = Answered | Refused  # to a numbered request
-Losses = ModelWithdrawn | SchedulerLost | ProcessExited  # what nobody is to count on any more
+@message
+class CheckMemory:
+    """Open this CUDA memory, check that it has `byte_size` bytes, and close it."""
+
+    id: int
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
+    byte_size: int
+
+
+@message
+class MemoryChecked:
+    """The result of a `CheckMemory`. An empty code is success; `message` is for the client."""
+
+    id: int
+    code: str
+    message: str
+
+
+@message
+class WorkspaceAllocated:
+    """Sent when a device's workspace pool is allocated. `handle` opens it."""
+
+    handle: bytes
+    device_uuid: bytes
+
+
 Ending = Drain | Stop
-ModelNews = ModelPublished | ModelOnDemand
-LoadRequest = LoadModel | UnloadModel
-AdminRequest = LoadRequest | IndexRepository | ChangeLogging | ChangeTracing
 PoolNews = InstanceExpected | InstanceGone | RetireInstance | CountChange
-PoolRequest = InstanceServed | KillInstance | InstanceRetired | AskTicket | TicketReturned
-Loading = CompleteConfig | LoadInstance | Attach  # a worker's
+InstanceNews = InstanceServed | KillInstance | InstanceRetired
+Loading = CompleteConfig | LoadInstance | Attach
 Loaded = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed

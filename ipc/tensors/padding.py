@@ -16,7 +16,6 @@ from typing import Any
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.transport.records import record
 
-PARAMETER = "padding"
 # Of one input in a batch, unless its requests are as large apart: two that are long in different
 # dimensions are small, and huge together.
 _MOST_ELEMENTS = 1 << 28

@@ -1,11 +1,9 @@
 """The program `shmserve VERB ...`; each verb is a few lines that call a room.
 
+arguments.py         tables of flags: *.txt
 check.py             `shmserve check`
 client.py            `shmserve client VERB`: the table of verbs
-client_tensors.py    what its verb `infer` reads and prints
-client_server.py     the flags that name a server
 doctor.py            `shmserve doctor`
-transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
 grafana/             `shmserve grafana`: a dashboard and alert rules for others' monitoring
 guide.py             `shmserve guide`: pages to read, some of which are made when asked for
@@ -93,33 +91,26 @@ def _serve(arguments: list[str]) -> int:
     return serve(read(), read)
 
 
-def _check(arguments: list[str]) -> int:
-    if _asks_for_help(arguments):
-        print(_CHECK_HELP)
-        return 0
-    from shmserve.cli.check import check
-    from shmserve.config import command_line, server
+def _with_server_flags(module: str) -> Callable[[list[str]], int]:
+    """Return a verb that takes the flags of `serve`, too: its module has `HELP`,
+    `add_arguments(parser)` and `run(args, parsed)`."""
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--input", action="append", default=[])
-    ours, others = parser.parse_known_args(arguments)
-    return check(server.from_flags(command_line.parse(others), os.environ), ours.input)
+    def run(arguments: list[str]) -> int:
+        verb = importlib.import_module(f"shmserve.cli.{module}")
+        if _asks_for_help(arguments):
+            print(verb.HELP)
+            return 0
+        from shmserve.config import command_line
 
+        parser = argparse.ArgumentParser(
+            prog=f"shmserve {module}", add_help=False, allow_abbrev=False
+        )
+        verb.add_arguments(parser)
+        args, rest = parser.parse_known_args(arguments)
+        status: int = verb.run(args, command_line.parse(rest))
+        return status
 
-def _doctor(arguments: list[str]) -> int:
-    if _asks_for_help(arguments):
-        print(_DOCTOR_HELP)
-        return 0
-    from shmserve.cli.doctor import doctor
-    from shmserve.config import command_line, server
-
-    parser = argparse.ArgumentParser(prog="shmserve doctor", add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--peer", type=int)
-    ours, others = parser.parse_known_args(arguments)
-    parsed = command_line.parse(others)
-    config = server.from_flags(parsed, os.environ, models_needed=False)
-    return doctor(config, ours.peer, as_json=ours.json)
+    return run
 
 
 def _asks_for_help(arguments: list[str]) -> bool:
@@ -147,40 +138,22 @@ def _verb_of(module: str, description: str) -> Callable[[list[str]], int]:
     return run
 
 
-_CHECK_HELP = """\
-usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
-
-Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, asks it
-once, holds its outputs against its configuration, and prints a line a model. It is asked with each
-sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
-every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
-in it, as one text. Exit status: 0 all is well, 2 something is not."""
-
-
-_DOCTOR_HELP = """\
-usage: shmserve doctor [--json] [--peer PID] [flags of serve]
-
-Looks at what a server with these flags (or with those of --config FILE) needs of this host, and
-prints a finding a check: ok, warning or wrong, what was found, and behind an arrow what to do about
-it. --peer PID asks instead whether that process can share memory with the server, the one that runs
-in the run directory, or else one that this user would start here. --json prints an object. Exit
-status: 0 all is well, 1 there are warnings, 2 something is wrong."""
-
-
 # The line of each verb in the usage, and what runs it.
 _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("run a server", _serve),
-    "check": ("load every model of a repository once, run one batch each, report", _check),
-    "doctor": ("what this host lacks for a server, and what to do about it", _doctor),
-    "client": (
-        "ask a server: infer, ready, models, load, unload, stats, config, regions",
-        _client,
+    "check": (
+        "load every model of a repository once, run one batch each, report",
+        _with_server_flags("check"),
     ),
+    "doctor": (
+        "what this host lacks for a server, and what to do about it",
+        _with_server_flags("doctor"),
+    ),
+    "client": ("ask a server: infer, ready, models, load, unload, stats, config, regions", _client),
     "events": (
         "what is in a server, and what happens there",
         _verb_of(
-            "events",
-            "Print what is in a server: models, processes, regions; and what happens.",
+            "events", "Print what is in a server: models, processes, regions; and what happens."
         ),
     ),
     "grafana": (
@@ -198,15 +171,13 @@ _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "perf": (
         "how many requests a second a model answers, and how fast",
         _verb_of(
-            "perf",
-            "Send a model of any v2 server requests, and say how many a second it answers.",
+            "perf", "Send a model of any v2 server requests, and say how many a second it answers."
         ),
     ),
     "profile": (
         "where the steps of a model that generates text spend their time",
         _verb_of(
-            "profile",
-            "Watch a model that generates text, and print where its steps spend time.",
+            "profile", "Watch a model that generates text, and print where its steps spend time."
         ),
     ),
     "systemd": (

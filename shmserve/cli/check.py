@@ -7,19 +7,19 @@ the values of `--input` count for more.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.cli.client_tensors import ModelTensor, encode, load, split_input
-from shmserve.config.server import ServerConfig
+from shmserve.config.command_line import Parsed
+from shmserve.config.server import ServerConfig, from_flags
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.model_spec import ModelSpec
@@ -37,6 +37,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.protocols.tensors import ModelTensor, encode, load, split_input
 from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -52,10 +53,29 @@ _GONE = "it is not loaded (any more): the log says why"
 _NO_INPUTS = "\nits configuration names no input, so it was asked with none"
 
 
-def check(config: ServerConfig, given: Sequence[str] = ()) -> int:
-    """Check the repositories of `config`, with the inputs `given` as NAME=VALUE; prints a line a
-    model; 0 when all is well, 2 otherwise, 128 + N when signal N came first."""
-    values = {name: load(name, text) for name, text in map(split_input, given)}
+HELP = """\
+usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
+
+Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, asks it
+once, holds its outputs against its configuration, and prints a line a model. It is asked with each
+sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
+every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
+in it, as one text. Exit status: 0 all is well, 2 something is not."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own flag to its parser."""
+    parser.add_argument("--input", action="append", default=[])
+
+
+def run(args: argparse.Namespace, parsed: Parsed) -> int:
+    """Check the repositories that the flags name, and print a line for each model.
+
+    Returns:
+        0 when all is well, 2 otherwise, 128 + N when signal N came first.
+    """
+    config = from_flags(parsed, os.environ)
+    values = {name: load(name, text) for name, text in map(split_input, args.input)}
     with written_to(config.log.log_file):
         return _checked(config, values)
 
@@ -85,7 +105,7 @@ async def _check(supervisor: Supervisor, values: dict[str, Any]) -> int:
 
 
 async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
-    """Load all, try all, print a line each; the exit status."""
+    """Load and try all models, print a line for each, and return the exit status."""
     with supervisor.progress:
         await supervisor.models.start()
     bad = 0
@@ -116,14 +136,14 @@ async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
 
 
 def _verdict(failure: str, seconds: float) -> str:
-    """The text beside a model's name; of several lines the others are indented."""
+    """Return the text beside a model's name, with further lines indented."""
     if not failure:
         return f"ok      one batch in {seconds * 1e3:.1f} ms"
     return "FAILED  " + failure.rstrip("; \n").replace("\n", "\n" + " " * 8)
 
 
 class _Model:
-    """A loaded model version, to be asked; `values` are those of --input, by the input's name."""
+    """A loaded model version to send requests to. `values` are those of --input by input name."""
 
     def __init__(self, where: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
         self._config = ModelSpec.of(where["config"])
@@ -133,8 +153,8 @@ class _Model:
         self._values = {n: v for n, v in values.items() if n in self.signature.inputs}
 
     def failure(self) -> str:
-        """What is wrong with a response to one of the requests, or with one that is refused; empty
-        when nothing is. Raises ShmserveError where a request does not fit the model."""
+        """Return the error of the first request that fails or has an invalid response, or "".
+        Raises ShmserveError if a request does not fit the model."""
         try:
             requests = self._requests()
         except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
@@ -163,7 +183,7 @@ class _Model:
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
     def _ask(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> str:
-        """Why the model fails with these inputs, or what its outputs lack; empty when nothing."""
+        """Return the error of a request with these inputs or of its outputs, or ""."""
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
         text = _ids_are_texts(self._config)
@@ -205,7 +225,7 @@ class _Model:
             dealer.close()
 
     def _misfit(self, response: Inferred, batch_size: int) -> str:
-        """What of a response is not as the configuration says it; empty when all is."""
+        """Return the differences between a response and the configuration, or ""."""
         config = self._config
         given = {tensor.name: tensor for tensor in response.outputs}
         free = {name for each in config.batch_output for name in each.target_name}
@@ -230,13 +250,14 @@ class _Model:
 
 
 def _ids_are_texts(config: ModelSpec) -> bool:
-    """Whether a model with sequences takes texts as their ids."""
+    """Check whether the sequence IDs of a model are texts."""
     sequences = config.sequence_batching
     return sequences is not None and sequences.correlation_id[1] == "BYTES"
 
 
 def _zeros(signature: Signature, name: str) -> TensorRef:
-    """An input of zeros (empty strings); every open dimension, and the batch, is 1."""
+    """Return an input of zeros or empty strings, with 1 for the batch and for each open
+    dimension."""
     spec = signature.inputs[name]
     dims = tuple(1 if dim == -1 else dim for dim in spec.dims)
     shape = (1, *dims) if signature.max_batch_size > 0 else dims

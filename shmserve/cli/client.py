@@ -7,100 +7,57 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from shmserve.cli import client_server
-from shmserve.cli.client_tensors import encode, input_named, load, split_input
-from shmserve.cli.transports import (
-    AdminTransport,
-    InputTensor,
-    OutgoingRequest,
-    Transport,
-)
+from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.protocols import AdminTransport, InputTensor, OutgoingRequest, Transport, servers
+from shmserve.protocols.tensors import encode, input_named, load, split_input
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
 _EXIT = "Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong."
 
 
 class Verb(NamedTuple):
-    """What a verb does, with a transport that `connect` gives; it yields what is printed."""
+    """A verb: an operation of a transport, named as its method. `version` is the help of
+    --model-version, of a verb that takes a model; `optional`: that of a model that may be left
+    out."""
 
     help: str
-    act: Callable[[Any, argparse.Namespace], Iterable[Any]]
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    connect: Callable[[argparse.Namespace], Any] = client_server.admin_transport
+    takes_model: bool = False
+    version: str = ""
+    optional: str = ""
 
-
-def _nothing(parser: argparse.ArgumentParser) -> None:
-    """No arguments."""
-
-
-def _a_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL")
-
-
-def _a_version(parser: argparse.ArgumentParser) -> None:
-    _a_model(parser)
-    parser.add_argument("--model-version", default="", metavar="V", help="[the latest]")
-
-
-def _perhaps_a_version(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="[all of it]")
-    parser.add_argument("--model-version", default="", metavar="V", help="[every one]")
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments of the verb."""
+        if self.optional:
+            parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=self.optional)
+        elif self.takes_model:
+            parser.add_argument("model", metavar="MODEL")
+        if self.version:
+            parser.add_argument("--model-version", default="", metavar="V", help=self.version)
 
 
 def _infer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments."""
     parser.add_argument("model", metavar="MODEL", help="the model to ask")
-    _add_tensors(parser)
-    parser.add_argument(
-        "--model-version", default="", metavar="V", help="of the model [the latest]"
-    )
-    parser.add_argument("--request-id", default="", metavar="ID", help="shown in the server's log")
-    parser.add_argument(
-        "--sequence",
-        default="",
-        metavar="ID",
-        help="the sequence that the request belongs to, a number or a text [none]",
-    )
-    parser.add_argument("--start", action="store_true", help="it is the first of its sequence")
-    parser.add_argument("--end", action="store_true", help="it is the last of its sequence")
-    parser.add_argument(
-        "--timeout-us",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how long it may take, in microseconds [no limit]",
-    )
-
-
-def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         action="append",
         default=[],
         required=True,
-        dest="inputs",
         metavar="NAME=VALUE",
         help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE for "
         "what is in it, as one text; a value with one "
         "dimension less than the model takes becomes a batch of one",
     )
-    parser.add_argument(
-        "--output",
-        action="append",
-        default=[],
-        dest="outputs",
-        metavar="NAME",
-        help="an output to ask for (repeatable) [all]",
-    )
+    add_flags(parser, "infer")
 
 
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Send the request that the command line says. Raises InvalidArgument or TransportError."""
-    given = [split_input(text) for text in args.inputs]
+    given = [split_input(text) for text in args.input]
     values = [(name, load(name, value)) for name, value in given]
     model = transport.inputs(args.model, args.model_version)
     inputs = []
@@ -115,7 +72,7 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
             args.request_id,
             args.timeout_us,
             inputs,
-            args.outputs,
+            args.output,
             int(args.sequence) if args.sequence.isdecimal() else args.sequence,
             args.start,
             args.end,
@@ -123,49 +80,28 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
     )
 
 
-def _ready(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
-    server.ready(args.model, args.model_version)
-    yield {"ready": True}
+def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
+    """Call the operation of a verb, and return the objects to print."""
+    given = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
+    answer = getattr(server, name)(*given)
+    if name == "ready":
+        return [{"ready": True}]
+    if answer is None:
+        return []
+    return answer if isinstance(answer, list) else [answer]
 
 
-def _models(server: AdminTransport, _: argparse.Namespace) -> Iterable[Any]:
-    return server.models()
-
-
-def _load(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
-    server.load(args.model)
-    return ()
-
-
-def _unload(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
-    server.unload(args.model)
-    return ()
-
-
-def _stats(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
-    return server.stats(args.model, args.model_version)
-
-
-def _config(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
-    yield server.config(args.model, args.model_version)
-
-
-def _regions(server: AdminTransport, _: argparse.Namespace) -> Iterable[Any]:
-    return server.regions()
-
-
+_INFER = "send one request to a model and print its responses, each on a line when it comes"
+_EACH = ("[every one]", "[all of it]")
 VERBS = {
-    "infer": Verb(
-        "send one request to a model and print its responses, each on a line when it comes",
-        *(_infer, _infer_arguments, client_server.transport),
-    ),
-    "ready": Verb("whether the server, or a model, is ready", _ready, _perhaps_a_version),
-    "models": Verb("the models of the repository, and their states", _models, _nothing),
-    "load": Verb("load a model, or load it again", _load, _a_model),
-    "unload": Verb("unload a model", _unload, _a_model),
-    "stats": Verb("counters and times, of all models or of one", _stats, _perhaps_a_version),
-    "config": Verb("a model's configuration, as it is in force", _config, _a_version),
-    "regions": Verb("the registered regions of shared memory", _regions, _nothing),
+    "infer": Verb(_INFER),
+    "ready": Verb("whether the server, or a model, is ready", True, *_EACH),
+    "models": Verb("the models of the repository, and their states"),
+    "load": Verb("load a model, or load it again", True),
+    "unload": Verb("unload a model", True),
+    "stats": Verb("counters and times, of all models or of one", True, *_EACH),
+    "config": Verb("a model's configuration, as it is in force", True, "[the latest]"),
+    "regions": Verb("the registered regions of shared memory"),
 }
 
 _LIST = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
@@ -196,11 +132,13 @@ def run(arguments: Sequence[str]) -> int:
     if args is None:
         print(_USAGE_TEXT, end="")
         return _DONE
-    verb, where = VERBS[name], ""
+    where, infers = "", name == "infer"
     try:
-        with contextlib.closing(verb.connect(args)) as transport:
+        transport: Any = (servers.transport if infers else servers.admin_transport)(args)
+        with contextlib.closing(transport):
             where = f"{transport.where}: "
-            for answer in verb.act(transport, args):
+            answers = _infer(transport, args) if infers else _answers(transport, name, args)
+            for answer in answers:
                 print(json.dumps(answer), flush=True)
     except (InvalidArgument, UnicodeError) as error:  # of a name or a text that is none
         return _complain(name, str(error), _USAGE)
@@ -213,7 +151,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
     """The verb and its arguments; None: help is asked for. The verb is the first word that is one,
     and no value of the server's flags, which may stand before it."""
     server = _Parser(prog="shmserve client", add_help=False, allow_abbrev=False)
-    client_server.add_arguments(server)
+    add_flags(server, "server")
     args, rest = server.parse_known_args(arguments)
     name = next((word for word in rest if word in VERBS), "")
     if not name:
@@ -229,6 +167,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         parents=[server],
         allow_abbrev=False,
     )
+    if name == "infer":
+        _infer_arguments(parser)
     VERBS[name].add_arguments(parser)
     return name, parser.parse_args(rest, args)
 

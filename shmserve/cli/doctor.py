@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import textwrap
 from collections.abc import Iterable
 
-from shmserve.config.server import ServerConfig
-from shmserve.supervisor.checks import peer, table
-from shmserve.supervisor.checks.verdict import OK, WARNING, WRONG, Verdict
+from shmserve.config import server
+from shmserve.config.command_line import Parsed
+from shmserve.supervisor.checks import OK, WARNING, WRONG, Verdict, table
+from shmserve.supervisor.checks.places import gather_peer, judge_peer
 
 _WIDTH = 80
 _STATUS = {OK: 0, WARNING: 1, WRONG: 2}
 
 
-def doctor(config: ServerConfig, peer_pid: int | None, *, as_json: bool) -> int:
-    """Print what every check says; returns the worst: 0 all is well, 1 a warning, 2 wrong.
+HELP = """\
+usage: shmserve doctor [--json] [--peer PID] [flags of serve]
 
-    With `peer_pid` it is about that process and the server. Raises InvalidArgument where it cannot
-    be looked at.
+Looks at what a server with these flags (or with those of --config FILE) needs of this host, and
+prints a finding a check: ok, warning or wrong, what was found, and behind an arrow what to do about
+it. --peer PID asks instead whether that process can share memory with the server, the one that runs
+in the run directory, or else one that this user would start here. --json prints an object. Exit
+status: 0 all is well, 1 there are warnings, 2 something is wrong."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own flags to its parser."""
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--peer", type=int)
+
+
+def run(args: argparse.Namespace, parsed: Parsed) -> int:
+    """Print the verdict of every check, or with `--peer` those about that process and the server.
+
+    Returns:
+        The worst verdict: 0 all is well, 1 a warning, 2 wrong.
+
+    Raises:
+        InvalidArgument: The process of `--peer` cannot be examined.
     """
+    config = server.from_flags(parsed, os.environ, models_needed=False)
     looked: Iterable[tuple[str, Verdict]]
-    if peer_pid is None:
+    if args.peer is None:
         looked = ((check.name, verdict) for check, verdict in table.look(config))
     else:
-        looked = peer.judge(*peer.gather(config, peer_pid))
+        looked = judge_peer(*gather_peer(config, args.peer))
     said = []
     for name, verdict in looked:
         said.append({"name": name, **verdict._asdict()})
-        if not as_json:
+        if not args.json:
             print(text(name, verdict), flush=True)
     status = max(_STATUS[each["state"]] for each in said)
-    if as_json:
+    if args.json:
         print(json.dumps({"status": status, "checks": said}, indent=2))
     return status
 

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from shmserve.client.events import TOPICS, EventReader, ReceivedEvent
-from shmserve.ipc.messages import events as m
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.publications import HealthChanged
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

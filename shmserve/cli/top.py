@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from shmserve.cli.client_server import token
 from shmserve.errors import Unavailable
+from shmserve.protocols.servers import token
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

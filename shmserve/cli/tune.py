@@ -11,16 +11,15 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shmserve.cli import client_server, perf
-from shmserve.cli.transports import AdminTransport, TransportError
-from shmserve.errors import InvalidArgument, refused
-from shmserve.perf import plot, points, targets, tuned
+from shmserve.cli.arguments import add_flags, write_file
+from shmserve.errors import InvalidArgument
+from shmserve.perf import measure, report, search, targets
 from shmserve.perf.load import LoadGenerator
-from shmserve.perf.poller import Poller
 from shmserve.perf.search import Candidate, Search, Trial
+from shmserve.protocols import AdminTransport, TransportError, servers
+from shmserve.protocols.connection import Poller
 
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
 _MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
@@ -35,26 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--p99", required=True, metavar="TIME", help="the target: 30ms, 1.5s, 800us; 30 is ms"
     )
-    group = parser.add_argument_group("the search")
-    group.add_argument(
-        "--most-instances", type=int, metavar="N", help="[as many as there are processors]"
-    )
-    group.add_argument(
-        "--largest-batch", type=int, default=0, metavar="N", help="[the model's max_batch_size]"
-    )
-    group.add_argument("--runs", type=int, default=40, metavar="N", help="at most [40]")
-    group.add_argument(
-        "--window",
-        type=float,
-        metavar="S",
-        help="seconds of a window, of which a run has three to five [ten times the target, 0.7 at "
-        "least]",
-    )
-    group.add_argument("--apply", action="store_true", help="leave the model as is recommended")
-    group.add_argument("--write", metavar="FILE", help="write what is recommended [print it]")
-    group.add_argument("--plot", metavar="FILE.svg", help="draw all that was tried")
-    perf.add_data(parser.add_argument_group("what is sent"))
-    client_server.add_arguments(parser)
+    add_flags(parser, "tune")
+    add_flags(parser, "perf", "what is sent")
+    add_flags(parser, "server")
     # What `shmserve perf` has flags for.
     parser.set_defaults(model_version="", sequence_length=0, seed=0, patience=30.0)
 
@@ -88,31 +70,31 @@ def _milliseconds(text: str) -> float:
 
 
 def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
-    server = stack.enter_context(contextlib.closing(client_server.admin_transport(args)))
+    server = stack.enter_context(contextlib.closing(servers.admin_transport(args)))
     config = server.config(args.model, "")
-    start = tuned.start(config)
+    start = search.start(config)
     processors = len(os.sched_getaffinity(0))
     most = args.most_instances or processors
-    space = tuned.space(config, target_ms, processors, most, args.largest_batch)
+    space = search.space(config, target_ms, processors, most, args.largest_batch)
     poller = stack.enter_context(contextlib.closing(Poller()))
     target = targets.target(args, poller, stack)
     runs = _Runs(args, server, poller, target, config, target_ms)
-    search = Search(runs.measured, target_ms, space, args.runs)
+    attempt = Search(runs.measured, target_ms, space, args.runs)
     with _restored(server, args.model, config):
-        best = search.run(start)
-    trials = list(search.trials.values())
+        best = attempt.run(start)
+    trials = list(attempt.trials.values())
     if args.plot:
         title = f"{args.model} at {target.where}, p99 within {target_ms:g} ms"
-        _write("plot", args.plot, plot.draw_trials(title, trials, target_ms))
+        write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best is None:
-        print(tuned.table(trials, target_ms))
+        print(search.table(trials, target_ms))
         print(f"no configuration that was tried has a p99 within {target_ms:g} ms", file=sys.stderr)
         return 1
     if args.apply:
-        server.load(args.model, tuned.configured(config, best.candidate, target_ms))
-    text = tuned.recommendation(config, trials, best, target_ms)
+        server.load(args.model, search.configured(config, best.candidate, target_ms))
+    text = search.recommendation(config, trials, best, target_ms)
     if args.write:
-        _write("write", args.write, text)
+        write_file("write", args.write, text)
     else:
         print(text, end="")
     return 0
@@ -146,26 +128,26 @@ class _Runs:
         where that is the first."""
         self.count += 1
         try:
-            made = tuned.configured(self.config, candidate, self.target_ms)
+            made = search.configured(self.config, candidate, self.target_ms)
             self.server.load(self.args.model, made)
         except TransportError as error:
             if self.count == 1:
                 raise
-            print(f"{tuned.described(candidate)}: {error}", file=sys.stderr)
+            print(f"{search.described(candidate)}: {error}", file=sys.stderr)
             return Trial(candidate, 0.0, math.inf, 1)
         point = self._point(candidate.in_flight)
         trial = Trial(candidate, point.per_second, point.latency["p99"], point.errors)
         print(
-            f"{self.count}. {tuned.described(candidate)}, {candidate.in_flight} in flight: "
+            f"{self.count}. {search.described(candidate)}, {candidate.in_flight} in flight: "
             f"{trial.per_second:,.1f} requests/s, p99 {trial.p99_ms:.2f} ms",
             file=sys.stderr,
         )
         return trial
 
-    def _point(self, in_flight: int) -> points.Point:
+    def _point(self, in_flight: int) -> measure.Point:
         usual_s = max(_LEAST_WINDOW_S, _LEAST_LATENCIES * self.target_ms / 1000)
         window_s = self.args.window or usual_s
-        plan = points.MeasurementPlan(window_s / 2, window_s, _MOST_WINDOWS)
+        plan = measure.MeasurementPlan(window_s / 2, window_s, _MOST_WINDOWS)
         requests = self.target.requests(in_flight)
         load = LoadGenerator(
             *(self.poller, self.target.door, requests, in_flight),
@@ -173,11 +155,6 @@ class _Runs:
             patience_s=self.args.patience,
         )
         with contextlib.closing(load):
-            return points.measured(
+            return measure.measured(
                 *(load, plan, "concurrency", in_flight, self.target.streams, dict)
             )
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    with refused(f"--{flag}: cannot write '{path}'"):
-        Path(path).write_text(text)

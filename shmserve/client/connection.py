@@ -27,15 +27,17 @@ from shmserve.client.memory.views import nothing
 from shmserve.client.server.state import ServerState
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.local_clients import (
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import (
+    Answered,
     Hello,
-    OwnerExited,
-    ServerEnding,
+    Refused,
+    WantModel,
     Welcome,
     WithdrawMemory,
 )
+from shmserve.ipc.messages.publications import HealthChanged, OwnerExited, ServerEnding
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 
@@ -244,9 +246,9 @@ class ServerConnection(ServerState):
                 case HealthChanged(ready=ready):
                     self.models.ready = ready
                     informed = True
-                case m.Answered(number, payload):
+                case Answered(number, payload):
                     self._link.respond(number, payload)
-                case m.Refused(number, code, text):
+                case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
         return informed
 
@@ -260,7 +262,7 @@ class ServerConnection(ServerState):
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:
-            self._link.tell(m.Acknowledged(number))
+            self._link.tell(Acknowledged(number))
 
     # --- requests of ours
 
@@ -282,7 +284,7 @@ class ServerConnection(ServerState):
     def want(self, model: str, patience_s: float) -> None:
         """Have a model on demand loaded; returns once it is. Raises what the load fails with, and
         Unavailable after so many seconds, 0: any time."""
-        self._ask(lambda number: (m.WantModel(number, model, patience_s), ()))
+        self._ask(lambda number: (WantModel(number, model, patience_s), ()))
 
     def share(self, segment: AnySegment) -> None:
         """Make a segment known to the server; returns when it is."""

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from shmserve.client.errors import Disconnected
 from shmserve.client.server import discovery
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages.events import (
+from shmserve.ipc.messages.publications import (
     COUNTERS,
     HEALTH,
     MODELS,
@@ -38,8 +38,11 @@ _ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 @dataclass(frozen=True, slots=True)
 class ReceivedEvent:
-    """Something that the server told: an event of shmserve.ipc.messages.events, when (ns since the
-    epoch), and how many of its topic were lost just before it. Event None: only that they were."""
+    """An event of shmserve.ipc.messages.publications and its time in ns since the epoch.
+
+    `lost` is the number of events of the topic that were lost before it. `event` is None where only
+    a loss is reported.
+    """
 
     topic: str
     event: Any

@@ -17,7 +17,7 @@ from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
 from shmserve.client.session import Session, Tensors, call_of, takes
 from shmserve.errors import ShmserveError
-from shmserve.ipc.capabilities import MOST_LINKS
+from shmserve.ipc.endpoints import MOST_LINKS
 
 _MOST_CHANNELS = MOST_LINKS - 1  # one is the connection's own
 

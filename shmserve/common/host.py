@@ -1,27 +1,36 @@
-"""The memory and the processors that the host has, those that this process may use, and what the
-server's processes take, read from /proc and /sys."""
+"""The memory, processors and accelerators of the host, the share that this process may use, and the
+use of each process of the server.
+
+The figures are read from /proc and /sys. Accelerators are found by their device files: the control
+plane never loads a driver.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shmserve.errors import InvalidArgument
+
+# Why CUDA memory is refused, in Triton's words.
+CUDA_INVALID = "failed to register shared memory region: invalid args"
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPU_PERIOD_US = 100_000
 _IDLE_PAGES = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
 class CpuUtilization:
-    """A meter of the host's processors, from one reading to the next."""
+    """A meter of the utilisation of the host's processors."""
 
     def __init__(self) -> None:
         self._last = (0, 0)
 
     def read(self) -> float:
-        """The share of time that they were busy since the last reading (at first: since boot)."""
+        """Return the share of busy time since the last reading, or at first since boot."""
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
@@ -32,7 +41,7 @@ class CpuUtilization:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """The host's memory and how much of it is not available, in bytes."""
+    """Return the bytes of the host's memory, and those that are not available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     total = found["MemTotal"]
@@ -40,14 +49,17 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def processors() -> tuple[int, float | None]:
-    """The processors that may be used, and what a quota leaves of them; None: all."""
+    """Return the number of usable processors, and the quota on them (None: no quota)."""
     quota = cgroup_limit("cpu", "cpu.max", "cpu.cfs_quota_us")
     return len(os.sched_getaffinity(0)), None if quota is None else quota / _CPU_PERIOD_US
 
 
 def memory_left() -> int:
-    """The memory that can still be had, in bytes: what is available on the host, or what the limits
-    of this process's control groups leave, with the pages of files there that may go."""
+    """Return the bytes of memory that can still be allocated.
+
+    The least is taken of the memory available on the host and of the rest within the limit of each
+    control group, which includes its inactive file pages.
+    """
     total, unavailable = memory_bytes()
     left = [total - unavailable]
     for folder, older in _cgroups("memory"):
@@ -60,14 +72,17 @@ def memory_left() -> int:
 
 
 def cgroup_limit(controller: str, name: str, older: str) -> int | None:
-    """The least limit of this process's control groups, in their files `name`, or `older` where
-    the controller has a hierarchy of its own; None where nothing is limited."""
+    """Return the least limit of this process's control groups, None without a limit.
+
+    The limit is in the file `name`, or `older` if the controller has a hierarchy of its own.
+    """
     found = (_number(group / (older if old else name)) for group, old in _cgroups(controller))
     return min((number for number in found if number is not None), default=None)
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """The folders of this process's groups, and whether the controller has its own hierarchy."""
+    """Yield the folders of this process's groups, and whether the controller has its own
+    hierarchy."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         controllers, path = line.split(":", 2)[1:]
         if controllers and controller not in controllers.split(","):
@@ -91,7 +106,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the server, by what `ps` shows."""
+    """A process of the server as `ps` shows it."""
 
     title: str
     resident_bytes: int
@@ -100,7 +115,7 @@ class Process:
 
 
 def processes(supervisor: int) -> Iterator[Process]:
-    """The supervisor and its children; those that end meanwhile are left out."""
+    """Yield the supervisor and its children, except those that exit meanwhile."""
     try:
         children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     except OSError:
@@ -129,4 +144,49 @@ def _process(folder: Path) -> Process:
         resident_bytes=int(fields[21]) * _PAGE,
         open_fds=len(os.listdir(folder / "fd")),
         cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """The accelerators of the host. `kind` is torch's device type ("cuda", "npu"), or "" for
+    none."""
+
+    kind: str
+    count: int
+
+
+def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None) -> Accelerators:
+    """Return the host's accelerators by their device files. `visible` is CUDA_VISIBLE_DEVICES, if
+    set."""
+    for kind, pattern in (("cuda", r"nvidia\d+"), ("npu", r"davinci\d+")):
+        count = sum(bool(re.fullmatch(pattern, entry.name)) for entry in device_folder.iterdir())
+        if count:
+            if kind == "cuda" and visible is not None:
+                count = _visible(visible, count)
+            return Accelerators(kind if count else "", count)
+    return Accelerators("", 0)
+
+
+def _visible(listed: str, count: int) -> int:
+    # As the driver reads it: what follows a name that is no device's is not visible ("-1": none).
+    names = [part.strip() for part in listed.split(",")]
+
+    def is_device(name: str) -> bool:
+        return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)
+
+    return min(count, len(list(itertools.takewhile(is_device, names))))
+
+
+def cuda_devices(visible: str | None = None) -> int:
+    """Return the number of CUDA devices of the host."""
+    found = accelerators(visible=visible)
+    return found.count if found.kind == "cuda" else 0
+
+
+def cuda_not_supported(name: str) -> InvalidArgument:
+    """Return the error of registering region `name` without a CUDA device, in Triton's words."""
+    return InvalidArgument(
+        f"{CUDA_INVALID} (failed to register CUDA shared memory region: '{name}', GPUs not "
+        "supported)"
     )

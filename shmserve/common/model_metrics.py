@@ -1,10 +1,17 @@
-"""Custom metrics of models: aggregated over instances, and exposed as Prometheus text (pure).
+"""Metrics of models across instances and reloads, exposed as Prometheus text (pure).
+
+The custom metrics of a model are aggregated over its instances:
 
     counters, histograms   sum over all instances; what an instance counted stays when it ends
     gauges                 the value set last by an instance that lives, and all their increments
                            on top
 
 Families of one name are one family, whichever model reports them, as in Triton.
+
+The flat table of a model's own counters survives a reload: {name: number, list of numbers, numbers
+by key, or histogram}. A scheduler's snapshot is its table, with rows that belong to it alone and,
+as "base", the table of its predecessors under the same name and version. Metrics show the sum, so
+that requests which a predecessor finishes after the switch are counted, and no counter decreases.
 """
 
 from __future__ import annotations
@@ -13,6 +20,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+# Of a snapshot, what no successor adds to its own.
+_NOT_IN_BASE = (
+    *("base", "last_ns", "batch_sizes", "responses"),
+    *("pending", "executing", "open_sequences", "live", "instances"),
+)
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -42,7 +54,7 @@ Families = dict[str, Family]
 
 
 def parse(raw: list[Any]) -> Families:
-    """Families from `plain`'s form; raises ValueError for anything else."""
+    """Return the families from the form of `plain`. Raises ValueError for any other form."""
     try:
         return {
             str(name): Family(
@@ -67,7 +79,7 @@ def _value(kind: str, row: list[Any]) -> Series:
 
 
 def plain(families: Families) -> list[Any]:
-    """[[name, description, kind, [[labels, numbers, buckets], ...]], ...]."""
+    """Return [[name, description, kind, [[labels, numbers, buckets], ...]], ...]."""
     return [
         [
             *(name, family.description, family.kind),
@@ -78,7 +90,7 @@ def plain(families: Families) -> list[Any]:
 
 
 def added(parts: Iterable[Families]) -> Families:
-    """All of `parts` together; of what cannot be added (another kind, other buckets), the first."""
+    """Return the sum of `parts`. Of families of different kinds or buckets, the first is kept."""
     total: Families = {}
     for part in parts:
         for name, family in part.items():
@@ -105,18 +117,18 @@ def _sum(kind: str, one: Series, other: Series) -> Series:
 
 
 class ModelMetrics:
-    """The families of one model version's instances, of ended ones too."""
+    """The families of all instances of a model version, including instances that have ended."""
 
     def __init__(self) -> None:
         self._gone: Families = {}
         self._instances: dict[int, Families] = {}
 
     def snapshot(self) -> list[Any]:
-        """A checkpoint for `restore`."""
+        """Return a checkpoint for `restore`."""
         return [plain(self._gone), *([pid, plain(f)] for pid, f in self._instances.items())]
 
     def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
-        """Go on from what a predecessor had, with the instances `alive` (pids) of then.
+        """Continue from the checkpoint of a predecessor, with its `alive` instances (pids).
 
         Raises ValueError for what is not `snapshot`'s.
         """
@@ -127,23 +139,23 @@ class ModelMetrics:
             self.exited(pid)
 
     def report(self, pid: int, families: Families) -> None:
-        """All that instance `pid` has counted since it began."""
+        """Replace the families of instance `pid`, which counts from its start."""
         self._instances[pid] = families
 
     def exited(self, pid: int) -> None:
-        """Keep what an instance that has ended counted, without the levels of its gauges."""
+        """Keep the counts of an instance that has ended, except its gauges."""
         families = self._instances.pop(pid, None)
         if families is not None:
             counted = {name: f for name, f in families.items() if f.kind != "GAUGE"}
             self._gone = added((self._gone, counted))
 
     def total(self) -> Families:
-        """Over all instances."""
+        """Return the sum over all instances."""
         return added((self._gone, *self._instances.values()))
 
 
 def exposition(families: Families) -> str:
-    """Prometheus text, as Triton writes it: names as they were given, labels sorted."""
+    """Return Prometheus text in the form of Triton: given names, sorted labels."""
     lines: list[str] = []
     for name, family in families.items():
         if family.values:
@@ -169,12 +181,13 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
 
 
 def head(name: str, description: str, kind: str) -> tuple[str, str]:
-    """The lines above the samples of a family, of Prometheus' `kind`."""
+    """Return the lines above the samples of a family of a Prometheus `kind`."""
     return f"# HELP {name} {_escaped(description)}", f"# TYPE {name} {kind}"
 
 
 def sample(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
-    """The line of one sample, its labels in this order; whole numbers are written as such."""
+    """Return the line of a sample, with labels in the given order. Integral values have no
+    point."""
     pairs = ",".join(f'{label}="{_escaped(text, quote=True)}"' for label, text in labels)
     return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
 
@@ -191,3 +204,30 @@ def _number(value: float) -> str:
         return "+Inf" if value > 0 else "-Inf"
     whole = isinstance(value, int) or (value == int(value) and abs(value) < 1e15)
     return str(int(value)) if whole else repr(float(value))
+
+
+def total(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a snapshot plus its base, which is the base of a successor. Raises
+    KeyError."""
+    table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
+    both: dict[str, Any] = plus(table, snapshot["base"])
+    return both
+
+
+def plus(table: Any, base: Any) -> Any:
+    """Return the entries of `table`, plus the counts of the same entries in `base`. A histogram
+    whose bounds have changed starts at zero.
+
+    Raises AttributeError, TypeError or ValueError where an entry is of another shape.
+    """
+    if isinstance(table, dict):
+        if table.get("buckets") != base.get("buckets"):
+            return table
+        return {
+            # The bounds of a histogram are no counts.
+            key: value if key == "buckets" or key not in base else plus(value, base[key])
+            for key, value in table.items()
+        }
+    if isinstance(table, list):
+        return [plus(a, b) for a, b in zip(table, base, strict=True)]
+    return table + base

@@ -1,9 +1,9 @@
 """The settings of a server, made of the flags of `shmserve serve`.
 
-options.py        the table of flags
+flags.txt         the table of flags
+options.py        a flag, and that table read
 flag_values.py    values with a syntax of their own
-command_line.py   the parser, by that table
-config_file.py    the file that has the same flags
+command_line.py   the parsers of the command line and of its file, by that table
 server.py         the settings: frozen, checked
 grpc.py           those of the gRPC listener
 """

@@ -1,15 +1,13 @@
-"""The flags of `shmserve serve`: what one is, how the text of its value is read, and the table of
-all, in the groups that the help shows (pure).
-
-Names are Triton's where Triton has the flag, so an existing command line starts.
+"""The flags of `shmserve serve`: a class that parses the text of a flag's value, and the table of
+all flags, which is read from flags.txt.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from shmserve import logs
 from shmserve.errors import InvalidArgument, suggestion
 
 _TRUE = ("true", "1", "on", "yes")
@@ -29,7 +27,8 @@ class Flag:
     """One flag. `kind` is str, int, float or bool; `effect` False: accepted, named in a warning.
 
     Numbers lie in [`low`, `high`]; with `words`, true and false mean 1 and 0. `choices` are all the
-    values allowed, if given.
+    values allowed, if given. At most one `exclusive` flag of a group may be given; only the tables
+    of client verbs use it, and `metavar`.
     """
 
     name: str
@@ -42,6 +41,8 @@ class Flag:
     repeat: bool = False
     effect: bool = True
     words: bool = False
+    metavar: str = ""
+    exclusive: bool = False
 
     def parse(self, text: str) -> Value:
         """The value that `text` gives; raises InvalidArgument naming the flag."""
@@ -81,363 +82,51 @@ class Flag:
         return rest.pop(0)
 
 
-GROUPS: dict[str, tuple[Flag, ...]] = {
-    "Models": (
-        Flag("model-repository", "a folder of model folders", repeat=True),
-        Flag(
-            "model-control-mode",
-            "none: load all at start; poll: follow the folder; explicit: load on request",
-            default="none",
-            choices=("none", "poll", "explicit"),
-        ),
-        Flag(
-            "load-model",
-            "load this model at start in explicit mode; '*' alone loads all",
-            repeat=True,
-        ),
-        Flag(
-            "load-on-demand",
-            "load a model, but those of --load-model, when the first request for it comes",
-            bool,
-            False,
-        ),
-        Flag(
-            "idle-unload-secs",
-            "seconds after which a model on demand is unloaded that was not asked for, where its "
-            "parameter idle_unload_secs says nothing; 0: it stays",
-            float,
-            0.0,
-            high=1_000_000,
-        ),
-        Flag(
-            "max-loaded-byte-size",
-            "unload the models on demand that were used least recently where all that are loaded "
-            "have more bytes of memory; 0: no limit",
-            int,
-            0,
-        ),
-        Flag(
-            "repository-poll-secs",
-            "seconds between two looks at the repository in poll mode; 0: it is not looked at",
-            int,
-            15,
-            high=86400,
-        ),
-        Flag(
-            "model-config-name",
-            "take a model's configuration from configs/TEXT.pbtxt in its folder, where it has "
-            "one, in the place of config.pbtxt",
-        ),
-        Flag(
-            "disable-auto-complete-config",
-            "take configurations as written, ask models nothing",
-            bool,
-            False,
-        ),
-        Flag("strict-model-config", "the same: Triton's older name of it", bool, False),
-        Flag(
-            "set",
-            "NAME=VALUE, for a model given as path/model.py:Class: in the `parameters` of the "
-            "context that its `load` is given; a value is a text",
-            repeat=True,
-        ),
-        Flag("backend-config", "BACKEND,SETTING=VALUE given to that backend", repeat=True),
-    ),
-    "Defaults for models that do not set them": (
-        Flag("dynamic-batching", "batch dynamically where a model names no scheduler", bool, False),
-        Flag("max-batch-size", "largest batch where a model sets none", int, high=2**31 - 1),
-        Flag(
-            "max-queue-delay-us",
-            "microseconds a request may wait for others where a model sets none",
-            int,
-        ),
-        Flag(
-            "max-queue-size",
-            "requests that may wait where a model sets none; more get 503 with Retry-After",
-            int,
-            4096,
-            low=1,
-        ),
-        Flag(
-            "request-timeout-us",
-            "microseconds from a request's arrival to its response; 0: no limit. "
-            "A request's own `timeout` counts where it is shorter",
-            int,
-            0,
-        ),
-        Flag(
-            "execution-timeout-secs",
-            "seconds one execution may take before its process is killed; 0: no limit. "
-            "A model's parameter execution_timeout_seconds overrides it",
-            float,
-            300.0,
-            high=1_000_000,
-        ),
-        Flag(
-            "load-timeout-secs",
-            "seconds an instance may take to complete its configuration, and again to load, with "
-            "its warm-up, also when it starts again; its process is killed then, and the error "
-            "says where it hung; 0: no limit",
-            float,
-            0.0,
-            high=1_000_000,
-        ),
-    ),
-    "HTTP and metrics": (
-        Flag("allow-http", "serve HTTP on a port", bool, True),
-        Flag(
-            "http-address",
-            "where HTTP listens; an address that other hosts reach needs --auth-token-file or "
-            "--insecure",
-            default="127.0.0.1",
-        ),
-        Flag("http-port", "0 picks a free port", int, 8000, high=65535),
-        Flag(
-            "http-unix-socket",
-            "serve HTTP on this unix socket too; for the server's user, and for --shm-group",
-        ),
-        Flag(
-            "http-max-input-size",
-            "largest JSON, raw or decompressed input, bytes",
-            int,
-            64 * 1024 * 1024,
-            low=1,
-        ),
-        Flag(
-            "http-body-timeout-secs",
-            "seconds a client may stall while it sends a body or reads a response",
-            float,
-            30.0,
-            low=0.1,
-            high=86400,
-        ),
-        Flag("gateways", "HTTP processes that share the port", int, 1, low=1, high=64),
-        Flag("allow-metrics", "serve GET /metrics", bool, True),
-        Flag("metrics-address", "where metrics listen (as --http-address)"),
-        Flag("metrics-port", "0 picks a free port", int, 8002, high=65535),
-        Flag(
-            "metrics-config",
-            "SETTING=VALUE: counter_latencies (true), histogram_latencies or "
-            "summary_latencies (false), summary_quantiles (QUANTILE:ERROR,...)",
-            repeat=True,
-        ),
-    ),
-    "gRPC": (
-        Flag("allow-grpc", "serve gRPC", bool, True),
-        Flag("grpc-address", "where gRPC listens (as --http-address)"),
-        Flag("grpc-port", "0 picks a free port", int, 8001, high=65535),
-        Flag(
-            "grpc-unix-socket",
-            "serve gRPC on this unix socket too, without TLS; for the server's user, and for "
-            "--shm-group",
-        ),
-        Flag("grpc-workers", "gRPC processes that share the port", int, 1, low=1, high=64),
-        Flag("grpc-use-ssl", "TLS", bool, False),
-        Flag(
-            "grpc-use-ssl-mutual",
-            "TLS, and clients must show a certificate that --grpc-root-cert has signed",
-            bool,
-            False,
-        ),
-        Flag("grpc-server-cert", "file of the server's certificates, PEM"),
-        Flag("grpc-server-key", "file of the server's private key, PEM"),
-        Flag("grpc-root-cert", "file of the root certificates for clients, PEM"),
-        Flag(
-            "grpc-infer-response-compression-level",
-            "none: as is; others: gzip or deflate, where the client takes it",
-            default="none",
-            choices=("none", "low", "medium", "high"),
-        ),
-        *(
-            Flag(f"grpc-{name}", text, int, default, high=2**31 - 1)
-            for name, default, text in (
-                ("keepalive-time", 7_200_000, "milliseconds of silence before the server pings"),
-                ("keepalive-timeout", 20_000, "milliseconds until a ping must be acknowledged"),
-                ("http2-max-pings-without-data", 2, "pings in a row without data; 0: any number"),
-                (
-                    "http2-min-recv-ping-interval-without-data",
-                    300_000,
-                    "milliseconds between pings of a client that sends no data",
-                ),
-                # Not Triton's 2: an acknowledgement costs next to nothing, and a flood is another
-                # limit's.
-                ("http2-max-ping-strikes", 0, "pings too many before a client is cut off; 0: any"),
-                ("max-connection-age", 0, "milliseconds that a connection may last; 0: any"),
-                ("max-connection-age-grace", 0, "milliseconds for its calls after that; 0: any"),
-            )
-        ),
-        Flag(
-            "grpc-keepalive-permit-without-calls", "ping connections without calls too", bool, False
-        ),
-    ),
-    "Access": (
-        Flag(
-            "auth-token-file",
-            "clients must send one of its tokens (Authorization: Bearer); a line is TOKEN or "
-            "TOKEN SCOPE,SCOPE",
-        ),
-        Flag("insecure", "listen for other hosts without tokens", bool, False),
-        Flag(
-            "http-restricted-api", "API,API:HEADER=VALUE: these also need that header", repeat=True
-        ),
-        Flag(
-            "grpc-restricted-protocol",
-            "the same for gRPC, with triton-grpc-protocol- before the header's name",
-            repeat=True,
-        ),
-    ),
-    "Headers as request parameters": (
-        Flag(
-            "http-header-forward-pattern",
-            "headers of inferences whose names this regular expression matches become "
-            "parameters of the request",
-        ),
-        Flag("grpc-header-forward-pattern", "the same for the metadata of gRPC calls"),
-    ),
-    "Clients' shared memory": (
-        Flag(
-            "allow-client-shm",
-            "clients' shared memory over every listener, or over none "
-            "(default: over those that only this host reaches)",
-            bool,
-        ),
-        Flag(
-            "shm-group",
-            "a group whose members may use shmserve.client and the unix sockets, and share "
-            "regions: objects that it may read and write",
-        ),
-        Flag(
-            "shm-overlap",
-            "when outputs of two requests in flight go to the same bytes",
-            default="warn",
-            choices=("error", "warn", "ignore"),
-        ),
-        Flag("shm-max-regions", "regions that may be registered", int, 4096, low=1, high=1 << 20),
-        Flag("shm-max-regions-per-uid", "the same, of one user", int, 2048, low=1, high=1 << 20),
-        Flag("shm-max-byte-size", "bytes that may be registered (default: the host's memory)", int),
-        Flag("shm-max-byte-size-per-uid", "the same, of one user (default: as much)", int),
-        Flag(
-            "shm-sparse-byte-size",
-            "bytes that the server allocates in objects that clients registered without "
-            "allocating them",
-            int,
-            1 << 30,
-        ),
-    ),
-    "Server": (
-        Flag(
-            "config",
-            "a YAML file with these flags as keys (http-port: 8000; a list where a flag repeats); "
-            "what the command line says of a flag counts",
-        ),
-        Flag("id", "the name that GET /v2 shows", default="triton"),
-        Flag(
-            "run-dir",
-            "private folder for sockets (default: where shmserve.client looks, "
-            "$XDG_RUNTIME_DIR/shmserve or /tmp/shmserve-UID; a fresh one beside it when another "
-            "server is there)",
-        ),
-        Flag(
-            "take-over",
-            "take the place of the server of the run directory, which goes on until this one is "
-            "ready: its listening sockets, wherever they are, and its clients' regions",
-            bool,
-            False,
-        ),
-        Flag(
-            "arena-byte-size",
-            "bytes each process may use for tensors that lie in no client's region",
-            int,
-            1 << 30,
-            low=1 << 20,
-            high=1 << 40,
-        ),
-        Flag(
-            "cache-config",
-            "local,size=BYTES: keep responses, so many bytes of them, of models whose "
-            "configuration has response_cache { enable: true }",
-            repeat=True,
-        ),
-        Flag("response-cache-byte-size", "the same: Triton's older name of it", int),
-        Flag(
-            "ensemble-scheduling",
-            "hosted: the steps of an ensemble are scheduled in its process; separate: each "
-            "model in a process of its own",
-            default="hosted",
-            choices=("hosted", "separate"),
-        ),
-        Flag(
-            "rate-limit",
-            "execution_count: instances execute when the resources of their rate_limiter are "
-            "free, the one that has executed least first",
-            default="off",
-            choices=("off", "execution_count"),
-        ),
-        Flag(
-            "rate-limit-resource",
-            "NAME:COUNT or NAME:COUNT:DEVICE (a number, or global): how much there is of a "
-            "resource (default: the most that one instance needs)",
-            repeat=True,
-        ),
-        Flag(
-            "workspace-byte-size",
-            "DEVICE=BYTES: a pool of memory, shared by the device's models, each of which has "
-            "of it what it needs for the time of an execution (cpu=BYTES, cuda:0=BYTES)",
-            repeat=True,
-        ),
-        Flag(
-            "exit-timeout-secs",
-            "seconds to finish what is in flight after SIGTERM",
-            int,
-            30,
-            high=86400,
-        ),
-        Flag("exit-on-error", "end when a model cannot be loaded at start", bool, True),
-        Flag(
-            "strict-readiness", "ready only when every model is, and has a live process", bool, True
-        ),
-    ),
-    "Log": (
-        *(
-            Flag(f"log-{name}", f"log {what}", bool, True)
-            for name, what in (
-                ("info", "what is worth knowing"),
-                ("warning", "what may be wrong"),
-                ("error", "what is wrong"),
-            )
-        ),
-        Flag(
-            "log-verbose",
-            "1 and more (or true): log for who looks closely, too",
-            int,
-            0,
-            high=logs.MOST_VERBOSE,
-            words=True,
-        ),
-        Flag(
-            "log-format",
-            "how a line starts: level, time, process; ISO8601: time, level, pid, process",
-            default=logs.DEFAULT,
-            choices=logs.FORMATS,
-        ),
-        Flag("log-file", "append the log to this file, not to stderr"),
-        Flag(
-            "slow-request-ms",
-            "log of each request that takes longer where its time went; 0: of none",
-            int,
-            0,
-            high=86_400_000,
-        ),
-        Flag(
-            "trace-config",
-            "SETTING=VALUE: level (OFF, TIMESTAMPS), rate (1000: one of so many requests), count "
-            "(-1: of any number), mode (triton, opentelemetry); triton,file=PATH, "
-            "triton,log-frequency=N (a file for each N traces); opentelemetry,url=URL, "
-            "opentelemetry,resource=KEY=VALUE",
-            repeat=True,
-        ),
-    ),
-}
+_HEADING = re.compile(r"\[(.+)\]")
+_ROW = re.compile(
+    r"(?P<name>[a-z0-9-]+) (?P<kind>[\w|]+)(?::(?P<metavar>\S+?))?"
+    r"(?: (?P<low>[\d.]+?)\.\.(?P<high>\d*))?(?: = (?P<default>\S+?))?"
+    r"(?P<repeat>, repeats)?(?P<words>, words)?(?P<exclusive>, exclusive)?"
+)
+_KINDS: dict[str, type] = {"text": str, "bool": bool, "int": int, "float": float}
+
+
+def read(text: str) -> dict[str, tuple[Flag, ...]]:
+    """Return the flags of a table, in the syntax of flags.txt, by their groups."""
+    group: list[Flag] = []
+    groups = {"": group}
+    rows = [line for line in text.splitlines() if line and not line.startswith("#")]
+    for line in rows:
+        if heading := _HEADING.fullmatch(line):
+            group = groups[heading[1]] = []
+        elif line.startswith(" "):
+            group[-1] = replace(group[-1], help=f"{group[-1].help} {line.strip()}".lstrip())
+        else:
+            group.append(_flag(line))
+    return {name: tuple(flags) for name, flags in groups.items() if flags}
+
+
+def _flag(line: str) -> Flag:
+    row = _ROW.fullmatch(line)
+    assert row, line
+    kind = _KINDS.get(row["kind"], str)
+    flag = Flag(
+        row["name"],
+        kind=kind,
+        choices=() if row["kind"] in _KINDS else tuple(row["kind"].split("|")),
+        repeat=bool(row["repeat"]),
+        words=bool(row["words"]),
+        metavar=row["metavar"] or "",
+        exclusive=bool(row["exclusive"]),
+    )
+    if row["low"]:
+        number = float if "." in row["low"] else int
+        flag = replace(flag, low=number(row["low"]), high=int(row["high"] or flag.high))
+    default = row["default"]
+    return replace(flag, default=flag.parse(default.strip('"'))) if default else flag
+
+
+GROUPS = read(Path(__file__).with_name("flags.txt").read_text(encoding="utf-8"))
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
 # Flags of tritonserver that have no counterpart here, and what there is instead.

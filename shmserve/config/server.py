@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.access.auth_tokens import (
+from shmserve.common.auth_tokens import (
     GRPC_HEADER_PREFIX,
     Restrictions,
     Tokens,
     parse_restrictions,
     read_tokens,
 )
-from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import CLASS_IN_FILE, is_inline
+from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.common.tls import Tls, check_file
 from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.config.command_line import Parsed

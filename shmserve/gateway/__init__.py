@@ -13,7 +13,7 @@ An HTTP request, file by file:
     inference/submit.py             its regions authorised; the message to the scheduler
     links.py                        submitted, in flight until the scheduler has responded
     http/json/infer_response.py     the response as JSON and binary tensors
-    http/response.py                written
+    http/messages.py                written
 
 A gRPC request:
 
@@ -26,14 +26,15 @@ A gRPC request:
     grpc/wire/response.py           the response as protobuf
 
     process.py, settings.py         a gateway's process, and what it is told at its start
-    context.py                      what it holds (model_table.py, region_table.py)
-    on_demand.py                    a request for a model that is loaded for it waits
+    context.py                      its state (model_table.py, region_table.py), and loading on
+                                    demand
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     client_identity.py              who a client is, and what it may; connection_limits.py: how
                                     many connections there may be
     inference/, api/                inference and the other APIs, for any protocol; the page of
                                     /metrics, and the families on it, are in api/metrics.py
-    tracing/                        requests whose times are wanted, and who is told
-    http/dashboard/                 the page for who watches, and the feed of api/figures.py
+    request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:
+                                    their export to OpenTelemetry
+    http/dashboard.py               the dashboard's page, and the feed of api/figures.py
     http/handlers.py, grpc/admin.py what HTTP and gRPC make of these
 """

@@ -16,9 +16,17 @@ from typing import Any
 
 from multidict import istr
 
-from shmserve.common.access.auth_tokens import OPEN, Authorisation
-from shmserve.common.access.peer_credentials import Address, is_loopback, loopback_peer, unix_peer
-from shmserve.common.access.shm_access import EVERYONE, REMOTE, SHM_DISABLED, Peer
+from shmserve.common.auth_tokens import OPEN, Authorisation
+from shmserve.common.peers import (
+    EVERYONE,
+    REMOTE,
+    SHM_DISABLED,
+    Address,
+    Peer,
+    is_loopback,
+    loopback_peer,
+    unix_peer,
+)
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
 
 _AUTHORIZATION = istr("Authorization")

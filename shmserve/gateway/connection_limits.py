@@ -18,8 +18,8 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import cast
 
-from shmserve.common.access.peer_credentials import network
 from shmserve.common.fd_limits import share_of
+from shmserve.common.peers import network
 from shmserve.gateway.client_identity import ClientIdentity, ListenerKind, ListenerRules
 
 logger = logging.getLogger(__name__)

@@ -1,27 +1,34 @@
-"""The state of one gateway process, for its handlers."""
+"""The state of one gateway process, and the lookup of a request's model."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import RequestDispatcher, SupervisorLink
-from shmserve.gateway.model_table import ModelTable
+from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
-from shmserve.gateway.tracing.tracer import Tracer
+from shmserve.gateway.tracer import Tracer
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages.control_requests import WantModel
+from shmserve.ipc.messages.publications import HealthChanged
 
 
 @dataclass(slots=True, eq=False)
 class Gateway:
-    """`arena` holds request bodies, of which `body_budget` accounts for those that are arriving;
-    `mappings` are of workers' arenas, never of clients' regions.
+    """The objects that the handlers of one gateway process share.
 
-    `health` is the supervisor's verdict. `draining`: connections end with their next response.
-    `refusing`: every client knows that, and what comes in streams that stay is refused.
+    Attributes:
+        arena: The memory of request bodies.
+        body_budget: The accounting of bodies that are arriving.
+        mappings: The mappings of workers' arenas, but not of clients' regions.
+        health: The health that the supervisor has published.
+        draining: Whether connections end with their next response.
+        refusing: Whether every client was notified of the drain. Requests of open streams are then
+            refused.
     """
 
     settings: GatewaySettings
@@ -37,3 +44,30 @@ class Gateway:
     draining: bool = False
     refusing: bool = False
     tracer: Tracer = field(default_factory=Tracer)
+
+
+def awaits_load(gateway: Gateway, name: str, version: str) -> bool:
+    """Return whether a model is not loaded and is loaded on demand."""
+    models = gateway.models
+    return name in models.on_demand and models.find(name, version) is None
+
+
+async def loaded(gateway: Gateway, name: str, version: str, *limits_us: int) -> GatewayModel:
+    """Return the model for a request, loaded on demand; version "" means the latest.
+
+    The wait is limited by the shortest of `limits_us` and the server's limit (0: no limit).
+
+    Raises:
+        NotFound: There is no such model.
+        Unavailable: The model is not ready, or the wait was too long.
+        ShmserveError: The load failed.
+    """
+    limits = [limit for limit in (*limits_us, gateway.settings.request_timeout_us) if limit > 0]
+    ends = time.monotonic() + min(limits, default=0) / 1e6
+    # The versions are known once the model is loaded. It may be unloaded in the meantime.
+    asked = 0
+    while awaits_load(gateway, name, version) and (not asked or not gateway.models.versions(name)):
+        asked += 1
+        patience_s = max(1e-6, ends - time.monotonic()) if limits else 0.0
+        await gateway.supervisor.ask(WantModel, name, patience_s)
+    return gateway.models.resolve(name, version)

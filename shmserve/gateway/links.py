@@ -24,7 +24,7 @@ from shmserve.errors import Unavailable, from_code
 from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
 from shmserve.ipc.memory.lent import releases, unread
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import Answered, Refused
+from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.transport.dealer import Dealer

@@ -1,9 +1,9 @@
-"""The life of a gateway process, whatever its protocol: start-up, readiness, drain, stop.
+"""The lifecycle of a gateway process of any protocol: start-up, readiness, drain, stop.
 
-Started ──> told what there is, last HealthChanged ──> GatewayReady ──> (held: Accept ──>) clients
-are let in
-Drain ──> nobody is let in ──> clients are told to go, what they have asked is answered ──> Drained
-──> Stop
+Started ──> models and regions, then HealthChanged ──> GatewayReady ──> (held: Accept ──>) clients
+are accepted
+Drain ──> clients are no longer accepted ──> clients are notified, requests in flight end ──>
+Drained ──> Stop
 """
 
 from __future__ import annotations
@@ -27,17 +27,23 @@ from shmserve.gateway.links import RequestDispatcher, SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
-from shmserve.gateway.tracing.tracer import Tracer
+from shmserve.gateway.tracer import Tracer
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.memory import (
+from shmserve.ipc.messages.control_requests import RegionReleased
+from shmserve.ipc.messages.publications import (
+    HealthChanged,
+    ModelOnDemand,
+    ModelPublished,
+    ModelWithdrawn,
+    ProcessExited,
+    ReadinessChanged,
     RegionDrained,
     RegionPublished,
-    RegionReleased,
     RegionWithdrawn,
+    SchedulerLost,
 )
 from shmserve.ipc.processes import name_process
 from shmserve.logs import LogSettings
@@ -50,8 +56,12 @@ _BACKLOG = 1024
 
 
 class Frontend(ABC):
-    """The protocol server of a gateway: its listeners and connections. `keeps_busy`: with nobody to
-    go to, a connection stays while a call is in flight on it, and says why it takes no more."""
+    """The protocol server of a gateway: its listeners and connections.
+
+    Attributes:
+        keeps_busy: Whether, without a successor, connections with calls in flight stay open and
+            refuse further calls.
+    """
 
     keeps_busy: ClassVar[bool] = False
 
@@ -63,10 +73,10 @@ class Frontend(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Make a server of each listener; the gateway has been told of all models and regions."""
+        """Create a server for each listener, after all models and regions were received."""
 
     async def listen(self, sock: socket.socket, acceptor: Acceptor) -> None:
-        """Have this make the connections of a listening socket, once they are accepted."""
+        """Create the server of a listening socket, which accepts connections later."""
         loop = asyncio.get_running_loop()
         create = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
         self._accepting.append(
@@ -75,32 +85,37 @@ class Frontend(ABC):
         self._acceptors.append(acceptor)
 
     async def accept(self) -> None:
-        """Accept connections, unless they are refused by now."""
+        """Accept connections, unless the gateway drains."""
         for server in self._accepting:
             if not self._refuses:
                 await server.start_serving()
 
     def health_changed(self) -> None:  # noqa: B027
-        """The gateway's `health` has changed."""
+        """Handle a change of the gateway's `health`."""
 
     def drain(self, told: Callable[[], None], followed: bool) -> None:
-        """Let nobody in any more, and tell who is here to go; `told` is called once no request can
-        come but in streams, and on connections that stay. `followed`: there is another server."""
+        """Accept no more connections, and notify the clients that the server drains.
+
+        Args:
+            told: The callback for the time when no request can arrive, except in streams and on
+                connections that stay open.
+            followed: Whether a successor accepts connections.
+        """
         self._refuse_connections()
         left = ActiveCount()
 
         def leave() -> None:
-            left.active = len(self._acceptors)  # now: they may be being opened
+            left.active = len(self._acceptors)  # Counted late: listeners may just be opening.
             for acceptor in self._acceptors:
                 acceptor.leave(left.left, idle_only=self.keeps_busy and not followed)
             left.when_idle(told)
 
-        # Those that are accepted already are made in this turn of the loop.
+        # Connections that were accepted already are created in this turn of the loop.
         asyncio.get_running_loop().call_soon(leave)
 
     @abstractmethod
     def when_idle(self, drained: Callable[[], None]) -> None:
-        """Call `drained` once no response is to be sent."""
+        """Call `drained` once all responses are sent."""
 
     def _refuse_connections(self) -> None:
         self._refuses = True
@@ -108,7 +123,7 @@ class Frontend(ABC):
             server.close()
 
     async def close(self) -> None:
-        """Stop: what is written is still sent; streams that wait for requests are cut off."""
+        """Close all connections. Written bytes are still sent."""
         self._refuse_connections()
         for acceptor in self._acceptors:
             for connection in acceptor.connections:
@@ -116,41 +131,41 @@ class Frontend(ABC):
 
 
 class ActiveCount:
-    """A count of what is under way, `active`, by which a drain knows when that is over."""
+    """A count (`active`) of requests or connections, whose end a drain awaits."""
 
     def __init__(self) -> None:
         self.active = 0
         self._idle: Callable[[], None] | None = None
 
     def left(self) -> None:
-        """One less."""
+        """Decrease the count by one."""
         self.active -= 1
         if not self.active and self._idle is not None:
             self.when_idle(self._idle)
 
     def when_idle(self, then: Callable[[], None]) -> None:
-        """Call `then` once, as soon as nothing is under way: every response is sent."""
+        """Call `then` once, as soon as the count is 0."""
         self._idle = then if self.active else None
         if not self.active:
             then()
 
 
 def prepare(role: str, title: str, log: LogSettings) -> None:
-    """Set up this process: its log, its title for `ps`; signals that end it are ignored."""
+    """Set up the log and the process title, and ignore signals that end the process."""
     logs.configure(role, log)
     name_process(title)
-    # The supervisor decides when this ends; a Ctrl-C reaches the whole process group.
+    # The supervisor stops the gateway. A Ctrl-C reaches the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 async def serve(start: GatewayStart, make_front: Callable[[Gateway], Frontend]) -> None:
-    """Be a gateway until the supervisor says `Stop`."""
+    """Run a gateway until the supervisor sends `Stop`."""
     await _Process(start, make_front).run()
 
 
 class _Process:
-    """A gateway, wired; a state machine driven by the supervisor's messages."""
+    """A gateway with its parts, a state machine driven by the supervisor's messages."""
 
     def __init__(self, start: GatewayStart, make_front: Callable[[Gateway], Frontend]) -> None:
         settings = start.settings
@@ -186,7 +201,7 @@ class _Process:
         gateway = self._gateway
         gateway.supervisor.post(m.Started())
         try:
-            # A gateway that takes over from one that died would answer 404 before it knows the
+            # The successor of a crashed gateway would respond with 404 before it has received the
             # models.
             await self._informed.wait()
             await self._front.open()
@@ -204,18 +219,18 @@ class _Process:
     def _take(self, message: Any) -> None:
         gateway = self._gateway
         match message:
-            case m.ModelPublished():
+            case ModelPublished():
                 gateway.models.publish(message)
                 self._acknowledge(message.acknowledge)
-            case m.ModelOnDemand(name, acknowledge):
+            case ModelOnDemand(name, acknowledge):
                 gateway.models.on_demand.add(name)
                 self._acknowledge(acknowledge)
-            case m.ReadinessChanged(name, version, ready):
+            case ReadinessChanged(name, version, ready):
                 gateway.models.set_ready(name, version, ready)
-            case m.ModelWithdrawn(name, version, acknowledge):
+            case ModelWithdrawn(name, version, acknowledge):
                 gateway.models.withdraw(name, version)
                 self._acknowledge(acknowledge)
-            case m.SchedulerLost(endpoint, successor):
+            case SchedulerLost(endpoint, successor):
                 gateway.dispatcher.lost(endpoint, successor)
             case RegionPublished():
                 gateway.regions.publish(message)
@@ -230,8 +245,8 @@ class _Process:
                 gateway.health = message
                 self._front.health_changed()
                 self._informed.set()
-            case m.ProcessExited(process=pid):
-                # Responses of it may be here, and still to be read: they lie in its memory.
+            case ProcessExited(process=pid):
+                # Received responses of the process may be unread, and lie in its memory.
                 later = asyncio.get_running_loop().call_later
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):

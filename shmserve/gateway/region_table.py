@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.common.access.shm_access import EVERYONE, Ownership, Peer
+from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
-from shmserve.ipc.messages.memory import RegionPublished
+from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.ipc.tensors.descriptors import Place, unpack_place
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
 

@@ -1,5 +1,4 @@
-"""The start message of a gateway, with its settings, those of gRPC among them: frozen, decoded
-once."""
+"""The start message of a gateway, with its settings."""
 
 from __future__ import annotations
 
@@ -15,12 +14,17 @@ from shmserve.logs import LogSettings
 class GrpcSettings:
     """The settings of a gRPC gateway's connections.
 
-    Times are in milliseconds. A client that is silent for `keepalive_time_ms` is asked for a sign
-    of life, at most `max_pings_without_data` times in a row (0: any number), and must give it
-    within `keepalive_timeout_ms`. One that asks for such signs itself more often than once in
-    `min_ping_interval_ms` may do so `max_ping_strikes` times (0: any number).
-    `max_connection_age_ms`, and a grace for its calls after that: 0 for any. `compression_level` is
-    zlib's, 0: responses are not compressed.
+    Attributes:
+        tls: The certificates of TLS connections.
+        compression_level: The level of zlib; 0 disables the compression of responses.
+        keepalive_time_ms: The time of silence after which a client receives a PING.
+        keepalive_timeout_ms: The time within which a client must acknowledge a PING.
+        keepalive_permit_without_calls: Whether clients without calls receive PINGs.
+        max_pings_without_data: The limit of consecutive PINGs without data; 0 is unlimited.
+        min_ping_interval_ms: The shortest interval at which a client may send PINGs.
+        max_ping_strikes: The limit of earlier PINGs of a client; 0 is unlimited.
+        max_connection_age_ms: The age at which connections are drained; 0 is unlimited.
+        max_connection_age_grace_ms: The time for calls after that age; 0 is unlimited.
     """
 
     tls: Tls | None = None
@@ -39,16 +43,24 @@ class GrpcSettings:
 class GatewaySettings:
     """Settings of the server that matter to a gateway.
 
-    `max_input_size` bounds JSON, raw input and decompressed bodies, in bytes
-    (--http-max-input-size). `request_timeout_us` is the server's end-to-end limit for requests, 0
-    for none. `arena_byte_size` bounds the memory for request bodies. `body_timeout_s` is how long a
-    client may stall while it sends a body or reads a response. `tokens` and `..._restricted` are as
-    auth_tokens.py in common/access has them, `allow_client_shm` as shm_access.py, `shm_overlap` as
-    gateway/region_table.py.
-    Headers, or metadata over gRPC, whose names match `..._header_forward_pattern` become parameters
-    of the request. `cuda_devices` is how many CUDA devices the server has; without one there is no
-    CUDA shared memory. The `..._latencies` are which of them metrics show. Requests that take
-    longer than `slow_request_ms` are logged, 0: none.
+    common/auth_tokens.py describes `tokens` and `..._restricted`, and client_identity.py
+    `allow_client_shm`.
+
+    Attributes:
+        max_input_size: The limit of JSON, raw input and decompressed bodies, in bytes
+            (--http-max-input-size).
+        request_timeout_us: The server's end-to-end limit for requests; 0 is unlimited.
+        arena_byte_size: The size of the memory for request bodies.
+        body_timeout_s: The time for which a client may stall while it sends a body or reads a
+            response.
+        shm_overlap: The policy for overlapping outputs (region_table.py).
+        http_header_forward_pattern: The pattern of headers that become parameters of requests.
+        grpc_header_forward_pattern: The same pattern for metadata.
+        cuda_devices: The number of CUDA devices; with 0, CUDA shared memory is not available.
+        counter_latencies: Whether metrics contain counters of latencies.
+        histogram_latencies: Whether metrics contain histograms of latencies.
+        summary_latencies: Whether metrics contain summaries of latencies.
+        slow_request_ms: The duration from which requests are logged; 0 logs none.
     """
 
     id: str = "triton"
@@ -75,9 +87,17 @@ class GatewaySettings:
 
 @dataclass(frozen=True, slots=True)
 class GatewayStart:
-    """A gateway, which the supervisor knows as `name`. It is given descriptors of sockets that
-    listen: one for HTTP the first `http_sockets` for HTTP, the others for metrics; one for gRPC,
-    which has `grpc`, only those for gRPC. Where it is `held`, clients wait for `Accept`."""
+    """The start message of a gateway.
+
+    An HTTP gateway receives descriptors of listening sockets for HTTP and then for metrics. A gRPC
+    gateway receives descriptors for gRPC only.
+
+    Attributes:
+        name: The name of the gateway in the supervisor.
+        http_sockets: The number of sockets for HTTP.
+        grpc: The settings of a gRPC gateway.
+        held: Whether connections are accepted only after `Accept`.
+    """
 
     name: str
     run_dir: Path

@@ -13,13 +13,17 @@ The Source remembers where everything was written and what could not be read: `v
 `merge_autocomplete` name the line, and tell all mistakes at once.
 """
 
-from shmserve.model_config.autocomplete import merge_autocomplete
+from shmserve.model_config.completion import (
+    ModelDefaults,
+    detect_backend,
+    merge_autocomplete,
+    normalise,
+)
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
-from shmserve.model_config.normalise import ModelDefaults, detect_backend, normalise
 from shmserve.model_config.parse import class_source, from_json, parse_pbtxt, read_json, read_pbtxt
+from shmserve.model_config.rules import LoadProblem, doubts, ignored_fields, read_labels, validate
 from shmserve.model_config.rules.ensembles import GraphProblem, compose
-from shmserve.model_config.validation import LoadProblem, validate
-from shmserve.model_config.views import doubts, ignored_fields, read_labels, to_dict
+from shmserve.model_config.syntax.json_format import to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 __all__ = [

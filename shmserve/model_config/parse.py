@@ -6,21 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.common.duplicate_keys import members
-from shmserve.common.model_settings import (
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_settings import (
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
+    PADDING,
     STRATEGY,
     TARGET,
 )
-from shmserve.errors import InvalidArgument
-from shmserve.ipc.class_places import class_places
+from shmserve.ipc.model_spec import source_positions
 from shmserve.model_config.diagnostics import Key, Source, located, member
-from shmserve.model_config.rules.padding import PADDING
+from shmserve.model_config.syntax import Malformed, MessageValue
 from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
 from shmserve.model_config.syntax.message_builder import Builder
 from shmserve.model_config.syntax.text_format import parse
-from shmserve.model_config.syntax.tree import Malformed, MessageValue
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 
@@ -101,7 +101,7 @@ _KEYS: dict[str, tuple[Key, ...]] = {
 def class_source(text: str, name: str, origin: str) -> Source:
     """The places of a class `name` in the text of its file (pure); `origin` names the file."""
     places: dict[Key, str] = {}
-    for attribute, place in class_places(text, name).items():
+    for attribute, place in source_positions(text, name).items():
         for key in _KEYS.get(attribute, ((attribute,),)):
             places[key] = place
     return Source(origin, places)

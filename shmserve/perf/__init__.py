@@ -3,13 +3,8 @@
 data.py        what is sent: inputs made by shape, or from values, a file or a program
 regions.py     memory that is registered with the server, for inputs and outputs
 targets.py     what a command line asks: a door, and the requests for it
-poller.py      the loop that everything runs in
-doors/         the ways to a server: encoded requests, and lanes that carry one at a time
 load.py        a load: when requests are sent, slots, each with a lane, and what became of them
-measure.py     windows, when they agree, percentiles
-points.py      one point of a sweep, measured
-report.py      the table, JSON, CSV, and a comparison with an older report
-plot.py        a picture of them
+measure.py     one point of a sweep: windows, when they agree, percentiles
+report.py      the table, JSON, CSV, a picture, and a comparison with an older report
 search.py      which configuration answers most within a latency target
-tuned.py       its candidates as configurations
 """

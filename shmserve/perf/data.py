@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.cli.client_tensors import ModelTensor, encode, input_named, load, split_input
-from shmserve.cli.transports import InputTensor, Transport, TransportError
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
+from shmserve.protocols import InputTensor, Transport, TransportError
+from shmserve.protocols.tensors import ModelTensor, encode, input_named, load, split_input
 
 _MOST = 1000  # requests, of a file or a program
 _SEED = 0

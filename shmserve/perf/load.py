@@ -1,4 +1,4 @@
-"""A load: slots that carry one request each, when they start, and what becomes of them.
+"""A load: slots that carry one request each, their schedule, and the records of their requests.
 
 closed loop    each slot begins its next request when one has ended
 open loop      a schedule says when; a request that finds no free slot waits, and its time counts
@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections import deque
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.perf.doors import Door, Heard, Lane
-from shmserve.perf.measure import Mark, Records
-from shmserve.perf.poller import Poller
+from shmserve.protocols import Door, Lane
+from shmserve.protocols.connection import Poller
 
 _MOST_ERRORS = 20  # texts that are told apart
 _OTHERS = "other errors"
@@ -26,6 +27,40 @@ _LOOK_AROUND_NS = 1_000_000_000
 _MOST_LOADS = 1000  # of a sweep
 _NS = 1e9
 _clock = time.monotonic_ns
+
+
+def _column() -> array[int]:
+    return array("q")
+
+
+@dataclass(slots=True)
+class Records:
+    """A row for each request that was answered well, in the order of their ends; times are
+    nanoseconds of one clock. `began`: when it was to be sent; `late`: how much later it was;
+    `first`: its first response; `gaps`: between two responses of any request."""
+
+    began: array[int] = field(default_factory=_column)
+    late: array[int] = field(default_factory=_column)
+    first: array[int] = field(default_factory=_column)
+    ended: array[int] = field(default_factory=_column)
+    responses: array[int] = field(default_factory=_column)
+    gaps: array[int] = field(default_factory=_column)
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def failed(self) -> int:
+        """Return the number of failed requests."""
+        return sum(self.errors.values())
+
+
+class Mark(NamedTuple):
+    """A moment of a load, between two windows: how many rows there are, and what this process has
+    used of a processor."""
+
+    at_ns: int
+    requests: int
+    gaps: int
+    failed: int
+    cpu_s: float
 
 
 class LoadSlot:
@@ -39,14 +74,14 @@ class LoadSlot:
         self.lane: Lane
 
     def start(self, began_ns: int, now_ns: int) -> None:
-        """Send the next request, which was to be sent then."""
+        """Send the next request, whose scheduled time is `began_ns`."""
         self._began_ns = began_ns
         self._late_ns = now_ns - began_ns
         self._responses = 0
         self.lane.send(next(self._requests))
 
     def responded(self) -> None:
-        """See `Heard`."""
+        """Record it, as `Heard` requires."""
         now = _clock()
         if self._responses:
             self._load.records.gaps.append(now - self._latest_ns)
@@ -56,7 +91,7 @@ class LoadSlot:
         self._responses += 1
 
     def ended(self, error: str = "", responses: int = -1) -> None:
-        """See `Heard`."""
+        """Record it, as `Heard` requires."""
         now = _clock()
         if error:
             self._load.failed(error)
@@ -82,8 +117,8 @@ class LoadGenerator:
         schedule: Iterator[int] | None,
         patience_s: float,
     ) -> None:
-        """`requests(n)` are those of slot n. Raises Unavailable when the server cannot be
-        reached."""
+        """Raises Unavailable if the server cannot be reached. Slot n sends `requests(n)` in
+        turn."""
         self.records = Records()
         self._poller = poller
         self._patience_ns = int(patience_s * 1e9)
@@ -102,7 +137,7 @@ class LoadGenerator:
         self._lanes = [slot.lane for slot in self._free]
 
     def begin(self) -> None:
-        """Start."""
+        """Start the load."""
         self._running = True
         self._began_ns = now = self._last_ns = _clock()
         if self._schedule is None:
@@ -113,9 +148,9 @@ class LoadGenerator:
             self._due_ns = now + next(self._schedule)
 
     def run(self, seconds: float) -> None:
-        """Go on for so long, and until something has ended. Raises Unavailable where the server
-        responds no more."""
-        ended = len(self.records.ended) + self.records.failed()
+        """Run for this time, and until a request has ended. Raises Unavailable if the server stops
+        responding."""
+        ended = self._ended()
         end = _clock() + int(seconds * 1e9)
         while (now := _clock()) < end or self._ended() == ended:
             wait = max(end - now, 0) or _LOOK_AROUND_NS
@@ -135,7 +170,7 @@ class LoadGenerator:
             )
 
     def _send_due(self, now: int) -> int:
-        """Send what is due; nanoseconds until the next is."""
+        """Send the requests that are due, and return the nanoseconds until the next one."""
         if self._schedule is None:
             return _LOOK_AROUND_NS
         while self._due_ns <= now:
@@ -147,7 +182,7 @@ class LoadGenerator:
         return self._due_ns - now
 
     def freed(self, slot: LoadSlot, now: int) -> None:
-        """A slot's request has ended."""
+        """Reuse or free a slot whose request has ended."""
         self._last_ns = now
         if self._running and self._schedule is None:
             slot.start(now, now)
@@ -157,13 +192,13 @@ class LoadGenerator:
             self._free.append(slot)
 
     def failed(self, error: str) -> None:
-        """A request ended with an error."""
+        """Count a failed request."""
         errors = self.records.errors
         name = error if error in errors or len(errors) < _MOST_ERRORS else _OTHERS
         errors[name] += 1
 
     def mark(self) -> Mark:
-        """Now."""
+        """Return the current counts."""
         records = self.records
         return Mark(
             *(_clock(), len(records.ended), len(records.gaps), records.failed()),
@@ -171,7 +206,7 @@ class LoadGenerator:
         )
 
     def finish(self) -> None:
-        """Send no more, and wait for what is on its way. Raises Unavailable."""
+        """Stop sending, and wait for requests in flight. Raises Unavailable."""
         self._running = False
         self._waiting.clear()
         self._last_ns = _clock()
@@ -180,27 +215,27 @@ class LoadGenerator:
             self._check_alive()
 
     def close(self) -> None:
-        """Close its lanes."""
+        """Close the lanes."""
         for lane in self._lanes:
             lane.close()
 
 
 class Probe:
-    """Hears of one request alone."""
+    """The callbacks of a single request."""
 
     def __init__(self) -> None:
         self.error: str | None = None
 
     def responded(self) -> None:
-        """See `Heard`."""
+        """Record it, as `Heard` requires."""
 
     def ended(self, error: str = "", responses: int = -1) -> None:
-        """See `Heard`."""
+        """Record it, as `Heard` requires."""
         self.error = error
 
 
 def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
-    """What is wrong with a request, sent alone; "" if nothing is. Raises Unavailable."""
+    """Send a single request, and return its error or "". Raises Unavailable."""
     heard = Probe()
     lane = door.lane(heard)
     end = _clock() + int(patience_s * 1e9)
@@ -216,7 +251,7 @@ def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
 
 
 def constant(per_second: float) -> Iterator[int]:
-    """One after the other at the same distance."""
+    """Yield evenly spaced offsets in nanoseconds."""
     number = 0
     while True:
         yield round(number * _NS / per_second)
@@ -224,7 +259,7 @@ def constant(per_second: float) -> Iterator[int]:
 
 
 def poisson(per_second: float, seed: int) -> Iterator[int]:
-    """Independent arrivals: the times between two are exponentially distributed."""
+    """Yield the offsets of a Poisson process in nanoseconds."""
     draw = random.Random(seed).expovariate
     at = 0.0
     while True:
@@ -232,11 +267,7 @@ def poisson(per_second: float, seed: int) -> Iterator[int]:
         yield round(at * _NS)
 
 
-def schedule(kind: str, per_second: float, seed: int) -> Iterator[int]:
-    """The schedule of a kind, one of `KINDS`."""
-    return KINDS[kind](per_second, seed)
-
-
+# The schedules by their kinds: of a number of requests a second, and a seed.
 KINDS: dict[str, Callable[[float, int], Iterator[int]]] = {
     "poisson": poisson,
     "constant": lambda per_second, _: constant(per_second),
@@ -244,8 +275,8 @@ KINDS: dict[str, Callable[[float, int], Iterator[int]]] = {
 
 
 def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]:
-    """The loads that a flag says: "1,2,8", or "FIRST:LAST[:STEP]", both ends included. Raises
-    InvalidArgument for what is no number, not above 0, or too many."""
+    """Return the loads of a flag: "1,2,8", or "FIRST:LAST[:STEP]", both ends included. Raises
+    InvalidArgument for text that is no number above 0, and for too many loads."""
     refuse = partial(_refused, flag, text)
     try:
         if ":" not in text:
@@ -271,6 +302,3 @@ def _refused(flag: str, text: str) -> InvalidArgument:
     return InvalidArgument(
         f"--{flag}: '{text}' is none of N, N,N,... and FIRST:LAST[:STEP], numbers above 0"
     )
-
-
-_: type[Heard] = LoadSlot

@@ -16,11 +16,11 @@ from typing import Any
 
 import posix_ipc
 
-from shmserve.cli.transports import AdminTransport, RegionPart, TransportError
 from shmserve.client.memory.cuda import exporting
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation
 from shmserve.perf.data import Item
+from shmserve.protocols import AdminTransport, RegionPart, TransportError
 
 _ALIGNMENT = 64
 
@@ -31,7 +31,7 @@ class SystemMemory:
     kind = "system"
 
     def __init__(self, name: str, byte_size: int) -> None:
-        """Raises Unavailable without memory."""
+        """Raises Unavailable if memory is exhausted."""
         self._key = f"/{name}"
         try:
             made = posix_ipc.SharedMemory(self._key, posix_ipc.O_CREX, 0o600, byte_size)
@@ -45,34 +45,34 @@ class SystemMemory:
         self.fields: dict[str, Any] = {"key": self._key, "offset": 0, "byte_size": byte_size}
 
     def write(self, offset: int, raw: bytes) -> None:
-        """Put bytes there."""
+        """Write bytes."""
         self._bytes[offset : offset + len(raw)] = raw
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the memory."""
         posix_ipc.unlink_shared_memory(self._key)
         self._bytes.close()
 
 
 class CudaMemory:
-    """Memory of CUDA device 0, which others open by its handle."""
+    """Memory of CUDA device 0, exported by its handle."""
 
     kind = "cuda"
 
     def __init__(self, name: str, byte_size: int) -> None:
-        """Raises Unavailable without a device, or its memory."""
+        """Raises Unavailable without a device, or if its memory is exhausted."""
         self._memory: DeviceAllocation | None = DeviceAllocation(exporting(), 0, byte_size)
         self._pointer, self._cuda = self._memory.pointer, self._memory.cuda
         raw = self._memory.handle.raw
         self.fields: dict[str, Any] = {"raw_handle": raw, "device_id": 0, "byte_size": byte_size}
 
     def write(self, offset: int, raw: bytes) -> None:
-        """Copy bytes there."""
+        """Copy bytes to the device."""
         if raw:
             self._cuda.write(self._pointer + offset, memoryview(raw), 0)
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the memory."""
         self._memory = None
 
 
@@ -91,7 +91,7 @@ class Regions:
         self._memories: dict[str, SystemMemory | CudaMemory] = {}
 
     def inputs(self, items: Sequence[Item]) -> list[Item]:
-        """The same requests, with their inputs in a region. Raises Unavailable, TransportError."""
+        """Return the same requests with inputs in a region. Raises Unavailable, TransportError."""
         parts: list[RegionPart] = []
         name = self._name("in")
         at = 0
@@ -106,7 +106,7 @@ class Regions:
         return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in placed]
 
     def outputs(self, sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
-        """Room for the outputs of each slot. Raises Unavailable, TransportError."""
+        """Reserve space for the outputs of each slot. Raises Unavailable, TransportError."""
         name = self._name(f"out{slots}")
         rooms: list[dict[str, RegionPart]] = []
         at = 0

@@ -12,16 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shmserve.cli import client_server
-from shmserve.cli.transports import Address, OutgoingRequest
 from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.perf import data, points
-from shmserve.perf.doors import Door
+from shmserve.perf import data, measure
 from shmserve.perf.load import probe
-from shmserve.perf.poller import Poller
 from shmserve.perf.regions import Regions
+from shmserve.protocols import Address, Door, OutgoingRequest, servers
+from shmserve.protocols.connection import Poller
 
 _WORDS = "time year people way day man thing woman life child world school state family".split()  # noqa: SIM905
 
@@ -45,7 +43,7 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     and Unavailable."""
     if args.openai:
         return _openai(args, poller, stack)
-    address = client_server.address(args.url) if args.url else None
+    address = servers.address(args.url) if args.url else None
     run_dir = discovery.find(args.run_dir) if address is None else None
     transport: Any = stack.enter_context(contextlib.closing(_teller(args, address)))
     config = data.config_of(transport, args.model, args.model_version)
@@ -66,7 +64,7 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     requests = partial(_requests, args, door, items, sizes, placed)
     _try_one(args, poller, door, requests(1)(0)[0])
     models = (args.model, *model.steps)
-    statistics = partial(points.statistics_of, transport, models, args.model_version)
+    statistics = partial(measure.statistics_of, transport, models, args.model_version)
     where = address.where if address else str(run_dir)
     return LoadTarget(door, requests, statistics, door.streams, where)
 
@@ -75,11 +73,11 @@ def _teller(args: argparse.Namespace, address: Address | None) -> Any:
     """Who tells of models and their statistics: of a server on this host its listener, or, if it
     has none, shared memory, which tells less."""
     try:
-        return client_server.admin_transport(args)
+        return servers.admin_transport(args)
     except Unavailable:
         if address is not None:
             raise
-        return client_server.transport(args)
+        return servers.transport(args)
 
 
 def _native(
@@ -89,7 +87,7 @@ def _native(
     model: data.ModelInterface,
     sizes: dict[str, int],
 ) -> Door:
-    from shmserve.perf.doors.native import NativeDoor
+    from shmserve.protocols.native import NativeDoor
 
     assert run_dir is not None
     device = {"none": "", "system": "cpu", "cuda": "cuda:0"}[args.shared_memory]
@@ -106,16 +104,16 @@ def _native(
 
 
 def _door(args: argparse.Namespace, address: Address, poller: Poller, streams: bool) -> Door:
-    given = client_server.credentials(args)
+    given = servers.credentials(args)
     if address.protocol == "grpc":
-        from shmserve.perf.doors.grpc import GrpcDoor
+        from shmserve.protocols.grpc import GrpcDoor
 
         return GrpcDoor(address, given, poller, streams=streams)
     if streams:
-        from shmserve.perf.doors.http import GenerateDoor
+        from shmserve.protocols.http import GenerateDoor
 
         return GenerateDoor(address, given, poller)
-    from shmserve.perf.doors.http import HttpDoor
+    from shmserve.protocols.http import HttpDoor
 
     return HttpDoor(address, given, poller)
 
@@ -174,14 +172,14 @@ def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any)
 
 
 def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
-    from shmserve.perf.doors.http import OPENAI, OpenAIDoor, OpenAIRequest
+    from shmserve.protocols.http import OPENAI, OpenAIDoor, OpenAIRequest
 
     if args.url is None:
         raise InvalidArgument("--openai takes --url http://HOST:PORT")
-    address = client_server.address(args.url)
+    address = servers.address(args.url)
     if address.protocol != "http":
         raise InvalidArgument(f"--openai takes --url http://HOST:PORT, not '{args.url}'")
-    door = OpenAIDoor(address, client_server.credentials(args), poller, OPENAI[args.openai])
+    door = OpenAIDoor(address, servers.credentials(args), poller, OPENAI[args.openai])
     requests = [door.encode(OpenAIRequest(body)) for body in _bodies(args)]
     _try_one(args, poller, door, requests[0])
     where = address.where + door.route

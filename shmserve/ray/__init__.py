@@ -1,15 +1,14 @@
-"""shmserve on more than one host: a Ray Serve application with one server a node (extra `ray`).
+"""shmserve on more than one host: a Ray Serve application with one server per node (extra `ray`).
 
     client ── HTTP ── Ray's proxy ──┬── Node, on one node ────── its shmserve, by a unix socket
                                     └── Node, on another one ─── its shmserve
 
-node.py    the deployment's class: a replica is a node's server
-server.py  the server of a node: started, or found; asked; ended
-launch.py  the process in which it is started
-routes.py  what is passed on, and what only a node itself can answer
+node.py    the deployment's class: a replica is the server of a node
+server.py  the server of a node, started or existing
+launch.py  the process that starts it
 
-What goes between Ray's processes is packed by Ray, with pickle; between those of shmserve there is
-none here either. Ray is imported when an application is built.
+Ray uses pickle between its own processes; shmserve's processes use none. Ray is imported when an
+application is built.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from shmserve.ray.node import Node
 if TYPE_CHECKING:
     from ray import serve
 
-# What Ray's defaults are wrong for. It lets five requests at once into a replica, of which no
-# batches can be made: here shmserve's own queues, and their limits, are what requests meet.
+# By default Ray sends five requests at once to a replica, too few for batches. Requests wait in
+# shmserve's queues instead, within their limits.
 SETTINGS = {
     "max_ongoing_requests": 1024,
     "max_replicas_per_node": 1,
@@ -36,18 +35,21 @@ SETTINGS = {
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """What `serve run shmserve.ray:app` builds, and the `import_path` of a configuration file.
+    """Build the application of `serve run shmserve.ray:app`, and of an `import_path` in a file.
 
-    args: the flags of `shmserve serve`, by their names as in the file of `--config`; or `server`
-    alone, the unix socket where the HTTP of each node's own server listens.
-    Raises InvalidArgument for flags that there are not, or that are wrong, and ImportError without
-    the extra `ray`."""
+    Args:
+        args: The flags of `shmserve serve` by name, as in the file of `--config`. Or `server`
+            alone: the unix socket where the existing server of each node listens for HTTP.
+
+    Raises:
+        InvalidArgument: A flag is unknown or invalid.
+        ImportError: The extra `ray` is not installed.
+    """
     return application(args)
 
 
 def application(args: Mapping[str, Any], **options: Any) -> serve.Application:
-    """`app`, for Python; `options` are those of `ray.serve.deployment`, and stand in the place of
-    SETTINGS."""
+    """Build `app` in Python; `options` of `ray.serve.deployment` override SETTINGS."""
     if "server" not in args:
         server.check(args)
     elif len(args) > 1:

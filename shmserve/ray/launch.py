@@ -1,8 +1,7 @@
-"""The processes of a node's server: shmserve, and above it one that Ray may kill.
+"""The processes of a node's server: shmserve, and a parent process that Ray may kill.
 
-Ray ends a replica by SIGKILL when its node is lost, or its process fails, and kills the replica's
-children, too. Then nobody is left to tell shmserve to end: the kernel does. It ends in order, and
-leaves nothing behind.
+When a node is lost or a replica fails, Ray kills the replica and its children with SIGKILL. The
+kernel then signals shmserve, which stops in order and removes its files.
 """
 
 from __future__ import annotations
@@ -16,12 +15,15 @@ from shmserve.ipc import processes
 
 
 def main(parent: str, folder: str, *command: str) -> int:
-    """Run a command of shmserve until its end, or until this process or `parent` ends; then
-    `folder` is removed. Returns its exit status."""
+    """Run a command of shmserve until it, this process or `parent` exits, then remove `folder`.
+
+    Returns:
+        The exit status of the command.
+    """
     processes.die_with_parent(int(parent))
     above = os.getpid()
     below = os.fork()
-    try:  # whichever of the two is not killed
+    try:  # in both processes, since one of them may be killed
         return _wait(below) if below else _run(above, command)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -30,7 +32,7 @@ def main(parent: str, folder: str, *command: str) -> int:
 def _wait(below: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os.kill(below, signal.SIGTERM))
     status = os.waitstatus_to_exitcode(os.waitpid(below, 0)[1])
-    return status if status >= 0 else 128 - status  # as shells tell a signal
+    return status if status >= 0 else 128 - status  # as shells report a signal
 
 
 def _run(above: int, command: tuple[str, ...]) -> int:

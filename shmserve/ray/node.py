@@ -1,4 +1,4 @@
-"""The deployment's class: a replica is a node's server, and passes requests on to it."""
+"""The deployment's class. A replica is the server of a node, and forwards requests to it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ if TYPE_CHECKING:
 
 
 class Node:
-    """The server of this node. args: as for `shmserve.ray.app`."""
+    """The replica of this node; `args` are those of `shmserve.ray.app`."""
 
-    # Ray awaits it, in the event loop in which all else of a replica runs.
+    # Ray awaits the constructor in the event loop of the replica.
     async def __init__(self, args: Mapping[str, Any]) -> None:  # type: ignore[misc]
         self._server = NodeServer(args)
         await self._server.wait_ready()
 
     async def check_health(self) -> None:
-        """Ray ends the replica and starts another one when this raises RuntimeError."""
+        """Raise RuntimeError if the server is gone: Ray then replaces the replica."""
         await self._server.check()
 
     async def __call__(self, request: Request) -> Response:
-        """Pass a request of HTTP on; the response is passed back as it comes. What only a node
-        itself can do is refused with 501; without its server a node answers 503."""
+        """Forward an HTTP request to the server, and stream its response.
+
+        A request that only a certain node can serve is rejected with 501. If the server has exited,
+        the response is 503.
+        """
         from starlette.responses import JSONResponse, StreamingResponse
 
         path = path_of(request.scope)
@@ -45,19 +48,19 @@ class Node:
         return StreamingResponse(_parts(response), response.status, headers)
 
     def __del__(self) -> None:
-        """Ray calls it once no request is in flight here any more."""
+        """Stop the server. Ray calls this when no request is in flight any more."""
         if server := getattr(self, "_server", None):
             server.stop()
 
 
 async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    # A client that leaves ends this early, which closes the connection: shmserve cancels.
+    # If the client disconnects, the connection to the server is closed, which cancels the request.
     async with response:
         async for part in response.content.iter_any():
             yield part
 
 
-# What holds for one connection alone (RFC 9110, 7.6.1).
+# The headers of a single connection (RFC 9110, 7.6.1).
 _HOP_BY_HOP = {
     *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
     *("upgrade", "host"),
@@ -70,15 +73,14 @@ _OF_ONE_NODE = {
 
 
 def path_of(scope: Mapping[str, Any]) -> str:
-    """The path and query of a request (ASGI's scope) below the application's prefix, as its client
-    has spelled them."""
+    """Return the path and query of an ASGI request below the application's prefix, undecoded."""
     found = scope["raw_path"].decode("latin-1").removeprefix(scope["root_path"])
     query = scope["query_string"].decode("latin-1")
     return f"{found}?{query}" if query else found
 
 
 def refusal(path: str) -> str:
-    """Why this request is not for whichever node comes next; empty if it is."""
+    """Return why only a certain node can serve this path, or "" if any node can."""
     for pattern, reason in _OF_ONE_NODE.items():
         if re.match(pattern, path.partition("?")[0]):
             return f"{reason}: not through Ray's proxy, ask that node's server"
@@ -86,5 +88,5 @@ def refusal(path: str) -> str:
 
 
 def passed_on(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The headers that are for the other end."""
+    """Return the end-to-end headers."""
     return [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP]

@@ -1,4 +1,4 @@
-"""The server of a node: started or found, asked by its unix socket, ended."""
+"""The server of a node, which is started or exists already, behind its unix socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASKED_EACH_S = 0.1
 
 
 def arguments(flags: Mapping[str, Any]) -> list[str]:
-    """The command line of flags by their names: a list where one repeats."""
+    """Return the command line of flags by name; a list is a repeated flag."""
     found = []
     for name, value in flags.items():
         for each in value if isinstance(value, list) else [value]:
@@ -31,19 +31,25 @@ def arguments(flags: Mapping[str, Any]) -> list[str]:
 
 
 def check(flags: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument, naming what is wrong with flags as far as one can tell without the
-    node's files."""
+    """Check flags as far as possible without the files of the node.
+
+    Raises:
+        InvalidArgument: A flag is unknown or invalid.
+    """
     node_flags = {name: value for name, value in flags.items() if name != "config"}
     command_line.parse(arguments(node_flags))
 
 
 class NodeServer:
-    """args: as for `shmserve.ray.app`. What it starts ends when this process does."""
+    """The server of a node; `args` are those of `shmserve.ray.app`.
+
+    A server that it starts ends with this process.
+    """
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = args.get("server") or self._start(args)
-        # Requests wait in shmserve's queues and not for a connection; how long is said there, too.
+        # Requests wait in shmserve's queues, with its timeouts, and not for a connection.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(self._socket, limit=0),
             timeout=aiohttp.ClientTimeout(),
@@ -54,7 +60,7 @@ class NodeServer:
     def _start(self, flags: Mapping[str, Any]) -> str:
         folder = Path(tempfile.mkdtemp(prefix="shmserve-ray-"))
         ours = {"allow-http": False, "http-unix-socket": folder / "http.sock"}
-        # In a session of its own: who ends `serve run` by Ctrl-C leaves its end to us.
+        # In a session of its own, so that Ctrl-C in `serve run` does not end it.
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "shmserve.ray.launch", str(os.getpid()), str(folder)),
@@ -66,14 +72,17 @@ class NodeServer:
         return str(flags.get("http-unix-socket", ours["http-unix-socket"]))
 
     async def wait_ready(self) -> None:
-        """Return once it is ready. Raises RuntimeError if it ends before."""
+        """Wait until the server is ready. Raises RuntimeError if it exits before."""
         while not await self._answers("/v2/health/ready"):
             self._check_process()
             await asyncio.sleep(_ASKED_EACH_S)
 
     async def check(self) -> None:
-        """Raises RuntimeError if it has ended or does not answer. One that is not ready stays: it
-        may be loading a model, and says so to who asks for that one."""
+        """Check that the server runs and responds; it need not be ready, since a load is normal.
+
+        Raises:
+            RuntimeError: The server has exited, or does not respond.
+        """
         self._check_process()
         if not await self._answers("/v2/health/live"):
             raise RuntimeError(f"no server answers at {self._socket}")
@@ -85,15 +94,18 @@ class NodeServer:
         headers: list[tuple[str, str]],
         body: Callable[[], Awaitable[bytes]],
     ) -> aiohttp.ClientResponse:
-        """Its response, whose body is to be read. Raises aiohttp.ClientConnectionError where there
-        is no server any more."""
+        """Send a request, and return the response with an unread body.
+
+        Raises:
+            aiohttp.ClientConnectionError: The server has exited.
+        """
         url = URL(f"http://localhost{path}", encoded=True)
         return await self._session.request(
             method, url, headers=headers, data=await body() or None, allow_redirects=False
         )
 
     def stop(self) -> None:
-        """End what was started: what it was asked it answers, within --exit-timeout-secs."""
+        """Stop a started server, which finishes its requests within --exit-timeout-secs."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

@@ -1,33 +1,29 @@
 """Schedulers: each owns its model version's requests from arrival to their last response, and
-decides what runs when. One model is one process; the steps of an ensemble are in that of it.
+decides what runs when. One model is one process, which also hosts the steps of an ensemble.
 
-main.py                 the process
-hosting/                host.py         its loop: wait, receive, tick, send, for all that it hosts
-                        hosted.py       one scheduler: sockets, front, core; the kinds as a table
-                        in_process.py   calls between the schedulers of one process
+hosting/                host.py         the process: its entry point and its loop
+                        hosted.py       one scheduler: sockets, front, core; the table of kinds
+                        event_loop.py   waiting for sockets and timers; calls between the schedulers
+                                        of one process
                         local_clients.py
-                                        requests of programs outside the server, checked
-                        waiting.py      waiting for sockets, or for a time in microseconds
+                                        checks of the requests of programs outside the server
 front.py                clients, submit, cancel, credit, release, drain, reports: for every kind
 batching.py             the core of a model that has instances (no clock, no socket)
-outboxes.py             what a core posts messages to
-settings.py             what was configured
-requests/               request.py      the state machine of a request, as a table
-                        client.py       who submits
+settings.py             the scheduling of a model version
+requests/               request.py      the state machine of a request, as a table; its client
                         queue.py        admission, order by priority, deadlines
-                        timers.py       whose time is over, and when the next one's is
-                        responses.py    what clients are told; ordering
-batchers/               base.py, dynamic.py, adaptive.py
+                        responses.py    messages to clients; ordering
+batchers/               dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
-                        estimates.py    what the adaptive one learns
+                        estimates.py    what the adaptive batcher learns
                         dispatch.py     from the queue to the instances
-                        recovery.py     workers that died, overran or talked nonsense: retries
                         sequence/       the sequence batcher: slots, strategies, its dispatch.py
-instances/              pool.py         slots: who is there, who is free, what each one runs
-                        executions.py   batches and responses between here and workers, and the
-                                        recent service time
-response_cache.py       responses kept for requests that come again
-statistics/             counters, histograms, quantiles, responses by index
+instances/              pool.py         slots: which instances are ready, free, busy; tickets
+                        executions.py   messages to workers, and the recent service time
+                        results.py      messages of workers; retries of what lost workers had
+response_cache.py       responses of earlier requests
+statistics.py           the counters of a model version and their report
+tables.py               tables of counters, histograms, quantiles
 generative/             text: engines instead of a batcher, blocks instead of slots
 ensemble/               the core of an ensemble: its steps are other models
 """

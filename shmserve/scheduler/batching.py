@@ -1,21 +1,23 @@
-"""The batching core, the scheduler of a model that has instances: its queue, batcher and pool, and
-what each message changes there.
+"""The core of a batching scheduler: the queue, the batcher and the pool of a model that has
+instances.
 
-admit, cancel, ...   a client's message, by the front
-from_control         the supervisor's; what workers say, its `executions` take
-tick                 now: expire, dispatch, release
+    admit, cancel, ...   messages of clients, from the front
+    from_control         messages of the supervisor (`results` handles those of workers)
+    tick                 expire, dispatch, release
 
-What is to be sent is posted to outboxes, which the loop flushes once a turn.
+Messages to send are posted to outboxes, which the event loop flushes once a turn.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, assert_never
 
 from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
+from shmserve.ipc.messages.control_requests import TicketGranted
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
     CountChange,
@@ -23,42 +25,40 @@ from shmserve.ipc.messages.supervision import (
     InstanceGone,
     InstanceRetired,
     RetireInstance,
-    TicketGranted,
 )
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
-from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.pool import Pool
-from shmserve.scheduler.instances.tickets import InstanceTickets
-from shmserve.scheduler.outboxes import ControlLink, Peers
-from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.instances.pool import InstanceTickets, Pool
+from shmserve.scheduler.instances.results import Results
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import (
+    CACHED,
+    Client,
+    ControlLink,
     Event,
     Lookup,
+    Peers,
     ScheduledRequest,
     State,
+    Timing,
 )
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics.counters import Reason, Statistics
-from shmserve.scheduler.statistics.timing import CACHED, Timing
+from shmserve.scheduler.statistics import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 
 
 class BatchingCore(Core[ScheduledRequest]):
-    """One model version's requests, queued, batched and sent to its instances.
-
-    Workers' messages about them go to `executions`. `fits` has how requests of a schema batch.
-    """
+    """The core of a model version with instances. `executions` sends batches to workers, `results`
+    handles their messages. `fits` has the batch fit of each request schema."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class BatchingCore(Core[ScheduledRequest]):
         fits: Schemas[BatchFit],
         workers: Peers,
         control: ControlLink,
+        clock: Callable[[], int],
         cache: ResponseCache | None = None,
     ) -> None:
         self._to_workers = workers
@@ -78,30 +79,31 @@ class BatchingCore(Core[ScheduledRequest]):
         self._queue = RequestQueue(settings)
         self._tickets = InstanceTickets(control) if settings.rate_limited else None
         self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
-        self._recovery = Recovery(
-            settings, self._pool, control, self._queue, self._responses, self.statistics
+        self.executions = Executions(
+            settings, self._pool, workers, control, self._responses, self.statistics
         )
         batcher = batcher_of(settings)
-        self.executions = Executions(
-            settings,
-            self._pool,
-            workers,
-            self._responses,
-            self.statistics,
-            self._recovery,
-            batcher,
-        )
         parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
         self._dispatch: Dispatcher
         if settings.engine is not None:
             self._dispatch = GenerativeDispatch(
-                settings, *parts, settings.engine, self.statistics.generation
+                settings, *parts, settings.engine, self.statistics.generation, clock
             )
         elif settings.sequences is not None:
             self._dispatch = SequenceDispatch(settings, *parts)
         else:
             self._dispatch = Dispatch(settings, *parts, batcher)
-        self.executions.dispatcher = self._dispatch
+        self.results = Results(
+            settings,
+            self._pool,
+            control,
+            self._queue,
+            self._responses,
+            self.statistics,
+            self.executions,
+            batcher,
+            self._dispatch,
+        )
         self._awaits_sequences = False
 
     # --- clients ----------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def hit(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        # Only its turn may still have to come.
+        # The response may still have to wait for its turn.
         fit = self._fits.find(submit.schema) or self._learn(submit)
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
@@ -186,7 +188,7 @@ class BatchingCore(Core[ScheduledRequest]):
         for request in list(client.requests.values()):
             match request.state:
                 case State.DONE:
-                    continue  # it was of a sequence of which another one was cancelled
+                    continue  # it ended with an earlier request of its sequence
                 case State.QUEUED | State.HELD:
                     self._withdraw(request, now_ns)
                 case State.EXECUTING | State.RESPONDING:
@@ -215,7 +217,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.give_up(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
-                self._release_retired()  # now: another may be announced in its place next
+                self._release_retired()  # before the next message announces a successor
             case CountChange():
                 self.statistics.instance_changes["more" if message.more else "fewer"] += 1
             case TicketGranted():
@@ -229,8 +231,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._to_control.post(InstanceRetired(process))
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
-        lost = self._dispatch.kept(self._pool.process_exited(pid))
-        self._recovery.exited(lost, reason, self._dispatch.lost_text, now_ns)
+        self.results.process_exited(pid, reason, now_ns)
         self.executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:
@@ -259,7 +260,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._expire(now_ns)
         if now_ns >= pool.due_ns:
             for slot in pool.overdue(now_ns):
-                self._recovery.overrun(slot, now_ns)
+                self.results.overrun(slot, now_ns)
         if pool.failure:
             self._refuse_waiting(pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
@@ -309,5 +310,5 @@ class BatchingCore(Core[ScheduledRequest]):
             "instances": self._pool.counts(),
             "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
-            "malformed": self._to_workers.malformed + self.executions.misplaced,
+            "malformed": self._to_workers.malformed + self.results.misplaced,
         }

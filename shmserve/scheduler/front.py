@@ -1,11 +1,11 @@
-"""The client front of a scheduler, the same for every kind: clients and dead peers, submit, cancel,
-credit, release, drain, stop, restore, reports. No clock, no socket.
+"""The front of a scheduler, the same for every kind: clients and dead peers, submit, cancel,
+credit, release, drain, stop, restore, reports. It has no clock and no socket.
 
     client       Submit Cancel Credit Release ReportStatistics ─┐
                                                                ├─> Front ──> Core
     supervisor   Drain Stop ProcessExited SnapshotStatistics ... ──┘
 
-What becomes of a request that was admitted is its core's decision (batching.py, ensemble/core.py).
+The core decides about admitted requests (batching.py, ensemble/core.py).
 """
 
 from __future__ import annotations
@@ -30,39 +30,72 @@ from shmserve.ipc.messages.inference import (
     StatisticsReported,
     Submit,
 )
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     BaseCounters,
     Drain,
     Drained,
-    ProcessExited,
     ResizeCache,
     SnapshotStatistics,
     StatisticsSnapshot,
     Stop,
 )
+from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.transport.router import last_number
-from shmserve.scheduler.outboxes import ClientLinks, ControlLink
-from shmserve.scheduler.requests.client import Client, ClientTable
 from shmserve.scheduler.requests.queue import believable
-from shmserve.scheduler.requests.request import NEVER, Lookup
+from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
-from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics import (
+    Reason,
+    Statistics,
+)
 
 logger = logging.getLogger(__name__)
 
 
-# Of a snapshot, as it is this moment.
+# The current values in a snapshot.
 _NOW = ("pending", "executing", "open_sequences", "live", "instances")
-_DEAD_REMEMBERED = 64
+_MOST_CLIENTS = 1024  # beyond that, clients without requests are removed
 
 R = TypeVar("R")
 
 
+class ClientLinks(Protocol):
+    """The links to clients. `malformed` counts their unreadable frames."""
+
+    @property
+    def malformed(self) -> int:
+        """The number of unreadable frames so far."""
+
+    def to(self, peer: bytes) -> Callable[[Any], object]:
+        """Return the function that queues a message for the client at this address."""
+
+
+class ClientTable(dict[bytes, Client[R]]):
+    """The clients by address. A lookup of an unknown address adds the client."""
+
+    def __init__(self, links: ClientLinks) -> None:
+        super().__init__()
+        self._links = links
+
+    def __missing__(self, peer: bytes) -> Client[R]:
+        if len(self) >= _MOST_CLIENTS:
+            for known in [each for each in self.values() if not each.requests]:
+                del self[known.peer]
+        client: Client[R] = Client(peer, self._links.to(peer))
+        self[peer] = client
+        return client
+
+    def of_process(self, pid: int) -> list[Client[R]]:
+        """Return the clients of one process."""
+        return [client for client in self.values() if client.pid == pid]
+
+
 @dataclass(eq=False)
 class Reports:
-    """The statistics with what others know of now (`gauges`), and the model's own metrics.
+    """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `misplaced` counts messages that make no sense from their sender or now. `wall_clock` gives
+    `misplaced` counts messages that make no sense from their sender or now. `wall_clock` returns
     epoch ns.
     """
 
@@ -74,13 +107,13 @@ class Reports:
     misplaced: int = 0
 
     def report(self, now_ns: int) -> dict[str, Any]:
-        """The statistics, as their package describes them."""
+        """Return the report of the statistics."""
         gauges = self._count_malformed()
         gauges["families"] = model_metrics.plain(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
     def tell(self, client: Client[Any], number: int, now_ns: int) -> None:
-        """A client asks, with this number."""
+        """Send the report to a client, as the answer to its request with this number."""
         report = self.report(now_ns)
         self.snapshot()
         client.post(StatisticsReported(number, report))
@@ -91,15 +124,15 @@ class Reports:
         return gauges
 
     def snapshot(self, brief: bool = False) -> None:
-        """Send what is counted to whoever starts our successor: no count that was shown may ever go
-        back. `brief` as in `Statistics.snapshot`."""
+        """Send the counts to the supervisor, which passes them to a successor: a count that was
+        shown must never decrease. `brief` as in `Statistics.snapshot`."""
         gauges = self._count_malformed()
         now = {name: gauges[name] for name in _NOW}
         statistics = {**self._statistics.snapshot(brief), **now}
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
     def set_base(self, message: BaseCounters) -> None:
-        """Take over the counts of what this version replaces."""
+        """Add the counts of the version that this version replaces."""
         try:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -107,7 +140,7 @@ class Reports:
         self.snapshot()
 
     def restore(self, snapshot: list[Any], alive: list[int]) -> None:
-        """As `Front.restore`."""
+        """Restore a snapshot, as `Front.restore`."""
         statistics, metrics = snapshot
         try:
             self._statistics.restore(statistics)
@@ -117,7 +150,7 @@ class Reports:
             logger.exception("a predecessor's statistics cannot be read")
 
     def metrics_reported(self, pid: int, message: MetricsReported) -> None:
-        """An instance's model has metrics of its own."""
+        """Record the metrics that the model of an instance has reported."""
         try:
             families = model_metrics.parse(message.families)
         except ValueError:
@@ -126,7 +159,7 @@ class Reports:
             self._metrics.report(pid, families)
 
     def exited(self, pid: int) -> None:
-        """A process is gone; what its model has counted stays."""
+        """Record the exit of a process; the counts of its model are kept."""
         self._metrics.exited(pid)
 
 
@@ -134,27 +167,27 @@ _EVERY_NS = 60_000_000_000
 
 
 class OverloadLog:
-    """The rate-limited lines of one model; times are monotonic ns. The next one is due at `due_ns`,
-    NEVER where nothing was counted."""
+    """The rate-limited log of one model's refused requests; times are monotonic ns. The next line
+    is due at `due_ns` (NEVER: nothing was counted)."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._refused = 0
-        self._next_ns = 0  # there is none before this
+        self._next_ns = 0  # no line is due earlier
         self.due_ns = NEVER
 
     def refuse(self) -> None:
-        """Count a request."""
+        """Count a refused request."""
         self._refused += 1
         self.due_ns = self._next_ns
 
     def tick(self, now_ns: int) -> None:
-        """Write what was counted: it is due."""
+        """Log the count, which is due."""
         self._next_ns = now_ns + _EVERY_NS
         self.write()
 
     def write(self) -> None:
-        """Write what was counted."""
+        """Log the count."""
         self.due_ns = NEVER
         if self._refused:
             logger.warning(
@@ -166,9 +199,9 @@ class OverloadLog:
 
 
 class Core(Protocol[R]):
-    """The decisions of one kind of scheduler about the requests of a model version: pure, with the
-    time as an argument (monotonic ns). `R` is its kind of request; those of a client are in
-    `client.requests` from `admit` to their end."""
+    """The decisions of one kind of scheduler about the requests of a model version. Times are
+    arguments (monotonic ns). `R` is its kind of request; a request is in its `client.requests` from
+    `admit` to its end."""
 
     statistics: Statistics
 
@@ -182,63 +215,64 @@ class Core(Protocol[R]):
         return self.live
 
     def check(self, submit: Submit, now_ns: int) -> None:
-        """Raise ShmserveError where no request like this is admitted now, whatever its response;
-        `admit` checks the same."""
+        """Raise ShmserveError if the request would not be admitted; `admit` checks the same."""
 
     def admit(self, client: Client[R], submit: Submit, lookup: Lookup | None, now_ns: int) -> None:
-        """Take a request, of which the response cache said `lookup`. Raises ShmserveError."""
+        """Admit a request with the result of its cache lookup; raise ShmserveError if it is not
+        admitted."""
 
     def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
-        """Take a request whose response is cached; it has passed `check`."""
+        """Answer a request from the cache; it has passed `check`."""
 
     def cancel(self, request: R, now_ns: int, listening: bool = False) -> None:
-        """Its client does not wait for a request any more; `listening`: as in `Cancel`."""
+        """Cancel a request; `listening` as in `Cancel`."""
 
     def credit(self, request: R, responses: int, now_ns: int) -> None:
-        """Its client has read so many responses."""
+        """Record that the client has read responses."""
 
     def release(self, client: Client[R], message: Release) -> None:
-        """A client has read outputs, which no response cache holds."""
+        """Release outputs that a client has read and that are not in a response cache."""
 
     def disconnect(self, client: Client[R], now_ns: int) -> None:
-        """A client is gone: nobody waits for its requests."""
+        """Remove a client that has exited, and cancel its requests."""
 
     def stop(self, request: R, now_ns: int) -> None:
-        """Fail a request: the scheduler ends."""
+        """Fail a request because the scheduler stops."""
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
-        """A process of the server is gone, with its memory and what it was running."""
+        """Handle the exit of a process of the server, whose memory and executions are lost."""
 
     def from_control(self, message: Any, now_ns: int) -> None:
-        """Handle a message of the supervisor's that only this kind of scheduler knows."""
+        """Handle a message of the supervisor that only this kind of scheduler receives."""
 
     def tick(self, now_ns: int) -> int:
-        """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
+        """Do what is due; return when to call again if nothing happens before (NEVER: no need)."""
 
     def gauges(self) -> dict[str, Any]:
-        """Pending, executing, instances and malformed frames now, as statistics have them."""
+        """Return the current values: pending, executing, instances, malformed frames."""
 
     def drain(self, sequences: bool) -> None:
-        """Nothing more comes that would be worth waiting for; `sequences` that are open go on."""
+        """Stop waiting for further requests; `sequences`: open sequences may continue."""
         return
 
     def accepts_while_draining(self, submit: Submit) -> bool:
-        """Whether a request belongs to what is being finished."""
+        """Check whether a request is accepted while the scheduler drains."""
         return False
 
     def retry_after_s(self, error: ShmserveError) -> int:
-        """When a client that was refused may try again, in seconds; 0: unknown."""
+        """Return after how many seconds a refused client may retry; 0: unknown."""
         return 0
 
     def worded(self, text: str) -> str:
-        """An error as clients read it."""
+        """Return an error text in the form that clients receive."""
         return text
 
 
 @dataclass(eq=False)
 class Front(Generic[R]):
-    """One scheduler's clients, and its life. `wall_clock` gives epoch ns, `model` is a name for the
-    log. While it drains, nothing new begins; once it has `stopped` it has nothing to do."""
+    """The clients of a scheduler and its lifecycle. `wall_clock` returns epoch ns; `model` is a
+    name for the log. While the scheduler drains, it admits nothing new. After it has `stopped`, it
+    has nothing to do."""
 
     _core: Core[R]
     _links: ClientLinks
@@ -266,7 +300,7 @@ class Front(Generic[R]):
     # --- clients ----------------------------------------------------------------------------------
 
     def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
-        """Handle a client's message; one of a process that is gone by now is dropped."""
+        """Handle a client's message; the message of an exited process is dropped."""
         client = self._clients[peer]
         if client.pid in self._dead:
             del self._clients[peer]
@@ -294,7 +328,7 @@ class Front(Generic[R]):
 
     def _submit(self, client: Client[R], submit: Submit, now_ns: int) -> None:
         if submit.id in client.requests:
-            # Nothing is owed: a response would be taken for the other request's.
+            # No response is sent, because the client would take it for the other request's.
             self.misplaced()
             return
         core, lookup = self._core, None
@@ -326,7 +360,7 @@ class Front(Generic[R]):
     # --- supervisor -------------------------------------------------------------------------------
 
     def from_control(self, message: Any, now_ns: int) -> None:
-        """Handle a message of the supervisor's, a `SupervisorToScheduler` or one of the core's."""
+        """Handle a message of the supervisor: a `SupervisorToScheduler`, or one of the core's."""
         match message:
             case ProcessExited():
                 self._process_exited(message.process, message.reason, now_ns)
@@ -351,9 +385,9 @@ class Front(Generic[R]):
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.exited(pid)
-        # Frames that it sent may still be on their way.
+        # Frames of the process may still arrive.
         self._dead[pid] = None
-        if len(self._dead) > _DEAD_REMEMBERED:
+        if len(self._dead) > REMEMBERED_EXITS:
             del self._dead[next(iter(self._dead))]
         for client in self._clients.of_process(pid):
             del self._clients[client.peer]
@@ -367,7 +401,7 @@ class Front(Generic[R]):
                 self._core.stop(request, now_ns)
 
     def metrics_reported(self, peer: bytes, message: MetricsReported) -> None:
-        """An instance, whose address is `peer`, has metrics of its model's own."""
+        """Record the metrics of the model at the instance with this address."""
         pid = last_number(peer)  # as the instance's InstanceReady says
         if not (pid and peer.partition(b".")[0].isdigit()):
             self.misplaced()
@@ -377,7 +411,7 @@ class Front(Generic[R]):
     # --- time and counts --------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
+        """Do what is due; return when to call again if nothing happens before (NEVER: no need)."""
         wake_ns = self._core.tick(now_ns)
         overload = self._overload
         if overload.due_ns != NEVER:
@@ -391,14 +425,16 @@ class Front(Generic[R]):
         return wake_ns
 
     def restore(self, snapshot: list[Any], alive: list[int]) -> None:
-        """Count on from a predecessor's last StatisticsSnapshot, as [statistics, metrics].
+        """Continue the counts of a predecessor.
 
-        `alive` are the pids of the instances that it has left behind.
+        Args:
+            snapshot: Its last StatisticsSnapshot, as [statistics, metrics].
+            alive: The pids of its instances.
         """
         self._reports.restore(snapshot, alive)
 
     def misplaced(self) -> None:
-        """A message was dropped because it makes no sense from its sender or now."""
+        """Count a dropped message that makes no sense from its sender or now."""
         self._reports.misplaced += 1
 
     def _gauges(self) -> dict[str, Any]:

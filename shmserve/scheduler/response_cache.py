@@ -29,7 +29,7 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.tensors.descriptors import Place, pack_place, unpack_place
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
@@ -39,7 +39,7 @@ from shmserve.scheduler.requests.request import NOTHING, Lookup
 logger = logging.getLogger(__name__)
 
 _DIGEST_SIZE = 32
-# What an entry takes besides the bytes of its tensors, about.
+# The approximate overhead of an entry and of a tensor, in bytes.
 _ENTRY = 512
 _TENSOR = 256
 
@@ -68,8 +68,8 @@ class _Head(NamedTuple):
 
 @dataclass(eq=False)
 class ResponseCache:
-    """The responses of one model version. `start` says how large it may be, and who holds the
-    memory of clients; copies of large responses are `lent`."""
+    """The cached responses of one model version. `start` has its size and the owner of clients'
+    memory; copies of large responses are `lent` to clients."""
 
     _model: str
     _version: str
@@ -85,8 +85,8 @@ class ResponseCache:
         self._heads: Schemas[_Head] = Schemas(self._head)
 
     def look_up(self, submit: Submit) -> Lookup | None:
-        """The cached response to a request, which whoever asks is to settle; None: the request
-        passes the cache by."""
+        """Return the result of a lookup, which the caller settles, or None if the request bypasses
+        the cache."""
         began_ns = self._clock()
         copies: list[Block] = []
         try:
@@ -106,24 +106,24 @@ class ResponseCache:
         return Lookup(b"", (entry.schema, data), self._clock() - began_ns, copies)
 
     def _head(self, schema: bytes) -> _Head:
-        """Return the head of requests of a schema; an empty one where they pass the cache by."""
+        """Return the head of a schema's requests; it is empty if they bypass the cache."""
         request = RequestSchema(schema)
         if request.count > len(request.inputs):
             return _Head(b"", [])
         return cache_head(self._model, self._version, request)
 
     def _bytes(self, data: Any) -> Any:
-        """Return the bytes of a tensor. Raises MalformedMessage, or Unavailable as `_read`."""
+        """Return the bytes of a tensor; raise MalformedMessage, or Unavailable as `_read`."""
         return data if type(data) is bytes else self._read(unpack_place(data))
 
     def insert(self, key: bytes, response: Packed) -> int:
-        """Store the response to a request that missed; return the ns that this took."""
+        """Add the response to a request that missed; return the duration in ns."""
         began_ns = self._clock()
         schema, data = response
         try:
             kept = [bytes(self._bytes(each)) for each in data]
         except (MalformedMessage, ShmserveError, ValueError, TypeError):
-            return self._clock() - began_ns  # it lies where we do not read
+            return self._clock() - began_ns  # in memory that schedulers do not read
         small = all(type(each) is bytes for each in data)
         entry = _Entry(schema, kept, small)
         byte_size = _ENTRY + len(schema) + sum([len(each) for each in kept])
@@ -145,7 +145,8 @@ class ResponseCache:
     # --- memory -----------------------------------------------------------------------------------
 
     def _read(self, place: Place) -> memoryview:
-        """Raises Unavailable where the bytes may be changed by a client, or are gone."""
+        """Return the bytes of a memory range; raise Unavailable if a client may change them or they
+        are gone."""
         memory = place.memory
         clients = memory.pid == self._start.supervisor_pid
         if memory.cuda is not None or memory.copied or not memory.sealed or clients:
@@ -156,7 +157,8 @@ class ResponseCache:
     def _copied(self, datas: list[bytes], copies: list[Block]) -> list[Any]:
         """Return the data of a large response, in memory that is lent.
 
-        Raises ShmserveError where they do not fit.
+        Raises:
+            ShmserveError: The response does not fit.
         """
         placed: list[Any] = []
         inline = INLINE_LIMIT
@@ -177,32 +179,32 @@ class ResponseCache:
         return placed
 
     def lend(self, reader: int, lookup: Lookup) -> None:
-        """`reader` is told of a response: what is copied for it is its own until it releases it."""
+        """Lend the copies of a response to `reader` until it releases them."""
         for copy in lookup.copies:
             self.lent.lend(reader, copy.place, copy)
 
     def free(self, place: Place) -> None:
-        """Free a copy that nobody has any more."""
+        """Free a copy that no reader has any more."""
         self._lent_bytes -= place.byte_size
         self.lent.free(place)
 
     def process_exited(self, pid: int) -> None:
-        """A process is gone, with its memory and all that it was reading."""
+        """Release the memory of a process that has exited, and everything it was reading."""
         self._mappings.drop_process(pid)
         self.lent.drop_reader(pid)
 
     def clear(self) -> None:
-        """Forget all responses: they would be others now."""
+        """Remove all responses: they may not be valid any more."""
         self._entries.clear()
 
     # --- size -------------------------------------------------------------------------------------
 
     def resize(self, byte_size: int) -> None:
-        """Have another share of the server's cache."""
+        """Change the share of the server's cache."""
         self._entries.resize(byte_size)
 
     def gauges(self) -> dict[str, int]:
-        """The sizes and counts of what is in it now."""
+        """Return the current sizes and counts."""
         return {
             "bytes": self._entries.used,
             "entries": len(self._entries),
@@ -212,8 +214,8 @@ class ResponseCache:
 
 
 class LruCache(Generic[T]):
-    """Values by key, of which all sizes together are at most `bound` bytes: what was used least
-    recently is evicted."""
+    """Values by key with a total size of at most `bound` bytes; the least recently used ones are
+    evicted."""
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
@@ -225,7 +227,7 @@ class LruCache(Generic[T]):
         return len(self._entries)
 
     def find(self, key: bytes) -> T | None:
-        """The value of a key, which is then the one used last; or None."""
+        """Return the value of a key, which becomes the most recently used one, or None."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -233,8 +235,8 @@ class LruCache(Generic[T]):
         return entry[1]
 
     def insert(self, key: bytes, value: T, byte_size: int) -> bool:
-        """Keep a value, and evict others as long as there is no room; False: it is larger than
-        the whole cache, and nothing has changed."""
+        """Add a value and evict others to make space; return False, without a change, if it is
+        larger than the cache."""
         if byte_size > self.bound:
             return False
         before = self._entries.pop(key, None)
@@ -246,12 +248,12 @@ class LruCache(Generic[T]):
         return True
 
     def clear(self) -> None:
-        """Keep nothing of it."""
+        """Remove all values."""
         self._entries.clear()
         self.used = 0
 
     def resize(self, bound: int) -> None:
-        """Have another bound from now on."""
+        """Change the bound."""
         self.bound = bound
         self._evict(bound)
 

@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shmserve.common import model_settings
-from shmserve.common.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.errors import InvalidArgument
+from shmserve.ipc import model_settings
 from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import SchedulingLimits
+from shmserve.ipc.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec, SequenceBatching
 from shmserve.ipc.tensors.padding import Padding
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
 _IDLE_NS = _NS_PER_S
-_MOST_SEQUENCES = 16384  # of a client, that wait for a slot
+_MOST_SEQUENCES = 16384  # waiting for a slot, of a client
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """The dynamic batcher's rules. Sizes are sums of request batch sizes, at least 1. `target_ns`:
-    what it adapts to, 0: it does not. `padding`: which shapes may share a batch; None: equal ones.
-    """
+    """The rules of the dynamic batcher. Sizes are sums of request batch sizes, at least 1.
+    `target_ns` is the latency target that it adapts to (0: none). `padding` decides which shapes
+    may share a batch (None: equal ones)."""
 
     max_batch_size: int
     preferred: frozenset[int]
@@ -43,33 +43,32 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicies:
-    """The queue's priority levels, 1 .. `levels` (0: there is one, and no priority counts), and the
-    policy of each."""
+    """The queue's priority levels, 1 .. `levels` (0: one level, and priorities are ignored), and
+    the policy of each."""
 
     default: LevelPolicy
     levels: int = 0
     default_level: int = 0
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
-    limited: bool = False  # the model's configuration asks for any of it
+    limited: bool = False  # the configuration has levels or limits
 
     def level(self, priority: int) -> int:
-        """The level of a request with this priority."""
+        """Return the level of requests with this priority."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def of(self, level: int) -> LevelPolicy:
-        """The policy of a level."""
+        """Return the policy of a level."""
         return self.by_level.get(level, self.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequencing:
-    """The sequence batcher's rules: those of the configuration, its `spec`, and what follows from
-    it and the server's. `slots` an instance; no `oldest`: the direct strategy, which waits for a
-    minimum utilization of its slots up to `delay_ns` where both are set.
+    """The rules of the sequence batcher: the configuration (`spec`) and what follows from it and
+    the server's limits.
 
-    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `correlation_id`
-    is as the spec has it. `hold`, `hold_backlog`: requests in slots, and in the backlog, before the
-    first batch.
+    Each instance has `slots`. Without `oldest`, the strategy is direct, which waits up to
+    `delay_ns` for a minimum utilization of its slots if both are set. A sequence is idle after
+    `idle_ns`, and `most` of a client may wait for a slot.
     """
 
     spec: SequenceBatching
@@ -79,16 +78,14 @@ class Sequencing:
     oldest: Batching | None = None
     delay_ns: int = 0
     most: int = _MOST_SEQUENCES
-    hold: int = 0
-    hold_backlog: int = 0
 
     def without_delay(self) -> Sequencing:
-        """These rules where nothing more comes that would be worth waiting for."""
+        """Return these rules without delays: no further request is expected."""
         oldest = None if self.oldest is None else replace(self.oldest, delay_ns=0)
         return replace(self, delay_ns=0, oldest=oldest)
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
-        """Raises InvalidArgument for an id that the model's control input cannot hold."""
+        """Raise InvalidArgument if the model's control input cannot hold this id."""
         name, datatype = self.correlation_id
         is_text = isinstance(correlation_id, str)
         if datatype and is_text != (datatype == "BYTES"):
@@ -100,7 +97,8 @@ class Sequencing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The scheduling of a model version. No `batching`: one request an execution, in order."""
+    """The scheduling of a model version. Without `batching`, each execution has one request, in
+    order."""
 
     name: str
     version: str
@@ -109,7 +107,7 @@ class Settings:
     policies: QueuePolicies
     preserve_ordering: bool
     execution_limit_ns: int
-    hold_until: int
+    hold: tuple[int, int] = (0, 0)  # a test hook: requests, and those in the backlog, to wait for
     sequences: Sequencing | None = None
     request_limit_ns: int = 0  # from a request's arrival to its last response; 0: none
     decoupled: bool = False  # any number of responses to a request
@@ -118,12 +116,12 @@ class Settings:
     first_response_buckets_ms: tuple[float, ...] = model_settings.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
-    cached: bool = False  # its responses may be kept and given again
+    cached: bool = False  # its responses may be cached
     engine: EngineSettings | None = None  # of a model that generates text
 
     @classmethod
     def read(cls, config: ModelSpec, version: str, limits: SchedulingLimits) -> Settings:
-        """From a model's configuration and what the server sets for all models."""
+        """Read the settings from a model's configuration and the server's limits."""
         dynamic, padding = config.dynamic_batching, config.padding
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
         ordered = dynamic is not None and dynamic.preserve_ordering
@@ -135,11 +133,10 @@ class Settings:
             max_batch_size=config.max_batch_size,
             batching=None if dynamic is None else _strategy(config, dynamic, padding),
             policies=_policies(dynamic or DynamicBatching(), limits.max_queue_size),
-            # What may never end cannot be waited for.
+            # The responses of a decoupled model may never end, so that no order can be kept.
             preserve_ordering=ordered and not config.decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
-            # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
-            hold_until=0 if dynamic is None else limits.delay_scheduler,
+            hold=_hold(config, limits),
             request_limit_ns=limits.request_timeout_us * _NS_PER_US,
             sequences=_sequencing(config, limits),
             decoupled=config.decoupled,
@@ -188,11 +185,16 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         idle_ns=given.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=given.direct_delay_microseconds * _NS_PER_US,
-        # Not so many that one client's fill the queue.
+        # So few that the sequences of one client cannot fill the queue.
         most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
-        hold=limits.delay_scheduler,
-        hold_backlog=limits.backlog_delay_scheduler,
     )
+
+
+def _hold(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
+    """Return the `Settings.hold`. As in Triton, the default scheduler holds nothing."""
+    if config.sequence_batching is not None:
+        return limits.delay_scheduler, limits.backlog_delay_scheduler
+    return (0 if config.dynamic_batching is None else limits.delay_scheduler), 0
 
 
 def _buckets(config: ModelSpec) -> tuple[float, ...]:
@@ -219,7 +221,7 @@ def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> LevelPoli
     return replace(
         policy,
         max_queue_size=policy.max_queue_size or default_bound,
-        # A request that is put behind the others would hold up the responses of all of them.
+        # A delayed request would hold up the responses of all others.
         allow_timeout_override=policy.allow_timeout_override and not (ordered and policy.delays),
     )
 

@@ -1,23 +1,22 @@
-"""The supervisor: the control plane's process. It owns the process tree, and restarts what dies.
+"""The supervisor, the process of the control plane, which owns all other processes.
 
 Its rooms:
 
-    main.py             `shmserve serve`: the parts of a server, wired
+    main.py             `shmserve serve`: composition of a server
     supervisor.py       its life: start, serve, drain, stop
-    context.py          what the rooms below share
-    kept.py             processes that are always there: gateways, holders of workspaces on CUDA
-                        devices
+    context.py          the objects that all parts share
+    kept.py             permanent processes: gateways, and workspace holders of CUDA devices
     control_api.py      requests of gateways and models: load, register, log settings
-    reload.py           SIGHUP: the settings that may change, and the repositories, are read again
-    handover.py         a server gives all it has to the next one, while both run
-    health.py           liveness, readiness, and who is told of them; signs of life for the service
-                        manager, while every process gives one
-    processes/          the process table, zygotes that fork, the control socket, backoff
-    models/             what is loaded: orders, loads, versions, publications, the repository index
-    regions/            the registry of shared memory, its quotas
-    resources/          what models share: cache bytes, tickets of the rate limiter, workspaces
+    reload.py           SIGHUP: settings that may change, and the repositories, are read again
+    handover.py         takeover by a successor while both servers run
+    health.py           liveness, readiness, and the service manager's watchdog
+    processes/          the process table, zygotes, the control socket, scheduler hosts
+    models/             loading, versions, publications, the repository index
+    regions/            the registry of shared memory regions, and its quotas
+    resources/          shared resources: the rate limiter, cache bytes, workspaces
     local_clients/      programs on this host that use shmserve.client
-    events/             the event stream: who subscribes, what is published
-    host/               listeners, the run directory, the log file, the start-up report, the
-                        service manager, the link to a server that takes over
+    events/             the event stream
+    checks/             the checks of the host
+    host/               listeners, run directory, log file, start-up report, service manager, and
+                        link between two servers of a handover
 """

@@ -1,6 +1,4 @@
-"""The objects that every part of the supervisor is given, in one record: the settings, the control
-socket, the zygotes that fork processes, shared resources, background tasks; and who is sent what.
-"""
+"""The record of objects that all parts of the supervisor share, and the routing of publications."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from typing import Any
 
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
-from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages.supervision import (
+from shmserve.ipc.endpoints import Capabilities
+from shmserve.ipc.messages.publications import (
     ModelNews,
     ModelPublished,
     ModelWithdrawn,
@@ -24,13 +22,16 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.control_socket import Address, ControlSocket
+from shmserve.supervisor.processes.control_socket import (
+    Address,
+    ControlSocket,
+    LogControl,
+    TraceControl,
+)
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 LOCAL_CLIENT = "local client"
@@ -38,9 +39,11 @@ LOCAL_CLIENT = "local client"
 
 @dataclass(slots=True, eq=False)
 class SupervisorContext:
-    """`front_zygote` forks gateways and schedulers, `worker_zygote`, which has torch, workers.
-    `numbers` are those of schedulers. `config` is another one after a reload: it is to be asked at
-    each use.
+    """The shared objects of the supervisor.
+
+    `front_zygote` forks gateways and schedulers. `worker_zygote`, which has imported torch, forks
+    workers. `numbers` are the scheduler numbers. A reload replaces `config`, so it must not be
+    copied.
     """
 
     config: ServerConfig
@@ -62,12 +65,11 @@ class SupervisorContext:
 
     @property
     def log(self) -> LogSettings:
-        """The log settings for a process that starts now."""
+        """The log settings for a new process."""
         return self.logging.settings
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages from `address` to `handler`; `role` is "gateway", "host", "scheduler",
-        "ensemble", "worker" or "workspace"."""
+        """Route messages from `address` to `handler`, and send it the settings when it starts."""
 
         def handle(message: Any) -> None:
             self.logging.on_message(address, message)
@@ -78,17 +80,20 @@ class SupervisorContext:
         self.control.enrol(address, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to every process with one of these roles; LOCAL_CLIENT: to every program
-        that is one."""
+        """Send a message to all processes with one of these roles; LOCAL_CLIENT is one, too."""
         if LOCAL_CLIENT in roles:
             self.local_clients.tell(message)
         self.control.broadcast(message, *roles)
 
     def announce(self, news: ModelNews | ModelWithdrawn) -> int:
-        """Send news of a model to every gateway and local client; the number that these are to
-        acknowledge, unless they are stopped. Ensembles hear of models that serve, too, but not of
-        the end of one: they finish what they have begun there. Workers that call models need not
-        acknowledge it."""
+        """Announce a change of a model to every gateway and local client.
+
+        Ensembles receive published models, too, but no withdrawals, since they finish their
+        requests first. Workers that call models receive withdrawals without acknowledgement.
+
+        Returns:
+            The number that the receivers acknowledge, except stopped local clients.
+        """
         serves = isinstance(news, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)
         numbered = partial(_numbered, news)
@@ -99,19 +104,19 @@ class SupervisorContext:
         return number
 
     def know(self, number: int) -> bool:
-        """Whether everybody who was sent it knows the news of this number."""
+        """Return whether all receivers have acknowledged the change with this number."""
         return self.control.acknowledgements.know(number)
 
     def tell_readiness(self, news: ReadinessChanged) -> None:
-        """Send every gateway the readiness of a model."""
+        """Send the readiness of a model to every gateway."""
         self.control.broadcast(news, "gateway")
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine for as long as the server does not end."""
+        """Run a coroutine in a task that ends with the server."""
         return in_background(coroutine, self.tasks)
 
     async def end(self, child: Child | None, patience_s: float) -> None:
-        """Wait for a process that was told to stop; kill it when `patience_s` seconds are over."""
+        """Wait for a process that was sent `Stop`; kill it after `patience_s` seconds."""
         if child is None or not child.alive:
             return
         child.stops = True

@@ -1,4 +1,4 @@
-"""The control API: requests of gateways and models to the control plane, and its responses."""
+"""The control API: requests of gateways and models to the supervisor, and their responses."""
 
 from __future__ import annotations
 
@@ -8,51 +8,33 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.common.access.shm_access import Peer
+from shmserve.common.peers import Peer
 from shmserve.errors import Internal, ShmserveError
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import (
-    LeaseWorkspace,
-    MemoryChecked,
+from shmserve.ipc.messages import control_requests as m
+from shmserve.ipc.messages.control_requests import (
     RegionAbandoned,
     RegionReleased,
     RegisterCudaRegion,
     RegisterRegion,
-    ReturnWorkspace,
-    UnregisterRegion,
 )
+from shmserve.ipc.messages.supervision import MemoryChecked, ReadyChecked, RequestTraced
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
+from shmserve.supervisor.regions.opener import HandleCheck
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
 
-# Those with a response, by number; and notifications.
-_Requests = (
-    RegisterRegion
-    | RegisterCudaRegion
-    | UnregisterRegion
-    | m.LoadModel
-    | m.UnloadModel
-    | m.IndexRepository
-    | m.ChangeLogging
-    | m.ChangeTracing
-    | m.FindModel
-    | m.WantModel
-    | m.AskReady
-)
-_Workspace = LeaseWorkspace | ReturnWorkspace
-_Notifications = RegionReleased | RegionAbandoned | MemoryChecked | m.ReadyChecked
+_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.AskReady
+_Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 
 @dataclass(slots=True, eq=False)
 class ControlApi:
-    """Dispatches requests to the rooms; the response is `Answered` or `Refused`."""
+    """The dispatcher of requests to their services. The response is `Answered` or `Refused`."""
 
     _context: SupervisorContext
     _regions: RegionRegistry
@@ -63,10 +45,11 @@ class ControlApi:
     _readiness: ReadinessCheck
 
     def __post_init__(self) -> None:
-        self._context.control.serve(typing.get_args(_Notifications), self._notified)
-        self._context.control.serve(typing.get_args(_Workspace), self._context.workspaces.handle)
-        self._context.control.serve([m.RequestTraced], self._context.tracing.on_traced)
-        self._context.control.serve(typing.get_args(_Requests), self._requested)
+        serve = self._context.control.serve
+        serve(typing.get_args(_Notifications), self._notified)
+        serve(typing.get_args(m.WorkspaceRequest), self._context.workspaces.handle)
+        serve([RequestTraced], self._context.tracing.on_traced)
+        serve(typing.get_args(_Requests), self._requested)
 
     def _notified(self, pid: int, message: Any) -> None:
         match message:
@@ -76,7 +59,7 @@ class ControlApi:
                 self._context.background(self._regions.abandoned(pid, memory_id))
             case MemoryChecked():
                 self._handles.checked(pid, message)
-            case m.ReadyChecked():
+            case ReadyChecked():
                 self._readiness.checked(pid, message)
 
     def _requested(self, pid: int, message: Any) -> None:
@@ -87,11 +70,10 @@ class ControlApi:
         try:
             payload = await self._handle(pid, request)
         except ShmserveError as error:
-            send(pid, m.Refused(number, error.code, error.message))
+            send(pid, m.Refused.of(number, error))
         except Exception:
             logger.exception("a request to the control plane failed")
-            failure = Internal("internal error")
-            send(pid, m.Refused(number, failure.code, failure.message))
+            send(pid, m.Refused.of(number, Internal("internal error")))
         else:
             send(pid, m.Answered(number, payload or {}))
 
@@ -108,26 +90,25 @@ class ControlApi:
             case m.ChangeTracing(model=model, changes=changes):
                 return self._context.tracing.change(model, changes)
             case m.WantModel(name=name, patience_s=patience_s):
-                await self._models.on_demand.want(name, patience_s)
+                await self._models.on_demand.load(name, patience_s)
             case m.FindModel(name=name, version=version, patience_s=patience_s):
                 self._context.control.calls(pid)
-                await self._models.on_demand.want(name, patience_s)
+                await self._models.on_demand.load(name, patience_s)
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):
-                pids = self._registry.asked_whether_ready(name, version)
+                pids = self._registry.readiness_pids(name, version)
                 return {"ready": await self._readiness.check(pids)}
             case _:
                 return await self._region(pid, request)
         return None
 
     async def _region(self, pid: int, request: Any) -> dict[str, Any] | None:
-        """Done here, and known to whom it outlives this server by: a service manager, or the server
-        that takes over."""
-        payload = await self._region_here(pid, request)
-        await self._kept.told()
+        """Handle a request, and wait until service manager and successor have the registrations."""
+        payload = await self._handle_region(pid, request)
+        await self._kept.flush()
         return payload
 
-    def _region_here(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
+    def _handle_region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
         peer = Peer(request.uid, tuple(request.groups))
         match request:
             case RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):

@@ -1,11 +1,10 @@
-"""The handover of a server to another one that was started beside it (`--take-over`): both run, one
-lets clients in.
+"""The handover of a server to a successor that was started beside it (`--take-over`).
 
-    new  loads its models ── go ──> old
-         <── keep, for each region ──       from now on each tells the other what is registered
-         has the run directory              who looks for a server there finds the new one
-         <── accept ──────────────────      the old one's open sequences have ended, and it drains
-         lets clients in                    who has waited at the sockets, too
+new  loads its models ── go ──> old
+     <── keep, for each region ──       from now on each sends the other its registrations
+     owns the run directory             clients that look for a server find the new one
+     <── accept ──────────────────      the old server's sequences have ended, and it drains
+     accepts clients                    including those that waited at the sockets
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.peers import credentials
 from shmserve.common.tasks import either, in_background
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
@@ -27,7 +26,7 @@ from shmserve.supervisor.host.handover_link import HandoverLink, Offer, refuse
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
@@ -38,9 +37,10 @@ _GO, _ACCEPT = "go", "accept"
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """Both sides of it: of a server that takes over from the one of an `offer`, and of one that
-    another takes over from. `objection()` says why none may, "" where one may; `followed()` is
-    called when one has all that it needs, and this one `is_followed`: it is to end.
+    """Both sides of a handover: the successor's, which has an `offer`, and the predecessor's.
+
+    `_objection()` returns why no successor may take over now, or "". `_on_followed()` is called
+    when the successor has everything; then the server `is_followed`, and ends.
     """
 
     run_dir: RunDirectory
@@ -49,7 +49,7 @@ class Handover:
     _kept: KeptRegions
     _local_clients: LocalClientServer
     _objection: Callable[[], str]
-    followed: Callable[[], None] = field(init=False)
+    _on_followed: Callable[[], None]
     is_followed: bool = field(init=False, default=False)
     _listener: Listener | None = field(init=False, default=None)
     _before: HandoverLink | None = field(init=False, default=None)
@@ -58,22 +58,25 @@ class Handover:
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def open(self) -> None:
-        """Hear whoever is to take over from this server. Raises Unavailable."""
+        """Listen for a successor, and open the link to a predecessor. Raises Unavailable."""
         path = os.fspath(endpoints.handover(self.run_dir.path))
         self._listener = Listener(listening(socket.SOCK_SEQPACKET, path, 1))
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._ask_for_it)
         if self._listeners.offer is not None:
-            self._before = HandoverLink(self._listeners.offer.link, self._obey_before)
+            self._before = HandoverLink(self._listeners.offer.link, self._obey)
 
-    # --- of the server before
+    # --- the predecessor
 
     async def take(self) -> None:
-        """Take over from the server before, if there is one: returns when clients may be let in.
-        Raises Unavailable when it has ended before it could give all that it has."""
+        """Take over from the predecessor, if any, and wait until clients may be accepted.
+
+        Raises:
+            Unavailable: The predecessor has ended before it had sent everything.
+        """
         before, offer = self._before, self._listeners.offer
         if before is None or offer is None:
             return
-        self._kept.other = before
+        self._kept.mirror_to(before)
         await before.ask(_GO)
         try:
             if before.ended.done():
@@ -88,27 +91,24 @@ class Handover:
         accepted.cancel()
         in_background(self._forget(before), self._tasks)
 
-    async def _obey_before(self, verb: str, name: str, fds: list[int]) -> None:
+    async def _obey(self, verb: str, name: str, fds: list[int]) -> None:
         if verb == _ACCEPT:
             self._accepted.set()
+        elif verb == _GO:
+            await self._pass_all()
         else:
-            await self._mirror(verb, name, fds)
-
-    async def _mirror(self, verb: str, name: str, fds: list[int]) -> None:
-        if verb == KEEP:
-            await self._regions.adopt(name, fds)
-        elif verb == DROP:
-            await self._regions.forget(name)
+            await self._regions.apply(verb, name, fds)
 
     async def _forget(self, before: HandoverLink) -> None:
         await before.ended
         before.close()
-        self._kept.other = self._before = None
+        self._before = None
+        self._kept.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_before()
         logger.info("the server before has ended")
 
-    # --- of the server after
+    # --- the successor
 
     def _ask_for_it(self) -> None:
         assert self._listener is not None
@@ -130,7 +130,7 @@ class Handover:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
         logger.info("another server (pid %d) is to take over", pid)
-        self._after = HandoverLink(link, self._obey_after)
+        self._after = HandoverLink(link, self._obey)
         in_background(self._watch(self._after), self._tasks)
 
     def _offered(self, link: socket.socket) -> Offer:
@@ -141,36 +141,32 @@ class Handover:
     async def _watch(self, after: HandoverLink) -> None:
         await after.ended
         after.close()
-        self._after = self._kept.other = None
+        self._after = None
+        self._kept.mirror_to(None)
         if not self.is_followed:
             logger.warning("the server that was to take over has ended: this one goes on")
 
-    async def _obey_after(self, verb: str, name: str, fds: list[int]) -> None:
-        if verb == _GO:
-            await self._pass_all()
-        else:
-            await self._mirror(verb, name, fds)
-
     async def _pass_all(self) -> None:
-        after = self._kept.other = self._after
+        after = self._after
         assert after is not None
+        self._kept.mirror_to(after)
         for region in self._regions.active():
-            self._kept.tell(region)
+            self._kept.mirror(region)
             await after.settled()
         if not after.ended.done():
             self.is_followed = True
             self._listeners.lend_all()
             self._local_clients.connections.lend()
             logger.info("another server takes over")
-            self.followed()
+            self._on_followed()
 
     def leave(self) -> None:
-        """Have the server after let clients in: this one does not any more."""
+        """Let the successor accept clients; this server accepts none any more."""
         if self._after is not None:
             self._after.ask(_ACCEPT)
 
     def close(self) -> None:
-        """End it: the others see that this server is gone."""
+        """Close the links, so that the other server detects the end of this one."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()

@@ -1,10 +1,10 @@
-"""Health: whether the server is live and ready, publication of what changes, and signs of life.
+"""Health: liveness and readiness of the server, their publication, and the watchdog.
 
-The watchdog is a service manager's: the server says that it is alive only when every gateway and
-every process that hosts schedulers has acknowledged a ping since the last time.
+The watchdog belongs to the service manager. The server sends a sign of life only if every gateway
+and every scheduler host has acknowledged a ping since the last one.
 
-A process that is gone or stopped is replaced by the server itself. This is for one that hangs, and
-for the supervisor: the manager ends the server then, and starts it again.
+The server itself restarts a process that exited or was stopped. The watchdog covers processes that
+hang, and the supervisor: the service manager then restarts the whole server.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.supervision import Ping
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.local_clients.memory import LocalMemory
+from shmserve.supervisor.models.manager import Publications
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.table import ProcessTable
@@ -30,23 +31,26 @@ logger = logging.getLogger(__name__)
 
 
 class Health:
-    """Ready once it has started, until it ends, and while every model that should serve does
-    (unless not `strict`); live unless it could not begin."""
+    """The health of the server.
+
+    The server is ready after its start and before its end, while every model that should serve does
+    (only if `strict`). It is live unless its start failed.
+    """
 
     def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:
         self._registry = registry
         self._strict = strict
-        self.started = False  # everything is loaded that was to be at the start
-        self.failed = False  # it could not begin, and will not
+        self.started = False  # the models of the start are loaded
+        self.failed = False  # the start failed
         self.exiting = False
         self._current = HealthChanged(live=True, ready=False, exiting=False)
 
     def current(self) -> HealthChanged:
-        """As it was last published."""
+        """Return the last published health."""
         return self._current
 
     def update(self) -> bool:
-        """Look again; whether anything changed."""
+        """Compute the health, and return whether it has changed."""
         models = not self._strict or self._registry.all_ready()
         ready = self.started and not (self.exiting or self.failed) and models
         before = self._current
@@ -54,36 +58,34 @@ class Health:
         return self._current != before
 
 
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state that a new gateway or local client is sent."""
+    """The state that a new gateway or local client receives."""
 
-    def __init__(
-        self, registry: ModelRegistry, regions: RegionRegistry, memory: LocalMemory, health: Health
-    ) -> None:
-        self._registry = registry
-        self._regions = regions
-        self._memory = memory
-        self._health = health
+    _publications: Publications
+    _regions: RegionRegistry
+    _memory: LocalMemory
+    _health: Health
 
     def for_gateway(self) -> Iterator[Any]:
-        """Models, regions, and the health last."""
-        yield from self._registry.publications.snapshot()
+        """Yield models, regions, and the health last."""
+        yield from self._publications.snapshot()
         yield from self._regions.published()
         yield from self._memory.published()
         yield self._health.current()
 
     def regions(self) -> list[OpenRegion]:
-        """Every region that has a name, and the memory of local clients."""
+        """Return every active region, and the memory of local clients."""
         return [*self._regions.active(), *self._memory.all()]
 
     def for_local_client(self) -> Iterator[Any]:
-        """Models, and the health last."""
-        yield from self._registry.publications.snapshot()
+        """Yield models, and the health last."""
+        yield from self._publications.snapshot()
         yield self._health.current()
 
 
 def announce(context: SupervisorContext, health: Health) -> None:
-    """Publish the health, if it has changed: to gateways, local clients and who reads events."""
+    """Publish the health to gateways, local clients and subscribers of events if it has changed."""
     if health.update():
         context.broadcast(health.current(), "gateway", LOCAL_CLIENT)
         context.events.publish(health.current())
@@ -91,14 +93,14 @@ def announce(context: SupervisorContext, health: Health) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """Gives a sign of life twice in the time that the manager waits for one, if it does."""
+    """The sender of signs of life, twice in the interval that the service manager requires."""
 
     _control: ControlSocket
     _processes: ProcessTable
     _manager: ServiceManager
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Send signs of life until the task is cancelled."""
         limit_s = self._manager.watchdog_s
         while limit_s:
             number = self._control.announce(Ping, "gateway", "host")

@@ -1,9 +1,8 @@
-"""Processes that the server always has, gateways and holders of workspaces: each is started again,
-with a backoff, when it dies.
+"""Permanent processes, gateways and workspace holders, which are restarted with a backoff.
 
-The gateways are started on the supervisor's listening sockets. Holders of the workspace pools of
-CUDA devices (resources/workspaces.py) are started before models are loaded. The memory of one that
-dies is lost: leases wait for the next.
+Gateways serve on the supervisor's listening sockets. Holders of the workspace pools of CUDA devices
+(resources/workspaces.py) start before models are loaded. When a holder dies, its memory is lost,
+and leases wait for the next one.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from shmserve.common.accelerators import cuda_devices
-from shmserve.common.access.auth_tokens import encode_restrictions
+from shmserve.common.auth_tokens import encode_restrictions
+from shmserve.common.host import cuda_devices
 from shmserve.common.tasks import either, settle
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import WorkspaceAllocated
-from shmserve.ipc.messages.start import WorkspaceStart, encode
+from shmserve.ipc.messages.supervision import WorkspaceAllocated, WorkspaceStart, encode_start
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners
@@ -44,8 +42,7 @@ _ENTRY = "shmserve.supervisor.resources.workspaces:run"
 
 @dataclass(slots=True, eq=False)
 class KeptProcess:
-    """One of them, or the place where the next one will be; `contact` once the first has made
-    contact."""
+    """A permanent process by name. `contact` resolves when the first process has connected."""
 
     name: str
     contact: asyncio.Future[None]
@@ -55,7 +52,7 @@ class KeptProcess:
 
 
 class KeptProcesses(ABC):
-    """All processes of one role, by these names."""
+    """The permanent processes of one role."""
 
     role: ClassVar[str]
 
@@ -67,20 +64,21 @@ class KeptProcesses(ABC):
 
     @abstractmethod
     async def _spawn(self, name: str, title: str) -> Child:
-        """Start the process of this name."""
+        """Start the process with this name."""
 
     @abstractmethod
     def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
-        """Take a message from a process."""
+        """Handle a message from a process."""
 
     def _is_hopeless(self, child: Child) -> bool:
-        """Whether one that ended before its first contact would end again."""
+        """Return whether a process that exited before its first contact would exit again."""
         return True
 
     async def start(self) -> None:
-        """Start every one; returns when all have made contact.
+        """Start all processes, and wait until they have connected.
 
-        Raises Unavailable when one cannot run here at all; its log says why.
+        Raises:
+            Unavailable: A process cannot run on this host; its log contains the reason.
         """
         await asyncio.gather(*map(self._start, self._kept))
         await asyncio.gather(*(kept.contact for kept in self._kept))
@@ -92,12 +90,12 @@ class KeptProcesses(ABC):
         child.exited.add_done_callback(partial(self._exited, kept, child))
 
     def _exited(self, kept: KeptProcess, child: Child, _: object) -> None:
-        """Start a process again that has ended."""
+        """Restart a process that has exited."""
         if self._stopping:
             return
         if not kept.contact.done() and self._is_hopeless(child):
             kept.contact.set_exception(Unavailable(f"{child.title} ended at its start"))
-            kept.contact.exception()  # retrieved, also when nobody waits any more
+            kept.contact.exception()  # marked as retrieved, also without a waiter
         else:
             logger.error("%s ended (%s); starting it again", child.title, child.reason)
             self._context.background(self._restart(kept))
@@ -108,18 +106,20 @@ class KeptProcesses(ABC):
             return
         try:
             await self._start(kept)
-        except (ShmserveError, OSError) as error:  # of no descriptor or memory left, too
+        except (ShmserveError, OSError) as error:  # also for lack of descriptors or memory
             logger.error("%s %s could not be started: %s", self.role, kept.name, error)
             self._context.background(self._restart(kept))
 
     def retire(self) -> None:
-        """Start none again: the server ends."""
+        """Restart no process any more, since the server ends."""
         self._stopping = True
 
 
 class Gateways(KeptProcesses):
-    """All of them: "0", "1", ... for HTTP, "grpc", "grpc1", ... for gRPC. `snapshot()` gives what a
-    new one must know."""
+    """The gateways: "0", "1", ... for HTTP, "grpc", "grpc1", ... for gRPC.
+
+    `snapshot()` yields the messages that a new gateway receives.
+    """
 
     role = "gateway"
 
@@ -136,7 +136,7 @@ class Gateways(KeptProcesses):
         self._listeners = listeners
         self._snapshot = snapshot
         self._drained: dict[int, asyncio.Future[None]] = {}
-        self._held = bool(listeners.lent)  # who comes waits there meanwhile
+        self._held = bool(listeners.lent)  # clients wait there meanwhile
 
     async def _spawn(self, name: str, title: str) -> Child:
         config, listeners = self._context.config, self._listeners
@@ -153,14 +153,14 @@ class Gateways(KeptProcesses):
         )
         entry = _GRPC_ENTRY if is_grpc else _HTTP_ENTRY
         fds = [sock.fileno() for sock in sockets]
-        return await self._context.front_zygote.spawn(title, entry, encode(start), fds)
+        return await self._context.front_zygote.spawn(title, entry, encode_start(start), fds)
 
     def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
                 settle(kept.contact, None)
             case m.Started():
-                # They may have changed since it was started.
+                # The tokens may have changed since its start.
                 tokens = dict(self._context.config.tokens)
                 self._context.control.send(child.pid, m.SetTokens(tokens))
                 for item in self._snapshot():
@@ -173,21 +173,23 @@ class Gateways(KeptProcesses):
                 logger.warning("dropped a %s from a gateway", type(message).__name__)
 
     def _is_hopeless(self, child: Child) -> bool:
-        """Whether it ended by itself: then so would the next."""
+        """Return whether the gateway exited by itself, since the next one would, too."""
         return child.exited.result() == f"exit status {BOOT_FAILED}"
 
     def _children(self) -> list[Child]:
         return [kept.child for kept in self._kept if kept.child is not None]
 
     def accept(self) -> None:
-        """Let clients in that wait at lent sockets: the models are there."""
+        """Accept the clients that wait at lent sockets, since the models are loaded."""
         self._held = False
         self._context.control.broadcast(m.Accept(), "gateway")
 
     async def drain(self, followed: bool) -> None:
-        """Have every gateway let nobody in any more, tell its clients to go, and finish what they
-        have asked; returns when all are done or gone. `followed`: by another server, here or
-        soon."""
+        """Drain all gateways, and wait until they have finished or exited.
+
+        Args:
+            followed: Whether another server serves at the sockets, now or soon.
+        """
         self._stopping = True
         self._listeners.close()  # each gateway closes its own
         loop = asyncio.get_running_loop()
@@ -201,14 +203,14 @@ class Gateways(KeptProcesses):
             await asyncio.wait(waits)
 
     async def stop(self) -> None:
-        """End every gateway and close the sockets."""
+        """Stop all gateways and close the sockets."""
         self._stopping = True
         self._listeners.close()
         for child in self._children():
             if self._context.control.connected(child.pid):
                 self._context.control.send(child.pid, m.Stop())
             else:
-                child.kill()  # it does not hear yet
+                child.kill()  # it is not connected yet
         await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children()))
 
 
@@ -236,7 +238,7 @@ def _settings(config: ServerConfig) -> GatewaySettings:
 
 
 class WorkspaceHolders(KeptProcesses):
-    """One for each CUDA device that has a pool, by the device's name."""
+    """The workspace holders, one for each CUDA device with a pool, by the device's name."""
 
     role = "workspace"
 
@@ -247,7 +249,7 @@ class WorkspaceHolders(KeptProcesses):
     async def _spawn(self, name: str, title: str) -> Child:
         context = self._context
         start = WorkspaceStart(_number(name), self._sizes[name], context.run_dir, context.log)
-        return await context.front_zygote.spawn(title, _ENTRY, encode(start))
+        return await context.front_zygote.spawn(title, _ENTRY, encode_start(start))
 
     def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
         match message:

@@ -10,19 +10,19 @@ import faulthandler
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.common import accelerators, fd_limits
+from shmserve.common import fd_limits, host
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
-from shmserve.ipc.memory.c_library import past_the_caches
-from shmserve.ipc.messages.events import ProcessStarted
-from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
-from shmserve.ipc.processes import marked, name_process
+from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.ipc.messages.publications import ProcessExited, ProcessStarted
+from shmserve.ipc.processes import marked, name_process, with_large_copies
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.places import tcp_listeners, wanted_run_directory
 from shmserve.supervisor.context import SupervisorContext
@@ -42,39 +42,41 @@ from shmserve.supervisor.host.service_manager import (
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.manager import ModelManager, Publications
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.resizer import Resizer
-from shmserve.supervisor.processes.control_socket import ControlSocket
-from shmserve.supervisor.processes.preloads import worker_preloads
+from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.processes.zygote_client import Zygote
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.processes.zygote_client import Zygote, worker_preloads
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
+from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
 
 _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),
-    "shmserve.scheduler.main",
+    "shmserve.scheduler.hosting.host",
 )
 
 
 def serve(config: ServerConfig, read: Callable[[], ServerConfig] | None = None) -> int:
-    """Run a server until SIGTERM or SIGINT; returns the exit status: 0 after a drain, 1 when it
-    could not start. `read()` gives its settings again, for SIGHUP.
+    """Run a server until SIGTERM or SIGINT.
 
-    Raises InvalidArgument for an address or a run directory that cannot be used.
+    Args:
+        config: The settings.
+        read: Reads the settings again, for SIGHUP.
+
+    Returns:
+        The exit status: 0 after a drain, 1 if the server could not start.
+
+    Raises:
+        InvalidArgument: An address or the run directory cannot be used.
     """
     with written_to(config.log.log_file):
         return _serve(config, read)
@@ -85,7 +87,7 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     name_process("supervisor")
     fd_limits.raise_limit()
     table.look_at_start(config)
-    faulthandler.enable()  # where it is when a service manager ends it, or it breaks
+    faulthandler.enable()  # prints the stack when it crashes or a service manager aborts it
     listeners = Listeners()
     try:
         if config.take_over:
@@ -113,13 +115,16 @@ def run_composed(
     main: Callable[[Supervisor], Coroutine[Any, Any, int]],
     read: Callable[[], ServerConfig] | None = None,
 ) -> int:
-    """The exit status of `main(supervisor)`, in an event loop of its own, of a server that is
-    composed there; its run directory is removed then."""
+    """Compose a server in a new event loop, run `main(supervisor)`, and remove the run directory.
+
+    Returns:
+        The exit status of `main`.
+    """
 
     async def run() -> int:
         return await main(compose(config, run_dir, listeners, signals, read))
 
-    with asyncio.Runner() as runner:  # its loop takes signals until the folder is gone
+    with asyncio.Runner() as runner:  # its loop handles signals until the folder is removed
         try:
             return runner.run(run())
         finally:
@@ -127,21 +132,22 @@ def run_composed(
 
 
 def hold_signals() -> list[int]:
-    """Have what ends the server wait for the supervisor: soon there is something to clear away.
-    Those that come until `Supervisor.open` are in the list."""
+    """Hold the signals that end the server in the returned list until `Supervisor.open`.
+
+    From now on the server has files to remove at its end.
+    """
     held: list[int] = []
 
     def hold_signal(number: int, _: object) -> None:
         held.append(number)
 
-    for number in taken_signals():  # blocked, they would end the server in another thread
+    for number in taken_signals():  # if blocked, they would end the server in another thread
         signal.signal(number, hold_signal)
     return held
 
 
 def _listen(config: ServerConfig, listeners: Listeners) -> None:
-    """Where the service manager, or a server before, gave sockets for a protocol, on these
-    alone."""
+    """Open the listeners. Inherited sockets of a protocol replace its own."""
     guarded = config.guarded
     http, grpc = config.http, config.grpc
     given, listeners.kept = inherited(os.environ)
@@ -169,14 +175,16 @@ def compose(
     signals: list[int],
     read: Callable[[], ServerConfig] | None,
 ) -> Supervisor:
-    """The parts of a server, in the running event loop; no process is started yet.
+    """Compose the parts of a server in the running event loop. No process is started yet.
 
-    `signals` are those that came meanwhile, see `hold_signals`. Raises InvalidArgument or
-    Unavailable, with a text for the operator.
+    `signals` is the list of `hold_signals`.
+
+    Raises:
+        ShmserveError: InvalidArgument or Unavailable, with a message for the operator.
     """
-    # Before anybody has a copy of the environment.
+    # First, since it removes variables from the environment that processes would inherit.
     manager = ServiceManager.from_environment(os.environ)
-    found = accelerators.accelerators(visible=config.visible_devices)
+    found = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, found)
     registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
@@ -190,13 +198,19 @@ def compose(
     regions.restore(listeners.kept)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
-    snapshot = Snapshot(registry, regions, memory, health)
+    publications = Publications()
+    snapshot = Snapshot(publications, regions, memory, health)
+
+    async def load_on_demand(name: str, patience_s: float) -> None:
+        await models.on_demand.load(name, patience_s)
+
     context = _context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
+        load_on_demand=load_on_demand,
         listeners=listeners,
     )
-    feed = _feed(events, registry, processes, snapshot, health)
-    announce_health = partial(announce, context, health)
+    whole = (registry.states, processes.all, snapshot.regions, health.current)
+    feed = EventFeed(events, *whole, registry.publish_counters)
     progress = StartupReport(registry.progress)
 
     def state() -> str:
@@ -206,12 +220,12 @@ def compose(
         progress.update()
         manager.status(state())
         feed.models_changed()
-        announce_health()
+        announce(context, health)
 
-    models = ModelManager(context, planner, registry, models_changed)
+    models = ModelManager(context, planner, registry, publications, models_changed)
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
-    resizer = Resizer(context, registry)
+    autoscaler = Autoscaler(context, registry)
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def objection() -> str:
@@ -219,9 +233,16 @@ def compose(
             return "a service manager has started it, and is to start it again (systemctl restart)"
         return "" if health.started and not health.exiting else "it is starting or ending"
 
+    endings: asyncio.Queue[int] = asyncio.Queue()
+    handover = Handover(
+        *(run_dir, listeners, regions, kept, context.local_clients, objection),
+        partial(endings.put_nowait, signal.SIGTERM),
+    )
+
     return Supervisor(
         listeners=listeners,
         signals=signals,
+        endings=endings,
         context=context,
         processes=processes,
         regions=regions,
@@ -232,27 +253,15 @@ def compose(
         registry=registry,
         readiness=readiness,
         poller=poller,
-        resizer=resizer,
+        autoscaler=autoscaler,
         health=health,
-        announce_health=announce_health,
         feed=feed,
         progress=progress,
         manager=manager,
-        handover=Handover(run_dir, listeners, regions, kept, context.local_clients, objection),
+        handover=handover,
         watchdog=Watchdog(control, processes, manager),
         reload=read and Reload(context, opener, poller, manager, read, state),
     )
-
-
-def _feed(
-    events: EventPublisher,
-    registry: ModelRegistry,
-    processes: ProcessTable,
-    snapshot: Snapshot,
-    health: Health,
-) -> EventFeed:
-    whole = (registry.states, processes.all, snapshot.regions, health.current)
-    return EventFeed(events, *whole, registry.publish_counters)
 
 
 def _context(
@@ -264,6 +273,7 @@ def _context(
     capabilities: Capabilities,
     memory: LocalMemory,
     snapshot: Snapshot,
+    load_on_demand: Callable[[str, float], Awaitable[None]],
     listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
@@ -285,6 +295,7 @@ def _context(
             snapshot.for_local_client,
             control.acknowledgements,
             partial(_local_client_left, control, memory),
+            load_on_demand,
             listeners.local,
             listeners.door,
         ),
@@ -301,7 +312,7 @@ def _publish_start(events: EventPublisher, child: Child) -> None:
 
 
 def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int) -> None:
-    # Its requests first, so that no worker begins one whose memory it has dropped.
+    # Schedulers first, so that no worker starts a request whose memory it has released.
     gone = ProcessExited(number, "")
     control.broadcast(gone, "scheduler", "ensemble")
     memory.release(number)
@@ -309,34 +320,34 @@ def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int)
 
 
 def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
-    # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
+    # numpy's BLAS starts threads on import, which these processes do not need.
     single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, single)
 
 
 def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
-    # Models start processes, too; front's own zygote has no mark, and clears up after them.
-    clean = {**_left_nothing_behind(run_dir), **_soon_asleep(os.environ), **os.environ}
-    copying = marked(past_the_caches(clean), os.getpid(), run_dir.path)
-    devices = accelerators.accelerators(visible=config.visible_devices).count > 0
-    # Of a device they have it from torch, and of what comes later it is not known.
+    # The front zygote has no mark, and kills the remaining processes that models have started.
+    environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
+    environment = marked(environment, os.getpid(), run_dir.path)
+    devices = host.accelerators(visible=config.visible_devices).count > 0
+    # Devices require torch, and models that are loaded later may require it.
     torch = devices or bool(config.model_files) or config.model_control_mode != "none"
     preloads = worker_preloads(config.model_repositories, torch)
-    return Zygote(processes, run_dir, "worker zygote", preloads, copying)
+    return Zygote(processes, run_dir, "worker zygote", preloads, environment)
 
 
-def _left_nothing_behind(run_dir: RunDirectory) -> dict[str, str]:
-    """The environment in which torch's compiler has its cache among the server's files, not in
-    $TMPDIR for good, and onnxruntime makes no session of its telemetry's there when imported."""
-    cache = run_dir.path / "torchinductor"
-    return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "ORT_DISABLE_TELEMETRY": "1"}
-
-
-def _soon_asleep(given: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which the threads of GNU's OpenMP, torch's, that have nothing to do spin
-    for a moment, and not for milliseconds (300,000 times) in which schedulers, gateways and clients
-    wait for their processors."""
-    return {} if "OMP_WAIT_POLICY" in given else {"GOMP_SPINCOUNT": "1000"}
+def _worker_environment(given: Mapping[str, str], run_dir: Path) -> dict[str, str]:
+    defaults = {
+        # Caches of torch's compiler belong to the server's files, not to $TMPDIR.
+        "TORCHINDUCTOR_CACHE_DIR": str(run_dir / "torchinductor"),
+        # onnxruntime would otherwise create a telemetry session in $TMPDIR on import.
+        "ORT_DISABLE_TELEMETRY": "1",
+    }
+    if "OMP_WAIT_POLICY" not in given:
+        # Idle threads of GNU OpenMP, which torch uses, spin 300,000 times by default: milliseconds
+        # in which schedulers, gateways and clients wait for their processors.
+        defaults["GOMP_SPINCOUNT"] = "1000"
+    return {**defaults, **given}
 
 
 def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:

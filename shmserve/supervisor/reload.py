@@ -1,5 +1,6 @@
-"""The reload on SIGHUP: the command line's flags, its file and what these name are read again, what
-may change while the server runs is changed, and the repositories are looked at as if polled.
+"""The reload on SIGHUP, which reads the command line, its files and the repositories again.
+
+Settings that may change while the server runs are applied. The repositories are polled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shmserve.supervisor.regions.opener import RegionOpener
 
 logger = logging.getLogger(__name__)
 
-# The flags that may change while the server runs, and their fields.
+# The flags that may change while the server runs, with their fields.
 _TOKENS = "auth-token-file"
 _OWN = {"exit-timeout-secs": "exit_timeout_s", "load-timeout-secs": "load_timeout_s"}
 _LOG = {
@@ -40,8 +41,10 @@ LIVE = frozenset({_TOKENS, *_OWN, *_LOG, *_SHM})
 
 @dataclass(slots=True, eq=False)
 class Reload:
-    """`read()` gives the settings as they would be at a start now; `state()` is the server's, for
-    the service manager."""
+    """The task that reloads the settings.
+
+    `_read()` returns the settings of a start now, `_state()` the status for the service manager.
+    """
 
     _context: SupervisorContext
     _opener: RegionOpener
@@ -52,11 +55,11 @@ class Reload:
     _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def ask(self) -> None:
-        """Have it done soon. What still loads for the last one is not waited for."""
+        """Request a reload, which does not wait for the loads of a previous one."""
         self._asked.set()
 
     async def run(self) -> None:
-        """Reload whenever it is asked, until it is cancelled."""
+        """Reload on each request until the task is cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -86,14 +89,14 @@ class Reload:
         again.cancel()
 
     def _adopt(self, config: ServerConfig) -> None:
-        """Change what may change, and log it, and what would need a restart."""
+        """Apply the settings that may change, and log these and the ones that need a restart."""
         context = self._context
         before = context.config
         changed = {name for name, value in config.flags.items() if value != before.flags[name]}
         if config.tokens != before.tokens:
             changed.add(_TOKENS)
         live = changed & LIVE
-        if bool(config.tokens) != bool(before.tokens):  # it may listen elsewhere with some
+        if bool(config.tokens) != bool(before.tokens):  # tokens allow other listeners
             live.discard(_TOKENS)
         for name in sorted(changed):
             found = f"{_shown(config, name)}, was {_shown(before, name)}"
@@ -123,5 +126,5 @@ def _shown(config: ServerConfig, name: str) -> str:
     if name == _TOKENS:
         return f"{len(config.tokens)} tokens"
     value = config.flags[name]
-    # Those that repeat may hold a secret.
+    # A repeated flag may contain a secret.
     return f"{len(value)} values" if isinstance(value, list) else str(value)

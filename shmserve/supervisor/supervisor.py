@@ -1,4 +1,4 @@
-"""The supervisor's event loop: starts every process, reaps every exit, and shuts down in order.
+"""The life of a server: start of its processes, handling of exits, and orderly shutdown.
 
 zygotes -> gateways, models -> "ready" -> ... -> drain -> stop
 """
@@ -12,30 +12,26 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from shmserve.common.tasks import end_all
 from shmserve.config.options import FLAGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages.events import ProcessEnded
-from shmserve.ipc.messages.supervision import ProcessExited
+from shmserve.ipc.messages.publications import ProcessEnded, ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.handover import Handover
-from shmserve.supervisor.health import Health, Watchdog
+from shmserve.supervisor.health import Health, Watchdog, announce
 from shmserve.supervisor.host.console import StartupReport, has_terminal, model_table
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
+from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
@@ -43,32 +39,36 @@ from shmserve.supervisor.reload import Reload
 logger = logging.getLogger(__name__)
 
 
-_READERS = ("gateway", LOCAL_CLIENT)
-# As many as models; of what has stopped, which nobody waits for, they hear a little later.
-_OTHERS = ("scheduler", "ensemble", "worker")
-_TOLD_AFTER_S = 0.5
+_CLIENT_ROLES = ("gateway", LOCAL_CLIENT)
+# As many processes as models: exits of stopped processes are reported to them in groups.
+_MODEL_ROLES = ("scheduler", "ensemble", "worker")
+_REPORT_AFTER_S = 0.5
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def taken_signals() -> tuple[int, ...]:
-    """The signals that the supervisor takes: under `nohup` not SIGHUP."""
+    """Return the signals that the supervisor handles: under `nohup` not SIGHUP."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return ENDING if nohup else (*ENDING, signal.SIGHUP)
 
 
-# What comes within so long is the same order to end: timeout(1), for one, signals the process, and
+# Signals within this time are one request to end: timeout(1), for example, signals the process, and
 # then its group.
 _SAME_SIGNAL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Supervisor:
-    """Owns the process tree. `run` is the whole life; `signals` are those that have come
-    before it."""
+    """The owner of the process tree.
+
+    `signals` are the signals that were received before `run`. `endings` queues the numbers of
+    signals that end the server.
+    """
 
     listeners: Listeners
     signals: list[int]
+    endings: asyncio.Queue[int]
     context: SupervisorContext
     processes: ProcessTable
     regions: RegionRegistry
@@ -79,9 +79,8 @@ class Supervisor:
     registry: ModelRegistry
     readiness: ReadinessCheck
     poller: RepositoryPoller
-    resizer: Resizer
+    autoscaler: Autoscaler
     health: Health
-    announce_health: Callable[[], None]
     feed: EventFeed
     progress: StartupReport
     manager: ServiceManager
@@ -89,16 +88,14 @@ class Supervisor:
     watchdog: Watchdog
     reload: Reload | None
     _terminal: bool = field(init=False, default_factory=has_terminal)
-    _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
     _signalled_at: float = field(init=False, default=-math.inf)
     _stopped: list[ProcessExited] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.processes.watch(self._process_exited)
-        self.handover.followed = partial(self._signals.put_nowait, signal.SIGTERM)
 
     async def run(self) -> int:
-        """Start, serve, drain, stop; the exit status."""
+        """Start, serve, drain and stop; return the exit status."""
         began = time.monotonic()
         self.open()
         work = asyncio.ensure_future(self._start(began))
@@ -116,7 +113,7 @@ class Supervisor:
         return status
 
     def _signal(self, number: int) -> None:
-        # A terminal that is closed hangs up, too.
+        # A closed terminal sends SIGHUP, too.
         closed = self._terminal and not has_terminal()
         if number == signal.SIGHUP and self.reload is not None and not closed:
             self.reload.ask()
@@ -124,11 +121,11 @@ class Supervisor:
         now = time.monotonic()
         if now - self._signalled_at >= _SAME_SIGNAL_S:
             self._signalled_at = now
-            self._signals.put_nowait(number)
+            self.endings.put_nowait(number)
 
     async def signalled(self) -> int:
-        """Wait for a signal that ends the server; its number. Those within a second are one."""
-        return await self._signals.get()
+        """Wait for a signal that ends the server, and return its number."""
+        return await self.endings.get()
 
     @staticmethod
     def _outcome(work: asyncio.Future[int]) -> int:
@@ -144,14 +141,14 @@ class Supervisor:
     # --- start
 
     def open(self) -> None:
-        """Take signals, start the zygotes and publish events; nothing is loaded yet."""
+        """Handle signals, start the zygotes and publish events; no model is loaded yet."""
         context = self.context
         loop = asyncio.get_running_loop()
         for number in taken_signals():
             loop.add_signal_handler(number, self._signal, number)
         for came in self.signals:
             self._signal(came)
-        # Who starts the server may have some blocked, of which deaths and the end would be unheard.
+        # The parent may have blocked signals, so that exits and the end would not be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
             logger.warning("--%s is without effect here: %s", name, FLAGS[name].help)
@@ -185,7 +182,7 @@ class Supervisor:
             return 1
         await self.handover.take()
         self.health.started = True
-        self.announce_health()
+        announce(self.context, self.health)
         self.gateways.accept()
         self.context.local_clients.connections.accept()
         for line in self.listeners.addresses():
@@ -196,7 +193,7 @@ class Supervisor:
         self.manager.ready(progress_line(self.registry.progress()))
         _give_memory_back()
         self.context.background(self.watchdog.run())
-        self.context.background(self.resizer.run())
+        self.context.background(self.autoscaler.run())
         if self.context.config.load_on_demand:
             self.context.background(self.models.on_demand.run())
         if self.context.config.model_control_mode == "poll" and not self.health.failed:
@@ -206,10 +203,10 @@ class Supervisor:
         return 0
 
     async def _load(self) -> bool:
-        await self.workspace_holders.start()  # models may want some when they warm up
+        await self.workspace_holders.start()  # models may lease workspaces in their warm-up
         try:
             return await self.models.start()
-        except ShmserveError as error:  # there is no such repository
+        except ShmserveError as error:  # the repository does not exist
             if self.context.config.exit_on_error:
                 raise
             logger.error("no model is served, and the server is not live: %s", error.message)
@@ -219,8 +216,10 @@ class Supervisor:
     # --- deaths
 
     def _process_exited(self, child: Child) -> None:
-        """Take back, by its role, what a process had, and tell everybody; whoever started it
-        watches its `exited`, and is called next."""
+        """Release the resources of a process by its role, and broadcast its exit.
+
+        The waiters of its `exited` are called afterwards.
+        """
         context, pid, reason = self.context, child.pid, child.exited.result()
         match context.control.dismiss(pid):
             case "gateway":
@@ -235,34 +234,38 @@ class Supervisor:
         if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
         exited = ProcessExited(pid, reason)
-        context.broadcast(exited, *_READERS, *(() if child.stops else _OTHERS))
+        context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
         if child.stops:
             self._stopped.append(exited)
             if len(self._stopped) == 1:
-                asyncio.get_running_loop().call_later(_TOLD_AFTER_S, self._tell_stopped)
+                asyncio.get_running_loop().call_later(_REPORT_AFTER_S, self._report_stopped)
 
-    def _tell_stopped(self) -> None:
-        """Have everybody forget the memory of what has stopped lately: to wake all processes for
-        each takes most of the time in which many models are unloaded."""
+    def _report_stopped(self) -> None:
+        """Broadcast the exits of stopped processes together.
+
+        Waking all processes for each exit would dominate the time of unloading many models.
+        """
         for exited in self._stopped:
-            self.context.broadcast(exited, *_OTHERS)
+            self.context.broadcast(exited, *_MODEL_ROLES)
         self._stopped.clear()
 
     # --- end
 
     async def end(self, status: int) -> None:
-        """Drain for at most `exit_timeout_s`, or until a second signal, which is one that comes a
-        second later or more; then stop everything."""
+        """Drain for at most `exit_timeout_s`, or until a second signal, then stop everything.
+
+        A signal within a second of the first one does not count.
+        """
         context = self.context
         self.manager.stopping("finishing what is in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
-        self.health.exiting = not self.handover.is_followed  # whose clients go on
+        self.health.exiting = not self.handover.is_followed  # its clients use the successor
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(
             "stopping: finishing what is in flight, for at most %d s", context.config.exit_timeout_s
         )
-        self.announce_health()
+        announce(context, self.health)
         if status == 0:
             await self._finish()
         await end_all(*context.tasks)
@@ -274,7 +277,7 @@ class Supervisor:
         context.workspaces.close()
         context.events.close()
         context.control.close()
-        self.handover.close()  # all of it that others may find is gone
+        self.handover.close()  # last, when nothing that others could find is left
         self.processes.close()
         await end_all(waited_for)
         self.manager.close()
@@ -282,7 +285,7 @@ class Supervisor:
 
     async def _finish(self) -> None:
         limit_s = self.context.config.exit_timeout_s
-        last_s = min(1.0, limit_s / 10)  # for what is not finished by then
+        last_s = min(1.0, limit_s / 10)  # for the rejection of unfinished requests
         drained = asyncio.ensure_future(self._drain(limit_s - 2 * last_s))
         again = asyncio.ensure_future(self.signalled())
         await asyncio.wait(
@@ -302,7 +305,7 @@ class Supervisor:
         await self.gateways.stop()
 
     async def _drain(self, sequences_s: float) -> None:
-        """Open sequences have `sequences_s` to end, while all is served as before."""
+        """Wait at most `sequences_s` for open sequences, then drain everything."""
         try:
             async with asyncio.timeout(sequences_s):
                 await self.models.finish_sequences()
@@ -328,6 +331,6 @@ class Supervisor:
 
 
 def _give_memory_back() -> None:
-    """Return what starting up took and freed: an idle server should be small."""
+    """Return the freed memory of the start to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

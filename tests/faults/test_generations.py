@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages import publications as m
 from tests.rigs.local_clients import Guest
 from tests.support import repositories
 from tests.support.crowd import ConnectionLimits, crowd, values

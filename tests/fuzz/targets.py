@@ -22,15 +22,14 @@ from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
-from shmserve.gateway.http.json.large_arrays import Numbers, loads_large
-from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.json.parser import Numbers, loads, loads_large
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.inference.builder import raw_request
 from shmserve.gateway.inference.request import InferRequest, RegionRange
 from shmserve.gateway.region_table import GatewayRegion, Spans
-from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Capabilities
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import memory as messages
+from shmserve.ipc.messages import publications as messages
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes
@@ -305,7 +304,7 @@ def _check_place(data: bytes | Place) -> None:
 # --- what programs outside the server say to a scheduler
 
 _SEALS = Capabilities(b"k" * KEY_SIZE)
-_GUEST = FIRST + 7
+_GUEST = FIRST_LOCAL_CLIENT + 7
 _HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"fuzz")
 
 

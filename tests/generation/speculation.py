@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from scipy.stats import chisquare
 
-from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sampling.sampler import (
+from shmserve.workers.backends.llm.parameters import GenerationParameters
+from shmserve.workers.backends.llm.sampler import (
     PROPOSAL,
     SampledRow,
     distribution,
     pick,
     sample,
 )
-from shmserve.workers.backends.llm.sampling.speculation import Check, Proposal, verify
+from shmserve.workers.backends.llm.speculation import Check, Proposal, verify
 
 SYMBOLS, LENGTH = 5, 2
 SETTINGS: tuple[dict[str, Any], ...] = (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.base import Batcher
+from shmserve.scheduler.batchers.dynamic import Batcher
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import MS, Arriving, Run, Simulation, fixed_run, scattered
 

@@ -27,7 +27,7 @@ import numpy as np
 import uvloop
 
 from bench.system.servers import BENCH
-from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
@@ -44,21 +44,20 @@ from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import KEY_SIZE
+from shmserve.ipc.endpoints import KEY_SIZE
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import supervision
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.memory import RegionPublished
-from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
+from shmserve.ipc.messages.publications import HealthChanged, RegionPublished
+from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
-    RequestedOutput,
     Packed,
+    RequestedOutput,
     pack_inference,
     pack_inferred,
     unpack_inference,
@@ -245,7 +244,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     spec = ModelSpec.of(case.config)
     start = SchedulerStart("scheduler", 1, "1", spec, run_dir, bytes(KEY_SIZE))
     ((peer, _),) = arrived(control)
-    control.post(peer, supervision.OpenScheduler(encode(start)))
+    control.post(peer, supervision.OpenScheduler(encode_start(start)))
     control.flush()
     _turn(host)
     pid = os.getpid()
@@ -398,7 +397,9 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         while len(submits) < BATCH:
             submits += arrived(schedulers)
         for peer, submit in submits:
-            schedulers.post(peer, m.Finished(submit.id, *case.respond((submit.schema, submit.data)), 1, 2, 3))
+            schedulers.post(
+                peer, m.Finished(submit.id, *case.respond((submit.schema, submit.data)), 1, 2, 3)
+            )
         schedulers.flush()
         with counted:
             for _ in range(3):

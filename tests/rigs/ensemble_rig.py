@@ -8,8 +8,8 @@ from typing import Any
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import CacheStart, SchedulingLimits
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.ipc.messages.supervision import CacheStart, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (

@@ -16,19 +16,19 @@ import numpy as np
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.start import encode
-from shmserve.ipc.messages.supervision import Acknowledged, Answered, ModelPublished, Refused
+from shmserve.ipc.messages.control_requests import Answered, Refused
+from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
+from shmserve.ipc.messages.supervision import Acknowledged, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
+from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
-from shmserve.supervisor.models.registry import describe
+from shmserve.supervisor.models.model_version import describe
 from tests.rigs.forker import GATEWAY, GRPC, Forked, forker
+from tests.support.messages import inference_of
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
-from tests.support.messages import inference_of
 
 Compute = Callable[[Inference], Inferred]
 
@@ -178,7 +178,9 @@ class Rig:
             grpc=GrpcSettings() if grpc else None,
         )
         said, stderr = os.pipe()
-        self.process: Forked = forker(GRPC if grpc else GATEWAY).fork(encode(start), stderr, fds)
+        self.process: Forked = forker(GRPC if grpc else GATEWAY).fork(
+            encode_start(start), stderr, fds
+        )
         os.close(stderr)
         self._said = open(said, "rb")  # noqa: SIM115 - the reader closes it
         self._log = b""

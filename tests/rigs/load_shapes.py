@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from shmserve.supervisor.models.sizing import LOOK_EVERY_S, LoadSample, Sizing
+from shmserve.supervisor.models.autoscaler import LOOK_EVERY_S, LoadSample, ScalingPolicy
 
 _SAME_RATE_S = 0.1
 START_S = 0.1  # of an instance, from the fork to its first request
@@ -62,7 +62,7 @@ class Run:
 class Host:
     """A model's queue and instances. `executions(random)` is how long one takes, in seconds."""
 
-    sizing: Sizing
+    policy: ScalingPolicy
     executions: Callable[[Random], float]
     random: Random
     count: int = 1
@@ -96,7 +96,7 @@ class Host:
                 looks += LOOK_EVERY_S
                 counts = executed, executed, waited_s, executed, took_s
                 load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(done)))
-                change = self.sizing.look(load, self.count)
+                change = self.policy.look(load, self.count)
                 if change is not None and not starting and change.total > self.count:
                     starting, changes_at = 1, at_s + START_S
                 elif change is not None and not starting:
@@ -108,7 +108,7 @@ class Host:
         return run
 
     def _change(self, run: Run, at_s: float, by: int) -> None:
-        self.sizing.changed(at_s, self.count, self.count + by)
+        self.policy.changed(at_s, self.count, self.count + by)
         self.count += by
         run.counts.append((at_s, self.count))
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import local_clients as m
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames

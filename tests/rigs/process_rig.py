@@ -1,6 +1,4 @@
-"""Processes that a test makes up: what the supervisor hears of them comes in the order that the
-test wants.
-"""
+"""Simulated processes, whose messages reach the supervisor in the order that a test chooses."""
 
 from __future__ import annotations
 
@@ -15,25 +13,26 @@ from unittest.mock import MagicMock
 from shmserve.common.trace_settings import TraceSettings
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
-from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.start import SchedulerStart, decode
+from shmserve.ipc.messages.supervision import SchedulerStart, decode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.processes.control_socket import (
     Acknowledgements,
     Address,
+    LogControl,
     SchedulerAddress,
+    TraceControl,
     pid_of,
 )
-from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
+from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 CONFIG = {
@@ -41,35 +40,36 @@ CONFIG = {
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
+ALONE = Group("scheduler m", frozenset({"m"}))
 STACKS_FD = 7  # of every worker
 # The kernel gives no process a higher number: none that there is can be meant.
 _HIGHEST_PID = 1 << 22
 
 
 def plan(version: str = "1") -> VersionSpec:
-    """A version of the model "m"."""
+    """Return a spec of the model "m"."""
     folder = Path("/tmp")
-    return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG), ModelSpec.of)
+    return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG))
 
 
 class ToldProcesses:
-    """The processes of a server with one gateway; what that is told, and the workers, is kept."""
+    """The processes of a server with one gateway; messages to it and to workers are recorded."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.workers: list[Any] = []
 
     def pids(self, *roles: str) -> list[int]:
-        """Those with these roles."""
+        """Return the processes with these roles."""
         return [7] if roles == ("gateway",) else []
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """To the workers, or to the gateway."""
+        """Record a message to the workers or to the gateway."""
         (role,) = roles
         {"worker": self.workers, "gateway": self.told}[role].append(message)
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
-        """To the gateway, which knows it at once."""
+        """Record a message to the gateway, which acknowledges it at once."""
         assert roles == ("gateway",)
         self.told.append(make(1))
 
@@ -78,16 +78,17 @@ class Made(Child):
     """A process that dies when it is killed."""
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
-        """It ends, and that is known at once."""
         if self.alive:
             self.exited.set_result(f"signal {int(signal_number)}")
 
 
 class Processes:
-    """A zygote, its processes and the supervisor's socket to them: each says what is expected of
-    it, unless `at_start` has something else happen to it, or `hanging`: then it loads until
-    `load_held`, or it is not `draining`: then it finishes nothing.
-    `flags` are the server's.
+    """A zygote, its processes, and the supervisor's socket to them.
+
+    Attributes:
+        at_start: Called with each process that starts.
+        hanging: Whether loads do not finish until `load_held`.
+        draining: Whether schedulers finish their requests.
     """
 
     def __init__(self, *flags: str) -> None:
@@ -119,8 +120,13 @@ class Processes:
         )
         self._handlers: dict[Address, Callable[[Any], None]] = {}
 
+    def version(self, spec: VersionSpec, group: Group = ALONE) -> ModelVersion:
+        """Return a version without processes, whose model completes nothing."""
+        nothing: Any = MagicMock(return_value=None)
+        complete = lambda spec, completed: spec.config  # noqa: E731
+        return ModelVersion(self.context, spec, group, nothing, nothing, complete)
+
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
-        """As a zygote does."""
         loop = asyncio.get_running_loop()
         child = Made(next(self._pids), title, loop.create_future())
         self.started.append(child)
@@ -131,11 +137,10 @@ class Processes:
         return child
 
     def send(self, address: Address, message: Any) -> None:
-        """As the supervisor's socket does."""
         answer: Any = None
         pid = pid_of(address)
         if isinstance(message, m.OpenScheduler):
-            address = SchedulerAddress(pid, decode(SchedulerStart, message.start).number)
+            address = SchedulerAddress(pid, decode_start(SchedulerStart, message.start).number)
             answer = m.SchedulerReady(pid)
         elif isinstance(message, m.Stop) and isinstance(address, SchedulerAddress):
             answer, address = m.SchedulerClosed(address.number, ""), pid
@@ -154,18 +159,16 @@ class Processes:
                     child.kill(signal.SIGTERM)
 
     def load_held(self) -> None:
-        """Those that hang have loaded, and no other hangs."""
+        """Report the loads that hang as finished; later loads do not hang."""
         self.hanging = False
         held, self._held = self._held, []
         for address in held:
             self._dispatch(address, m.InstanceLoaded(0.0))
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """It has said nothing yet."""
         self._handlers[address] = handler
 
     def withdraw(self, address: Address) -> None:
-        """Nothing more is said."""
         self._handlers.pop(address, None)
 
     def _dispatch(self, address: Address, message: Any) -> None:
@@ -174,27 +177,25 @@ class Processes:
             handler(message)
 
     def connected(self, pid: int) -> bool:
-        """Nobody says anything on this socket."""
         return False
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Nobody is told."""
+        pass
 
     def flush(self) -> None:
-        """Nothing is queued."""
+        pass
 
     def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
-        """It is known everywhere."""
         return self.acknowledgements.begin(())
 
     async def end(self) -> None:
-        """Nothing goes on."""
+        """Cancel all background tasks."""
         for task in list(self.context.tasks):
             task.cancel()
         await asyncio.sleep(0)
 
 
 async def turns(count: int = 20) -> None:
-    """Let whoever can go on do so."""
+    """Run the event loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)

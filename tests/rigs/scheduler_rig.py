@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgpack
 
-from shmserve.common import model_settings
 from shmserve.errors import InvalidArgument
+from shmserve.ipc import model_settings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.messages.supervision import InstanceExpected, StatisticsSnapshot
+from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits, StatisticsSnapshot
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -33,6 +33,7 @@ from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
 MS = 1_000_000
+PLANNING_NS = 1_000
 GATEWAY = b"7000.ab"
 REPORTER = b"6999.cd"
 WALL_NS = 1_700_000_000_000_000_000
@@ -103,6 +104,7 @@ class Rig:
             Schemas(partial(fit_of, max_batch_size)),
             self.workers,
             self.control,
+            itertools.count(0, PLANNING_NS).__next__,
             cache,
         )
         self.scheduler = Front(self.core, self.clients, self.control, lambda: WALL_NS, "m", cache)
@@ -161,7 +163,7 @@ class Rig:
         if isinstance(message, m.MetricsReported):
             self.scheduler.metrics_reported(peer, message)
         else:
-            self.core.executions.handle(peer, message, self.now)
+            self.core.results.handle(peer, message, self.now)
         self.pass_time(0)
 
     def start(self, index: int = 0, pid: int = 100) -> bytes:
@@ -181,6 +183,19 @@ class Rig:
         """The one batch sent since the last time."""
         (one,) = self.executes()
         return one
+
+    def begin(self, **fields: Any) -> tuple[int, m.Execute]:
+        """Submit a request that runs at once: its number, and its batch."""
+        (number,) = self.submit(**fields)
+        return number, self.execute()[1]
+
+    def to_supervisor(self, *kinds: type[Any]) -> list[Any]:
+        """The messages to the supervisor since the last time, or those of these kinds."""
+        return [each for _, each in self.control.take() if not kinds or isinstance(each, kinds)]
+
+    def to_workers(self) -> list[Any]:
+        """The messages to workers since the last time."""
+        return [message for _, message in self.workers.take()]
 
     def answers(self) -> list[Any]:
         """What clients were told since the last time."""
@@ -210,10 +225,7 @@ class Rig:
     def snapshot(self) -> dict[str, Any]:
         """The statistics, as the supervisor gets them."""
         self.report()
-        told = [message for _, message in self.control.take()]
-        statistics: dict[str, Any] = [m for m in told if type(m) is StatisticsSnapshot][
-            -1
-        ].statistics
+        statistics: dict[str, Any] = self.to_supervisor(StatisticsSnapshot)[-1].statistics
         return statistics
 
     def report(self) -> dict[str, Any]:
@@ -223,6 +235,12 @@ class Rig:
         (answer,) = self.answers()
         assert isinstance(answer, m.StatisticsReported) and answer.id == 5
         return answer.statistics
+
+
+def ready_rig(*args: Any, **options: Any) -> tuple[Rig, bytes]:
+    """Return a rig with a ready instance, and the address of the instance."""
+    rig = Rig(*args, **options)
+    return rig, rig.start()
 
 
 def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import ProcessExited
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.router import last_number
 from tests.rigs.scheduler_rig import GATEWAY, Rig

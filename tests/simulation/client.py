@@ -9,7 +9,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.credit import FIRST_CREDIT, ReadWindow
 from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages import supervision
+from shmserve.ipc.messages import publications
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, byte_size_of, pack_inference
 from tests.simulation.memory import SimulatedMemory
@@ -114,12 +114,12 @@ class Client(Process):
         """What the supervisor says."""
         for message in messages:
             match message:
-                case supervision.ModelPublished():
+                case publications.ModelPublished():
                     self.endpoints[message.name] = message.endpoint
                     self._link(message.endpoint)
-                case supervision.ModelWithdrawn():
+                case publications.ModelWithdrawn():
                     self.endpoints.pop(message.name, None)
-                case supervision.SchedulerLost():
+                case publications.SchedulerLost():
                     self._lost(message.endpoint, message.successor)
 
     def _lost(self, endpoint: str, successor: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
-from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.schemas import Schemas
@@ -59,8 +59,8 @@ _KEPT = {
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
 # Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
 # which there is one a graph.
-_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "reports", "pace")
-_STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature")
+_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
+_STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature", "StepTimes")
 
 
 class Scheduler:
@@ -92,10 +92,9 @@ class Scheduler:
             core = EnsembleCore(settings, spec, peers, control, held, cache)
             self.from_peer: Any = core.from_step
         else:
-            core = BatchingCore(settings, Schemas(model.fit), peers, control, cache)
-            self.from_peer = core.executions.handle
-            if settings.engine is not None:
-                core._dispatch._clock = lambda: world.now_ns
+            fits = Schemas(model.fit)
+            core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)
+            self.from_peer = core.results.handle
         self.front: Front[Any] = Front(
             *(core, clients, control, world.wall_clock, model.name, cache)
         )

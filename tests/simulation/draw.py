@@ -14,7 +14,7 @@ from shmserve.ipc.engine_settings import (
     PREEMPTION,
     EngineSettings,
 )
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import SchedulingLimits
 from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
 

@@ -22,11 +22,10 @@ from typing import Any
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Step
-from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.blocks import BlockPool
 from shmserve.scheduler.generative.engine import Engine
-from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
-from shmserve.scheduler.statistics.generation_stats import GenerationStats
+from shmserve.scheduler.generative.sequences import Beams, Generation, Place, Sequence
+from shmserve.scheduler.tables import GenerationStats
 from tests.support.generative_worker import (
     END,
     VOCABULARY,

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from shmserve.ipc.engine_settings import GENERATIVE
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.padding import Padding

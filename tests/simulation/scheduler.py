@@ -8,8 +8,9 @@ from typing import Any
 
 from shmserve.ipc.messages import generation, supervision
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.scheduler.hosting.in_process import InProcessLinks
+from shmserve.scheduler.hosting.event_loop import InProcessLinks
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Settings
 from shmserve.supervisor.processes.control_socket import SchedulerAddress
@@ -222,7 +223,7 @@ class SchedulerProcess(Process):
         """What the supervisor says."""
         for message in messages:
             self.world.note("supervisor", "->", self.title, message)
-            if isinstance(message, supervision.ProcessExited):
+            if isinstance(message, ProcessExited):
                 for peer in list(self._workers.links):
                     if peer.endswith(b".%d" % message.process):
                         self.trace.lost(peer)
@@ -235,7 +236,7 @@ class SchedulerProcess(Process):
             elif isinstance(message, supervision.Stop):
                 self.trace.stopped()
             self.hosted.front.from_control(message, self.world.now_ns)
-            if isinstance(message, supervision.ProcessExited):
+            if isinstance(message, ProcessExited):
                 self.trace.process_exited(message.process)
         self.turn()
 

@@ -7,6 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmserve.ipc.messages import supervision
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.ipc.messages.publications import (
+    ModelPublished,
+    ModelWithdrawn,
+    ProcessExited,
+    SchedulerLost,
+)
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.resources.rate_limiter import Needs, Tickets
 from tests.simulation.client import Client
@@ -78,7 +85,7 @@ class Supervisor(Process):
         for client in self.clients:
             self.tell(client, message)
         if clients_only:
-            if not isinstance(message, supervision.ModelWithdrawn):
+            if not isinstance(message, ModelWithdrawn):
                 for ensemble in self._ensembles():
                     self.tell(ensemble, message)
             return
@@ -123,7 +130,7 @@ class Supervisor(Process):
             return
         moves = scheduler is version.former
         match message:
-            case supervision.AskTicket() | supervision.TicketReturned():
+            case AskTicket() | TicketReturned():
                 self.tickets.handle(scheduler.address, message)
             case supervision.KillInstance(process=pid):
                 worker = version.worker(pid)
@@ -202,9 +209,9 @@ class Supervisor(Process):
         if before is not None:
             self._supersede(before)
 
-    def _published(self, version: Version) -> supervision.ModelPublished:
+    def _published(self, version: Version) -> ModelPublished:
         model = version.model
-        return supervision.ModelPublished(
+        return ModelPublished(
             model.name,
             version.number,
             ModelSpec.of(model.config),
@@ -289,7 +296,7 @@ class Supervisor(Process):
     def _succeed_former(self, version: Version, workers: list[Worker]) -> None:
         assert version.former is not None
         self._introduce(version)
-        lost = supervision.SchedulerLost(version.former.endpoint, version.endpoint)
+        lost = SchedulerLost(version.former.endpoint, version.endpoint)
         self._broadcast(lost, clients_only=True)
         self._announce(version)
         self._once_heard(version.former, self._drain_former, version, workers, self._moved)
@@ -317,7 +324,7 @@ class Supervisor(Process):
         """Withdraw a model: what is in flight is finished."""
         version = self.serving.pop(model.name, None)
         if version is not None:
-            withdrawn = supervision.ModelWithdrawn(model.name, version.number, 0)
+            withdrawn = ModelWithdrawn(model.name, version.number, 0)
             self._broadcast(withdrawn, clients_only=True)
             self._retire(version)
 
@@ -348,7 +355,7 @@ class Supervisor(Process):
         """The scheduler hears of each, and ends last."""
         if scheduler.alive:
             for worker in version.workers.values():
-                self.tell(scheduler, supervision.ProcessExited(worker.pid, ""))
+                self.tell(scheduler, ProcessExited(worker.pid, ""))
             self.tell(scheduler, supervision.Stop())
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
@@ -356,7 +363,7 @@ class Supervisor(Process):
         self._close(scheduler)
         now = self.serving.get(version.model.name)
         successor = "" if now is None else now.endpoint
-        self._broadcast(supervision.SchedulerLost(scheduler.endpoint, successor), clients_only=True)
+        self._broadcast(SchedulerLost(scheduler.endpoint, successor), clients_only=True)
 
     # --- processes --------------------------------------------------------------------------------
 
@@ -445,7 +452,7 @@ class Supervisor(Process):
                     else:
                         del version.workers[index]
                         self._restart(version, index)
-        self._broadcast(supervision.ProcessExited(process.pid, "signal 9"))
+        self._broadcast(ProcessExited(process.pid, "signal 9"))
         if isinstance(process, Worker):
             self.world.after(SECOND // 20, self.world.free_pid, process.pid)
 
@@ -467,7 +474,7 @@ class Supervisor(Process):
         self._start_scheduler(version)
         self._introduce(version)
         self._attach(version)
-        lost_news = supervision.SchedulerLost(lost, version.endpoint)
+        lost_news = SchedulerLost(lost, version.endpoint)
         self._broadcast(lost_news, clients_only=True)
         if self.serving.get(version.model.name) is version:
             self._announce(version)

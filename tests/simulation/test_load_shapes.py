@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from shmserve.supervisor.models.sizing import Sizing
+from shmserve.supervisor.models.autoscaler import ScalingPolicy
 from tests.rigs.load_shapes import Host, Run, Shape, steps
 
 _EXECUTION_S = 0.05
@@ -55,8 +55,8 @@ TIMES: dict[str, Callable[[Random], float]] = {
 
 
 def run(shape: Shape, times: str = "constant", seconds: float = _SECONDS, seed: int = 1) -> Run:
-    sizing = Sizing(1, _MOST, target_s=_TARGET_S)
-    return Host(sizing, TIMES[times], Random(seed)).run(shape, seconds)
+    policy = ScalingPolicy(1, _MOST, target_s=_TARGET_S)
+    return Host(policy, TIMES[times], Random(seed)).run(shape, seconds)
 
 
 @pytest.mark.parametrize("times", TIMES)

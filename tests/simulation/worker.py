@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from shmserve.errors import ShmserveError
@@ -25,6 +26,7 @@ from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, Wor
 from tests.support.messages import inference_of
 
 MOST_WAIT_NS = 30 * SECOND
+_NONSENSE_EVERY = 499  # batches, before one of which a worker returns what it was not given
 
 
 class Stream:
@@ -216,6 +218,10 @@ class Worker(Process):
                 self._open.pop(work.key, None)
                 self._cancelled.discard(work.key)
         if self._up is not None and self._up.connected:
+            # Drawn without `world.random`, so that the seeds that once failed run as they did.
+            if (31 * self.pid + batch.batch) % _NONSENSE_EVERY == 0:
+                self.world.fault("nonsense", self)
+                self._up.post(replace(finished, batch=-batch.batch))
             self._up.post(finished)
         else:
             for offset in made:

@@ -70,7 +70,7 @@ class Backend(ABC):
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self.metrics_changed: Callable[[bool], None] = _nobody_reports
+        self._report: Callable[[bool], None] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """`config`, as `GET /v2/models/NAME/config` shows it, completed with what the model's files
@@ -89,12 +89,11 @@ class Backend(ABC):
 
     @abstractmethod
     def execute(self, requests: list[Request]) -> list[Response]:
-        """Run one batch: one response for each request, in order; the error of one is its response.
+        """Run one batch, and return one response for each request, in order.
 
-        Let through what the model raises: the batch is then run again one by one, so that the
-        requests it is not about succeed, or with inputs that may be written, if that was it.
-        Outputs may be views of inputs or of the backend's own buffers: they are copied before the
-        next call.
+        An exception of the model must be passed on: the batch is then run again one by one, or with
+        inputs that may be written. The error of a single request is its response. Outputs may be
+        views of inputs or of the backend's buffers; they are copied before the next call.
         """
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
@@ -121,37 +120,45 @@ class Backend(ABC):
         return None
 
     def metrics(self) -> list[list[Any]] | None:
-        """All families of the model's own metrics if they changed since the last call, else None.
+        """Return all families of the model's own metrics if they changed since the last call.
 
-        `shmserve.workers.backends.python.metrics.changes` says what they look like; call
+        `shmserve.workers.backends.python.metrics.changes` documents their form. Call
         `context.control.wake()` when they change outside of `execute`, and `metrics_changed(True)`
-        for a report at once, in any thread, from where `metrics` may be called.
+        for a report at once, in any thread that may call `metrics`.
         """
         return None
 
+    def report_metrics_by(self, report: Callable[[bool], None]) -> None:
+        """Register the function that reports changed metrics, once an instance serves."""
+        self._report = report
+
+    def metrics_changed(self, at_once: bool) -> None:
+        """Have `metrics` called and reported: in this thread, or `at_once` False, by a timer."""
+        if self._report is not None:
+            self._report(at_once)
+
     def is_ready(self) -> bool:
-        """Whether the model says that it is ready; only with `checks_ready`. Called in a thread of
-        its own, beside batches. What is raised means no."""
+        """Check whether the model is ready; called only with `checks_ready`, in its own thread.
+
+        An exception means that the model is not ready.
+        """
         return True
 
     def unload(self) -> None:  # noqa: B027 - most have nothing to do
-        """The instance ends: let the model clean up."""
-
-
-def _nobody_reports(at_once: bool) -> None:
-    """There is no instance yet."""
+        """Let the model clean up, because the instance ends."""
 
 
 def backend_name(config: ModelSpec) -> str:
-    """The name of the backend that a model's configuration asks for; "" when it names none."""
+    """Return the name of the backend in a configuration, or ""."""
     return config.backend or _PLATFORMS.get(config.platform, "")
 
 
 def find(config: ModelSpec) -> type[Backend]:
-    """The backend class for a model's configuration.
+    """Return the backend class for a configuration.
 
-    Raises InvalidArgument when there is none of that name, or what provides it cannot be imported,
-    Unsupported for a decoupled model where it runs none.
+    Raises:
+        InvalidArgument: The backend is unknown, or cannot be imported.
+        Unsupported: The backend cannot run decoupled models.
     """
     found = _named(config)
     if config.decoupled and found.execute_decoupled is Backend.execute_decoupled:
@@ -177,7 +184,7 @@ def _named(config: ModelSpec) -> type[Backend]:
 
 
 def names() -> set[str]:
-    """The names of all backends that can be asked for."""
+    """Return the names of all known backends."""
     return {entry.name for entry in entry_points(group=GROUP)} | set(_BUILT_IN)
 
 

@@ -17,7 +17,7 @@ from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute,
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.failures import InputPolicy, WrongCount
-from shmserve.workers.batch.padding import Padder
+from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import RehearsedStream, ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker

@@ -1,9 +1,8 @@
-"""Failures of a model: the errors that clients get, and whether copies of its inputs would cure it.
+"""Failures of a model: the errors for clients, and whether copies of inputs would avoid them.
 
-Inputs are read-only views, and a model that writes into them fails, in whatever words. So what
-fails with views is run once more with copies: if these cure it, the model gets copies from then on.
-One that keeps failing for reasons of its own is believed for a while, after so many vain tries, so
-that its failures do not cost double.
+Inputs are read-only views, so a model that writes into them fails. A request that fails with views
+is therefore run once more with copies. If that succeeds, the model receives copies from then on. A
+model that fails with copies, too, is not run again for some failures after several such tries.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import Request
 from shmserve.workers.context import ModelContext
-from shmserve.workers.memory import device_errors
+from shmserve.workers.memory.device_memory import free_cached, lost, out_of_memory
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
 
 class WrongCount(Exception):
-    """A backend returned something else than one response for each request."""
+    """An error of a backend that did not return one response for each request."""
 
     def __init__(self, requests: int, responses: int) -> None:
         super().__init__(
@@ -35,32 +34,32 @@ class WrongCount(Exception):
 
 @dataclass(eq=False)
 class Failures:
-    """Explains what one instance's model raises, and logs it."""
+    """The failures of one instance's model: they are logged, and explained to clients."""
 
     _context: ModelContext
 
     @staticmethod
     def is_models_own(error: BaseException) -> bool:
-        """Whether it is neither this server's error, nor says that memory is full or a device
-        lost."""
+        """Check whether an error is the model's, not one of the server, memory or device."""
         return not (
-            isinstance(error, ShmserveError | WrongCount)
-            or device_errors.lost(error)
-            or device_errors.out_of_memory(error)
+            isinstance(error, ShmserveError | WrongCount) or lost(error) or out_of_memory(error)
         )
 
     def is_too_large(self, error: BaseException, requests: int) -> bool:
-        """Whether `error` says that memory was too small for so many requests, half of which may
-        fit."""
-        return requests > 1 and device_errors.out_of_memory(error)
+        """Check whether memory was too small for the requests, half of which may fit."""
+        return requests > 1 and out_of_memory(error)
 
     def make_room(self) -> None:
-        """Give back what torch keeps on the device for tensors to come."""
-        device_errors.free_cached()
+        """Release the device memory that torch caches."""
+        free_cached()
 
     def explain(self, error: BaseException, work: Work | None = None) -> ShmserveError:
-        """The error for the client of a request. Raises `error` itself where the device is lost:
-        the process ends then, another one starts, and what was in it runs there."""
+        """Return the error for the client of a request.
+
+        Raises:
+            BaseException: `error` itself if the device is lost. The process exits then, and its
+                requests run in its successor.
+        """
         if isinstance(error, ShmserveError):
             return error
         model, instance = self._context.model_name, self._context.instance_name
@@ -72,10 +71,10 @@ class Failures:
             trace_id = TraceContext.of(work.trace).trace_id
             told = {"request_id": work.request_id, "trace_id": trace_id}
         logger.error("model '%s' failed", model, exc_info=error, extra=told)
-        if device_errors.lost(error):
+        if lost(error):
             raise error
-        if device_errors.out_of_memory(error):
-            device_errors.free_cached()
+        if out_of_memory(error):
+            free_cached()
             return Unavailable(
                 f"there is not enough memory on device '{self._context.device}' for model "
                 f"'{model}' to run this request"
@@ -88,8 +87,7 @@ _BELIEVED = 16  # failures after each further vain try
 
 
 class InputPolicy:
-    """Zero-copy or copied inputs for one model, learnt from its failures. `copies`: it gets copies,
-    for good."""
+    """The decision whether a model receives copies of its inputs, learnt from its failures."""
 
     def __init__(self) -> None:
         self.copies = False
@@ -97,7 +95,7 @@ class InputPolicy:
         self._believed = 0
 
     def may_cure(self, request: Request) -> bool:
-        """Whether a request that has failed is to be run again with copies."""
+        """Check whether a failed request is to be run again with copies."""
         if not any(item.shared for item in request.inputs.values()):
             return False
         if self._believed:
@@ -106,7 +104,7 @@ class InputPolicy:
         return True
 
     def tried(self, cured: bool) -> None:
-        """Take note of a second run, with copies."""
+        """Record the outcome of a run with copies."""
         if cured:
             self.copies = True
         self._vain += 1

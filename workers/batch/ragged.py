@@ -1,7 +1,8 @@
-"""Ragged batches: the tensors that tell a model where each request begins in a flat input, and the
-cutting of flat outputs (a configuration's `batch_input` and `batch_output`).
+"""Batches of requests with unequal shapes: ragged (flat) inputs, or inputs padded to one shape.
 
-For requests with 2, 4 and 1 elements in the source input:
+Ragged batches get tensors that say where each request begins in a flat input, and flat outputs are
+cut (a configuration's `batch_input` and `batch_output`). For requests with 2, 4 and 1 elements in
+the source input:
 
     BATCH_ELEMENT_COUNT                           [2, 4, 1]
     BATCH_ACCUMULATED_ELEMENT_COUNT               [2, 6, 7]
@@ -11,22 +12,26 @@ For requests with 2, 4 and 1 elements in the source input:
     BATCH_ITEM_SHAPE_FLATTEN                      the same, flat
 
     BATCH_SCATTER_WITH_INPUT_SHAPE                a flat output, cut into the inputs' shapes
+
+A padded input becomes rows of one dense array, in which the inputs of the batch are adjacent: the
+gatherer need not copy them, and a model that receives each request apart can join them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.arrays import NUMPY
-from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.workers.batch.request import Array, Request
-
-Shape = tuple[int, ...]
+from shmserve.ipc.tensors.arrays import NUMPY, STORED, to_bf16
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.padding import Pad, Padding, Shape
+from shmserve.ipc.tensors.signature import Signature, shape_text
+from shmserve.workers.batch.request import Array, Copied, Input, Request, Response
 
 
 class _Made(NamedTuple):
@@ -63,7 +68,7 @@ class Ragged:
         }
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """The made inputs of a batch; none whose sources its requests lack."""
+        """Return the made inputs of a batch, except those whose source is missing."""
         made: dict[str, Array] = {}
         for name, source, values, kind in self._made:
             if source in requests[0].inputs:
@@ -72,9 +77,10 @@ class Ragged:
         return made
 
     def pieces(self, name: str, requests: Sequence[Request], whole: Shape) -> list[Shape] | None:
-        """The shape of each request's part of an output; None where that has rows as any other.
+        """Return the shape of each request's part of an output, or None for one that has rows.
 
-        Raises Internal when the output, which has the shape `whole`, has not their elements.
+        Raises:
+            Internal: The output, of shape `whole`, has another number of elements.
         """
         cut = self._cuts.get(name)
         if cut is None or cut.source not in requests[0].inputs:
@@ -95,8 +101,7 @@ class Ragged:
 
 
 def made_inputs(config: ModelSpec) -> list[TensorSpec]:
-    """The tensors that a model gets by `batch_input`, as inputs: ragged, so that nobody looks for a
-    row of them for each of the batch's."""
+    """Return the inputs that `batch_input` makes; they are ragged, as they have no row per row."""
     ranks = {each.name: len(each.model_dims) for each in config.input}
     return [
         TensorSpec(
@@ -130,3 +135,176 @@ _VALUES: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
     "BATCH_ITEM_SHAPE": _item_shapes,
     "BATCH_ITEM_SHAPE_FLATTEN": lambda shapes, batched: _item_shapes(shapes, batched).reshape(-1),
 }
+
+
+class Padder:
+    """The padder of one model's batches."""
+
+    def __init__(self, padding: Padding, signature: Signature, copied: Copied) -> None:
+        self._padding = padding
+        self._likes = {
+            name: _Like(
+                source,
+                len(signature.outputs[name].dims),
+                list(zip(*_free(signature.outputs[name], signature.inputs[source]), strict=True)),
+            )
+            for name, source in padding.likes.items()
+        }
+        self._copied = copied
+
+    def pad(self, requests: Sequence[Request]) -> PaddedInputs:
+        """Pad the inputs of a batch, add lengths and masks, and return the shapes before."""
+        padded = PaddedInputs()
+        for name, pad in self._padding.pads.items():
+            if name not in requests[0].inputs:
+                continue  # optional: no request of the batch has it
+            inputs = [request.inputs[name] for request in requests]
+            shapes = [item.shape[1:] for item in inputs]
+            most = tuple(map(max, zip(*shapes, strict=True)))
+            target = pad.padded(most) or most
+            padded.true[name], padded.shape[name] = shapes, target
+            self._copied.inputs += sum(len(item.raw) for item in inputs)
+            _share(requests, inputs, name, inputs[0].datatype, _filled(pad, inputs, target), target)
+            if pad.lengths:
+                rows = [item.shape[0] for item in inputs]
+                lengths = _bytes(np.repeat(np.array(shapes, np.int64), rows, axis=0))
+                _share(requests, inputs, pad.lengths, "INT64", lengths, (len(target),))
+            if pad.mask:
+                mask = _bytes(_mask(inputs, target))
+                _share(requests, inputs, pad.mask, "BOOL", mask, target)
+        return padded
+
+    def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
+        """Cut the outputs of a padded batch to the true lengths of each request.
+
+        An output with other lengths becomes an error of its request.
+        """
+        for at, response in enumerate(responses):
+            for place, output in enumerate(response.outputs):
+                like = self._likes.get(output.name)
+                if like is None or like.source not in padded.true:
+                    continue
+                source = like.source
+                where = like.part(output.shape, padded.true[source][at], padded.shape[source])
+                if where is None:
+                    response.error = Internal(
+                        f"inference output '{output.name}' has the shape "
+                        f"{shape_text(output.shape)}, which cannot be cut back like '{source}': "
+                        f"that is padded to {shape_text(padded.shape[source])}"
+                    )
+                else:
+                    response.outputs[place] = output._replace(data=output.data[where])
+
+
+class _Like(NamedTuple):
+    """The rule for cutting an output, whose variable dimensions are those of an input, in order.
+
+    Attributes:
+        axes: Pairs of the output's and the input's dimension, without the batch dimension.
+    """
+
+    source: str
+    rank: int
+    axes: list[tuple[int, int]]
+
+    def part(self, shape: Shape, true: Shape, padded: Shape) -> tuple[slice, ...] | None:
+        """Return the true part of an output, or None if its sizes are neither padded nor true."""
+        if len(shape) != 1 + self.rank:
+            return None
+        where = [slice(None)] * len(shape)
+        for at, source in self.axes:
+            if shape[1 + at] == padded[source]:
+                where[1 + at] = slice(true[source])
+            elif shape[1 + at] != true[source]:
+                return None
+        return tuple(where)
+
+
+@dataclass(slots=True, eq=False)
+class PaddedInputs:
+    """The shapes of a batch's padded inputs, by name, without the batch dimension.
+
+    Attributes:
+        true: The shape of each request before padding.
+        shape: The shape after padding.
+    """
+
+    true: dict[str, list[Shape]] = field(default_factory=dict)
+    shape: dict[str, Shape] = field(default_factory=dict)
+
+
+def _share(
+    requests: Sequence[Request],
+    inputs: Sequence[Input],
+    name: str,
+    datatype: str,
+    whole: Any,
+    shape: Shape,
+) -> None:
+    """Replace an input of each request by its rows of `whole`, the bytes of a batch."""
+    at = 0
+    row = element_count(shape) * ITEM_SIZE[datatype]
+    for request, source in zip(requests, inputs, strict=True):
+        rows = source.shape[0]
+        end = at + rows * row
+        request.inputs[name] = Input(
+            name,
+            datatype,
+            (rows, *shape),
+            whole[at:end],
+            model=source.model,
+            on_device=not isinstance(whole, memoryview),
+            writable=True,  # it is nobody else's
+            batch=whole,
+        )
+        at = end
+
+
+def _filled(pad: Pad, inputs: Sequence[Input], target: Shape) -> Any:
+    """Return the bytes of a padded batch, on the device of the first input that is on one."""
+    shape = (sum(item.shape[0] for item in inputs), *target)
+    if any(item.on_device for item in inputs):
+        return _filled_on_device(pad, inputs, shape)
+    datatype = inputs[0].datatype
+    whole: Array = np.empty(shape, STORED[datatype])
+    if any(item.shape[1:] != target for item in inputs):
+        whole[...] = to_bf16(np.array(pad.value)) if datatype == "BF16" else pad.value
+    for item, where in zip(inputs, _places(inputs), strict=True):
+        whole[where] = item.numpy()
+    return _bytes(whole)
+
+
+def _filled_on_device(pad: Pad, inputs: Sequence[Input], shape: Shape) -> Any:
+    import torch
+
+    device = next(item.raw.device for item in inputs if item.on_device)
+    tensors = [item.torch() for item in inputs]
+    whole = torch.full(shape, pad.value, dtype=tensors[0].dtype, device=device)
+    for tensor, where in zip(tensors, _places(inputs), strict=True):
+        whole[where] = tensor.to(device)
+    return whole.reshape(-1).view(torch.uint8)
+
+
+def _mask(inputs: Sequence[Input], target: Shape) -> Array:
+    mask = np.zeros((sum(item.shape[0] for item in inputs), *target), np.bool_)
+    for where in _places(inputs):
+        mask[where] = True
+    return mask
+
+
+def _places(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
+    """Yield the position of each input in the whole."""
+    at = 0
+    for item in inputs:
+        end = at + item.shape[0]
+        yield (slice(at, end), *map(slice, item.shape[1:]))
+        at = end
+
+
+def _bytes(whole: Array) -> memoryview:
+    return whole.reshape(-1).view(np.uint8).data
+
+
+def _free(*specs: TensorSpec) -> list[list[int]]:
+    """Return the variable dimensions of each tensor."""
+    return [[axis for axis, dim in enumerate(spec.dims) if dim == -1] for spec in specs]

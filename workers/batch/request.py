@@ -106,7 +106,7 @@ class Input:
         Writable whatever it lies in, because torch knows no read-only tensors: callers must not
         write into it.
         """
-        from shmserve.workers.memory.torch_types import as_torch
+        from shmserve.workers.memory.tensors import as_torch
 
         return as_torch(self.datatype, self.shape, self.raw)
 

@@ -1,13 +1,12 @@
-"""Response streams of decoupled models, with back-pressure: any number of responses to a request,
-from any thread.
+"""Response streams of decoupled models, and reports of a model's own metrics.
 
 send ──> credit? ──> scatter ──> ExecutionResponded
 
-The first response leaves at once, and so does the end; those between may be sent together (see
-`InstanceLink.flush_soon`).
+A stream sends any number of responses to one request, from any thread. The first response and the
+end are sent at once; responses between them may be sent together (see `InstanceLink.flush_soon`).
 
-A client that does not read its responses has its model's `send` wait (back-pressure), and after
-`MOST_WAIT_S` its request ended, so that it costs nobody else more than that.
+`send` blocks while the client has not read earlier responses (back-pressure). After `MOST_WAIT_S`
+the request fails, so that it no longer holds resources.
 """
 
 from __future__ import annotations
@@ -18,16 +17,88 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc.messages.inference import ExecutionResponded, Reply
+from shmserve.ipc.messages.inference import ExecutionResponded, MetricsReported, Reply
 from shmserve.ipc.tensors.inference import Packed, byte_size_of
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.context import ModelContext
-from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
+from shmserve.workers.links.scheduler import InstanceLink, Timer, WorkerRequest
+
+_PAUSE_S = 0.1
+_SOON_NS = 1_000_000
+_AT_ONCE = 100
+
+
+class MetricsReports:
+    """Reports of a model's own metrics to the scheduler.
+
+    A change is reported before the response that follows it, so that a client with a response finds
+    it counted. Threads of a model may change metrics at any time: these changes are reported
+    between batches, at most every `_PAUSE_S`. A model may read the metrics page during its
+    execution: up to `_AT_ONCE` changes are therefore reported at once, then no more than are sent
+    between batches.
+    """
+
+    def __init__(self, changes: Callable[[], list[list[Any]] | None], link: InstanceLink) -> None:
+        self._changes = changes  # all families if there was a change since the last call
+        self._link = link
+        self._last: MetricsReported | None = None
+        self._again_s = 0.0
+        self._left, self._counted_s = float(_AT_ONCE), 0.0  # reports that may be sent at once; when
+        self.timer = Timer(_SOON_NS, self._send)
+
+    def changed(self, at_once: bool) -> None:
+        """Report a change; safe in any thread.
+
+        Args:
+            at_once: False if the collector has made the change: a timer then reports it.
+        """
+        if at_once:
+            self._send()
+        else:
+            self.timer.start()
+
+    def _send(self) -> None:
+        now = time.monotonic()
+        self._left = min(_AT_ONCE, self._left + (now - self._counted_s) / _PAUSE_S)
+        self._counted_s = now
+        if self._left < 1:
+            return
+        with self._link.lock:
+            if self.before_responses():
+                self._left -= 1
+                self._link.flush()
+
+    def attach(self) -> None:
+        """Post all metrics to a scheduler that has just been attached."""
+        with self._link.lock:
+            if not self.before_responses() and self._last is not None:
+                self._link.post(self._last)
+
+    def before_responses(self) -> bool:
+        """Post changed metrics; return whether there were any. Needs the link's lock."""
+        families = self._changes()
+        if families is not None:
+            self._last = MetricsReported(families)
+            self._link.post(self._last)
+        return families is not None
+
+    def between_batches(self) -> float | None:
+        """Send changed metrics unless that was done recently; return how long to wait (s)."""
+        now = time.monotonic()
+        if now < self._again_s:
+            return self._again_s - now
+        with self._link.lock:
+            if not self.before_responses():
+                return None
+            self._link.flush()
+        self._again_s = now + _PAUSE_S
+        return _PAUSE_S
+
 
 MOST_WAIT_S = 30.0
 _LET_GO = Internal(
@@ -37,9 +108,12 @@ _LET_GO = Internal(
 
 @dataclass(frozen=True, slots=True)
 class ResponseWriter:
-    """The parts with which the streams of one instance write, all under the link's lock.
-    `abandoned`: those that their model has let go of without an end, for the loop to end, and what
-    was raised there, if that is known."""
+    """The parts with which the streams of one instance write, under the link's lock.
+
+    Attributes:
+        abandoned: The streams that the model has dropped without an end, with the exception that
+            was raised, if that is known. The loop ends them.
+    """
 
     link: InstanceLink
     scatterer: Scatterer
@@ -49,7 +123,7 @@ class ResponseWriter:
     abandoned: deque[tuple[ResponseStream, BaseException | None]] = field(default_factory=deque)
 
     def refuse(self, opened: WorkerRequest, error: ShmserveError) -> None:
-        """The end of a request that cannot be read."""
+        """Fail a request that cannot be read."""
         now_ns = time.monotonic_ns()
         with self.link.lock:
             if self.link.is_open(opened):
@@ -69,16 +143,16 @@ class ResponseWriter:
                 )
 
     def end_abandoned(self) -> None:
-        """End what the model has let go of."""
+        """End the streams that the model has dropped."""
         while self.abandoned:
             stream, error = self.abandoned.popleft()
             stream.end_abandoned(error)
 
 
 class ResponseStream:
-    """The way back to the client of one `request`; safe to use from any thread.
+    """The responses to one `request`; safe to use in any thread.
 
-    Once nobody takes its responses, what is sent is dropped, and only the end is told.
+    Responses that no client takes any more are dropped; only the end is sent.
     """
 
     __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request", "rescheduled")
@@ -95,21 +169,21 @@ class ResponseStream:
 
     @property
     def closed(self) -> bool:
-        """Whether its model has ended it, or failed: it may send no more.
+        """Whether the model has ended the stream, or failed: it may send no more.
 
-        One that was ended because its client takes nothing is to its model as one that was
-        cancelled.
+        A stream that was ended because its client reads nothing counts as cancelled, not as closed.
         """
         return self._closed and not self._overran
 
     def is_cancelled(self) -> bool:
-        """Whether its client wants no more responses; looks at what has arrived until now."""
+        """Check whether the request was cancelled, after reading pending messages."""
         return self._writer.link.is_cancelled(self._open)
 
     def send(self, response: Response | None = None, final: bool = False) -> None:
-        """Send a response, and with `final` the end; waits while the client takes no more.
+        """Send a response, and with `final` the end; block while the client has no credit.
 
-        The outputs have been read when it returns. One that cannot be written becomes an error.
+        The outputs have been read when it returns. A response that cannot be written becomes an
+        error.
         """
         given_ns = time.monotonic_ns()
         link, opened = self._writer.link, self._open
@@ -133,29 +207,32 @@ class ResponseStream:
 
     @property
     def may_send(self) -> bool:
-        """Whether `send` would not wait now."""
+        """Whether `send` would not block now."""
         return self._closed or self._open.dropped or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
-        """Have `listener` called when it is cancelled, by whichever thread sees it."""
+        """Register a function that is called when the request is cancelled, in any thread."""
         with self._writer.link.lock:
             self._open.on_cancel = listener
             if self._open.cancelled:
                 listener()
 
     def on_credit(self, listener: Callable[[], object]) -> None:
-        """Have `listener` called when the client may take more responses, by whichever thread sees
-        it: for who does not wait in `send`."""
+        """Register a function that is called, in any thread, when the client gives credit."""
         self._open.on_credit = listener
 
     def fail(self, error: ShmserveError) -> None:
-        """The request has failed with this error, unless it has ended."""
+        """Fail the request with an error, unless it has ended."""
         with self._writer.link.lock:
             if not self._closed:
                 self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
 
+    def fail_raised(self, error: BaseException) -> None:
+        """Fail the request with what the model, or the server, has raised."""
+        self.fail(self.explain(error))
+
     def refuse(self, error: ShmserveError) -> Reply | None:
-        """`fail`, as a reply of its batch where no response was sent before."""
+        """Fail the request; return the error as a reply of its batch if no response was sent."""
         with self._writer.link.lock:
             if self._closed or self._sent:
                 self.fail(error)
@@ -164,22 +241,29 @@ class ResponseStream:
             return Reply(self._open.key, error.code, error.message)
 
     def reschedule(self) -> None:
-        """Its model wants the request once more, unless it has ended: that is told with its batch,
-        and another stream goes on from here."""
+        """End the stream because the model asks for the request once more.
+
+        The batch reports it, and another stream continues the request.
+        """
         with self._writer.link.lock:
             if not self._closed:
                 self.rescheduled = True
                 self._end()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """End it: nobody is left who could send, because of this `error`, if that is known. May be
-        called by the garbage collector, at any moment: the end is the loop's to send."""
+        """Have the loop end the stream, because no sender is left.
+
+        The garbage collector may call it at any moment.
+
+        Args:
+            error: The exception that the sending thread has raised, if that is known.
+        """
         if not self._closed:
             self._writer.abandoned.append((self, error))
             self._writer.context.control.wake(always=True)
 
     def end_abandoned(self, error: BaseException | None) -> None:
-        """Have it fail, now that the model has let go of it; one that was cancelled just ends."""
+        """Fail a stream that the model has dropped; a cancelled stream just ends."""
         if self.is_cancelled():
             self.send(final=True)
         else:
@@ -194,7 +278,7 @@ class ResponseStream:
                 self._open.cancel()
 
     def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:
-        """Write and send, with the lock held."""
+        """Write a response and send it, with the lock held."""
         writer = self._writer
         copied, memory = writer.context.copied, writer.context.output_memory
         code = message = ""
@@ -214,7 +298,7 @@ class ResponseStream:
         copied.outputs = copied_before
         told = False
         if writer.link.is_open(self._open):
-            writer.metrics.before_responses(writer.link)
+            writer.metrics.before_responses()
             writer.link.post(
                 ExecutionResponded(
                     self._open.key,
@@ -242,7 +326,7 @@ class ResponseStream:
             self._end()
 
     def explain(self, error: BaseException) -> ShmserveError:
-        """The error for its client, from what the model, or writing a response, raised."""
+        """Return the error for the client, given an exception of the model or of a write."""
         try:
             return self._writer.failures.explain(error, self.request.work)
         except BaseException as lost:
@@ -256,7 +340,7 @@ class ResponseStream:
 
 
 class RehearsedStream(ResponseStream):
-    """A stream whose responses are dropped; `error` is the first that came in their place."""
+    """A stream that drops its responses; `error` is the first error among them."""
 
     __slots__ = ("_ended", "error")
 
@@ -266,17 +350,15 @@ class RehearsedStream(ResponseStream):
         self._ended = threading.Event()
 
     def wait(self) -> None:
-        """Return once the model has ended it."""
+        """Wait until the model has ended the stream."""
         self._ended.wait()
         self._writer.end_abandoned()
 
     def refuse(self, error: ShmserveError) -> Reply | None:
-        """As `ResponseStream` says."""
         self.fail(error)
         return None
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """As `ResponseStream` says."""
         super().abandon(error)
         self._ended.set()
 

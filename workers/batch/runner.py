@@ -32,9 +32,8 @@ from shmserve.workers.backends import ModelContext, Output, Response
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.request import Copied, Input, Request
 from shmserve.workers.device import Device
-from shmserve.workers.memory.device_tensors import to_host
 from shmserve.workers.memory.static_plan import MemoryPlan
-from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
+from shmserve.workers.memory.tensors import PROTOCOL, as_torch, to_host
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class Gatherer:
 
     def _gather_on_device(self, name: str, inputs: list[Input], most: int) -> Any:
         if self._on_device is None:
-            from shmserve.workers.memory.device_tensors import DeviceBuffers
+            from shmserve.workers.memory.tensors import DeviceBuffers
 
             self._on_device = DeviceBuffers()
         return self._on_device.gather(name, [item.raw for item in inputs], most)

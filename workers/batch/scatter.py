@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.batch.request import Array, Output, Request, Response
 from shmserve.workers.batch.unpack import reshape
 from shmserve.workers.context import ModelContext
-from shmserve.workers.memory.copying import Copier
+from shmserve.workers.memory.outputs import Copier
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +305,7 @@ class Scatterer:
             return
         assert self._context.device_memory is not None
         if isinstance(data, bytes):
-            from shmserve.workers.memory.device_tensors import as_bytes
+            from shmserve.workers.memory.tensors import as_bytes
 
             data = as_bytes(bytearray(data))
         self._context.copied.outputs += self._context.device_memory.write(destination, data, device)
@@ -382,7 +382,7 @@ def _form(output: Output, place: Place | None) -> Any:
 
 def _any_tensor(output: Output) -> Any:
     """An output as a tensor, wherever it is."""
-    from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
+    from shmserve.workers.memory.tensors import PROTOCOL, as_torch
 
     if isinstance(output.data, np.ndarray):
         array = np.ascontiguousarray(_host_array(output))
@@ -401,7 +401,7 @@ def _host_array(output: Output) -> Array:
     if datatype not in ITEM_SIZE:
         raise Internal(f"inference output '{name}' has an unknown datatype")
     if not isinstance(data, np.ndarray):
-        from shmserve.workers.memory.torch_types import host_array
+        from shmserve.workers.memory.tensors import host_array
 
         data = host_array(data)
     if datatype == "BYTES":

@@ -207,7 +207,7 @@ class Unpacker:
             shared = datatype != "BYTES"
             on_device = data.memory.cuda is not None
             if on_device and not (shared and self._device_inputs):
-                from shmserve.workers.memory.device_tensors import to_host
+                from shmserve.workers.memory.tensors import to_host
 
                 self._copied.inputs += len(raw)
                 raw, place = to_host(raw), None

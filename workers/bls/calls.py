@@ -35,7 +35,7 @@ from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.memory.lent import LentMemory, releases, unread
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Cancel, Credit, Failed, Finished, Responded, Settled
-from shmserve.ipc.messages.supervision import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
+from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.tensors.inference import ResponseSchema, inline_size_of, places
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage

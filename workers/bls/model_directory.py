@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.ipc.messages.supervision import FindModel
+from shmserve.ipc.messages.control_requests import FindModel
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.links.supervisor import SupervisorLink

@@ -14,16 +14,9 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.errors import Unavailable, from_code
-from shmserve.ipc.messages.supervision import (
-    Answer,
-    Answered,
-    Losses,
-    ModelWithdrawn,
-    ProcessExited,
-    Refused,
-    SchedulerLost,
-    SetLogging,
-)
+from shmserve.ipc.messages.control_requests import Answer, Answered, Refused
+from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
+from shmserve.ipc.messages.supervision import SetLogging
 from shmserve.ipc.transport.dealer import Dealer
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace
+from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Place, unpack_place
 from shmserve.workers.links.supervisor import SupervisorLink
 
@@ -31,8 +31,10 @@ def _unchanged(view: Any) -> Any:
 
 @dataclass(eq=False)
 class Workspace:
-    """Leases of one instance, on `device` (torch's name). `settle(number)` waits until a CUDA
-    device has done what this process asked of it."""
+    """The workspace leases of one instance.
+
+    `_settle(number)` waits until a CUDA device has done the work of this process.
+    """
 
     _control: SupervisorLink
     _mappings: Mappings
@@ -41,12 +43,21 @@ class Workspace:
     coroutines: int = 0  # of the event loop, that have a lease
 
     def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> LeasedWorkspace:
-        """So many bytes for a with block, `seen_as` what that makes of a writable memoryview, or of
-        a tensor of uint8 on the device; what is in them is anybody's."""
+        """Return a lease of bytes for a with block; their contents are undefined.
+
+        Args:
+            byte_size: The number of bytes.
+            seen_as: Converts a writable memoryview, or a tensor of uint8 on the device.
+        """
         return LeasedWorkspace(self, byte_size, seen_as)
 
     def ask(self, byte_size: int) -> Place:
-        """Wait until the pool has so many bytes. Raises Internal, Unavailable."""
+        """Wait until the pool has so many bytes.
+
+        Raises:
+            Internal: The pool is smaller.
+            Unavailable: The device has no pool.
+        """
         try:
             granted = self._control.ask(LeaseWorkspace, self._device, byte_size)
         except InvalidArgument as error:  # the model's fault, and no client's
@@ -54,11 +65,15 @@ class Workspace:
         return replace(unpack_place(granted["place"]), byte_size=byte_size)
 
     def view(self, place: Place) -> Any:
-        """The bytes of a lease."""
+        """Return the bytes of a lease."""
         return self._mappings.view(place)
 
     def release(self, place: Place, used: bool = True) -> None:
-        """End a lease. Raises DeviceLost."""
+        """End a lease.
+
+        Raises:
+            DeviceLost: This process cannot use the device any more.
+        """
         if used and place.memory.cuda is not None:
             # Who has it next may be another process, whose work is in no order with ours.
             self._settle(place.memory.cuda.device)
@@ -66,12 +81,12 @@ class Workspace:
 
 
 class LeasedWorkspace:
-    """One lease, of a with block, or in a coroutine of an `async with` block.
+    """A lease for a with block, or for an `async with` block of a coroutine.
 
-    Entering raises Internal for what is no positive integer or more than the whole pool, for a
-    second lease of the same execution (two such, each waiting for what the other has, would wait
-    for ever), and where a coroutine would stop the event loop in which another one has a lease;
-    Unavailable where the device has no pool.
+    Entering raises Internal for a size that is not positive or exceeds the pool, for a second lease
+    of an execution (two executions could wait for each other forever), and if a coroutine would
+    block the event loop while another coroutine has a lease. It raises Unavailable if the device
+    has no pool.
     """
 
     def __init__(self, workspace: Workspace, byte_size: int, seen_as: Callable[[Any], Any]) -> None:

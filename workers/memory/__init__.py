@@ -1,1 +1,1 @@
-"""A worker's memory: outputs in its arena, device memory, copies."""
+"""The memory of a worker: outputs in its arena, device memory, tensors, static plans."""

@@ -1,16 +1,17 @@
-"""Device memory of others: each IPC handle opened once, viewed as tensors, closed when unused.
+"""Device memory of other processes: each IPC handle is opened once and closed when unused.
 
     region (memory id) ─┐
     region (memory id) ─┴─> Allocation (handle, device) <── views that a model still holds
 
-One mapping a handle: several regions in one allocation share it, as CUDA wants it. The allocation
-is closed when its last region is dropped and the last tensor over it is gone; then it waits for the
-device's thread, which is the worker's loop. `settle` waits until what was written is there.
+CUDA allows one mapping of a handle in a process, so regions of one allocation share the mapping.
+The allocation is closed after its last region was dropped and its last tensor was collected, by the
+thread of the worker's loop.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections import deque
@@ -21,19 +22,44 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Cuda, CudaError, Driver, address_of
-from shmserve.ipc.messages.memory import CheckMemory, MemoryChecked
+from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.workers.memory.device_errors import DeviceLost, lost
 from shmserve.workers.user_code import in_words
 
 if TYPE_CHECKING:
     import torch
 
+
+class DeviceLost(Exception):
+    """This process cannot use its device any more: it must exit and be restarted."""
+
+
+def _torch() -> Any:
+    return sys.modules.get("torch")
+
+
+def lost(error: BaseException) -> bool:
+    """Check whether an error means that this process cannot use its device any more."""
+    return isinstance(error, DeviceLost | getattr(_torch(), "AcceleratorError", DeviceLost))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Check whether an error means that host or device memory is full."""
+    return isinstance(error, MemoryError | getattr(_torch(), "OutOfMemoryError", MemoryError))
+
+
+def free_cached() -> None:
+    """Release the device memory that torch caches."""
+    torch = _torch()
+    if torch is not None and torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 logger = logging.getLogger(__name__)
 
 
 class Allocation:
-    """An open handle. `room` is how many bytes there are from `pointer` to the allocation's end."""
+    """An open handle; `room` is the number of bytes from `pointer` to the allocation's end."""
 
     __slots__ = ("__weakref__", "device", "pointer", "room")
 
@@ -54,8 +80,7 @@ class Allocation:
 
 
 def cuda_tensor(allocation: Allocation) -> torch.Tensor:
-    """A tensor of all bytes of an allocation; the tensor, and every view of it, keeps the
-    allocation."""
+    """Return a tensor of all bytes of an allocation, which keeps the allocation open."""
     import torch  # not before a handle is opened: most workers open none
 
     return torch.as_tensor(allocation, device=f"cuda:{allocation.device}")
@@ -65,7 +90,7 @@ class _Mapping:
     """The part of an allocation that one region may use; `view` is None once it is closed."""
 
     def __init__(self, view: torch.Tensor, pid: int, collect: Callable[[], None]) -> None:
-        self.pid = pid  # 0 of a client's: its death ends it by way of its region
+        self.pid = pid  # 0 for a client's memory: it is closed with its region
         self.view: Any = view
         self._collect = collect
 
@@ -76,8 +101,7 @@ class _Mapping:
 
 @dataclass(eq=False)
 class DeviceMemory:
-    """The memory that this process has open on devices. `cuda` and `as_tensor` are replaced in
-    tests."""
+    """The device memory that this process has open."""
 
     _make: Callable[[], Cuda] = Driver
     _as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor
@@ -87,16 +111,19 @@ class DeviceMemory:
     )
     _unused: deque[tuple[int, int]] = field(default_factory=deque)  # (pointer, device), to close
     _written: set[int] = field(default_factory=set)
-    _used: set[int] = field(default_factory=set)  # devices that worked
+    _used: set[int] = field(default_factory=set)  # devices that have worked once
     _thread: int = field(default_factory=threading.get_ident)
     _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, memory: Memory) -> _Mapping:
-        """Map the memory of a region, or of a workspace, for `Mappings`; from any thread.
+        """Map the memory of a region or of a workspace; safe in any thread.
 
-        Raises InvalidArgument when the handle opens nothing, or less than the region says, or on
-        another device than it says; Unavailable where there is no CUDA, or torch was built without,
-        or the device has no room for this process; DeviceLost when it can be used no more.
+        Raises:
+            InvalidArgument: The handle cannot be opened, its allocation is smaller than the region,
+                or it belongs to another device.
+            Unavailable: There is no CUDA, torch was built without it, or the device has no memory
+                for this process.
+            DeviceLost: This process cannot use the device any more.
         """
         with self._opening:
             return self._opened(memory)
@@ -150,13 +177,13 @@ class DeviceMemory:
                 "the CUDA handle of a shared memory region means no allocation"
             ) from None
         made = Allocation(pointer, base + byte_size - pointer, handle.device)
-        # Wherever the last reference goes, also in a thread of the model's: noted, not closed.
+        # A thread of the model may drop the last reference: the loop closes the handle later.
         weakref.finalize(made, self._unused.append, (pointer, handle.device)).atexit = False
         self._open[key] = made
         return made
 
     def _blame(self, cuda: Cuda, device: int) -> None:
-        """Return where it was a handle's fault that it did not open; raise where the device's."""
+        """Raise if the device caused the failure of a handle; return if the handle did."""
         try:
             cuda.synchronize(device)
         except CudaError as error:
@@ -167,7 +194,7 @@ class DeviceMemory:
         self._used.add(device)
 
     def collect(self) -> None:
-        """Close what nobody refers to any more; nothing outside the device's thread."""
+        """Close unused allocations; does nothing outside of the loop's thread."""
         if threading.get_ident() != self._thread:
             return
         while self._unused:
@@ -179,10 +206,9 @@ class DeviceMemory:
                 logger.warning("closing a client's memory on device %d: %s", device, error)
 
     def pin(self, view: memoryview, device: int) -> Callable[[], None]:
-        """Lock a mapping of a client's region for a device, for `Mappings`; gives what undoes it.
+        """Pin a mapping of a client's region for a device, and return the function that unpins it.
 
-        What cannot be pinned is used as it is: it is only slower. Each call of the driver says
-        itself whether it went well, so that no later one fails for it.
+        A region that cannot be pinned is used unpinned, which is slower.
         """
         if not view.nbytes:
             return _nothing
@@ -204,9 +230,9 @@ class DeviceMemory:
             logger.warning("unpinning a region: %s", error)
 
     def write(self, destination: torch.Tensor, source: torch.Tensor, device: int) -> int:
-        """Copy a tensor, from wherever it is, to bytes of a client's memory; how many were copied.
+        """Copy a tensor from any device to a client's memory, and return the bytes copied.
 
-        None where it is there already. The bytes are there after `settle`.
+        The number is 0 if the tensor is at the destination. `settle` waits for the copy.
         """
         self._written.add(device)
         source = source.detach().resolve_conj().resolve_neg()
@@ -221,17 +247,19 @@ class DeviceMemory:
         return int(destination.numel())
 
     def settle(self) -> None:
-        """Wait until all that was written has reached the devices.
+        """Wait until all writes have reached the devices.
 
-        Raises DeviceLost when that fails: the process can use the device no more.
+        Raises:
+            DeviceLost: This process cannot use a device any more.
         """
         while self._written:
             self.synchronize(self._written.pop())
 
     def synchronize(self, device: int) -> None:
-        """Wait until a device has done all that this process asked of it; from any thread.
+        """Wait until a device has done the work of this process; safe in any thread.
 
-        Raises DeviceLost when that fails.
+        Raises:
+            DeviceLost: This process cannot use the device any more.
         """
         assert self._cuda is not None
         try:
@@ -240,7 +268,7 @@ class DeviceMemory:
             raise DeviceLost(f"device {device}: {error}") from error
 
     def check(self, question: CheckMemory) -> MemoryChecked:
-        """Open a memory and let it go again: how that went."""
+        """Open a memory, close it, and return the outcome."""
         handle = CudaHandle(question.handle, question.device_id, question.device_uuid)
         try:
             self.open(Memory.on_device(0, question.byte_size, handle)).close()
@@ -250,7 +278,7 @@ class DeviceMemory:
 
     @property
     def handles(self) -> int:
-        """The number of handles that are open, or wait to be closed."""
+        """The number of handles that are open or not closed yet."""
         return len(self._open) + len(self._unused)
 
 
@@ -259,7 +287,7 @@ def _unusable(device: int) -> Unavailable:
 
 
 def _nothing() -> None:
-    """Unpin memory that was not pinned."""
+    """Unpin memory that could not be pinned."""
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

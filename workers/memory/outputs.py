@@ -1,20 +1,30 @@
-"""Output memory: arena blocks for outputs without a place of the client's, freed by their
-readers."""
+"""Output memory: arena blocks that their readers free, and parallel copies of large outputs.
+
+One core copies slower than the memory allows. `Copier` therefore cuts a large copy into pieces,
+which the calling thread and its helper threads take in turn. If no core is free for the helpers,
+only their wake-up is lost.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
+
+import numpy as np
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import Readers, Token
+from shmserve.ipc.processes import LARGE_COPY
 from shmserve.ipc.tensors.descriptors import Place
+from shmserve.workers.batch.request import Array
 
 
 class _Output(Token):
-    """A block of the arena for the process that will read it."""
+    """A block of the arena, allocated for the process that will read the block."""
 
     __slots__ = ("_memory", "place", "reader")
 
@@ -29,38 +39,42 @@ class _Output(Token):
 
 
 class OutputMemory:
-    """Blocks of the worker's arena, each for the process that will read it and release it.
+    """Blocks of the worker's arena, each lent to the process that reads and releases the block.
 
-    A reader may take as long as it lives: its release travels through whichever scheduler there is
-    by then. What no scheduler can have heard of (`undelivered`) comes back at once.
+    A reader may hold a block until it exits. Its release arrives by way of the scheduler that
+    serves the model then. Blocks of responses that no scheduler received are freed at once.
 
-    A local client, which need not release anything, may hold as much as is free then and no more
-    (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998): one
-    that keeps all has half of the arena, n of them n/(n + 1), and the rest is left to others. Who
-    holds nothing may have an output of any size.
+    A local client is not trusted to release its blocks. It may hold at most as many bytes as are
+    free (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998):
+    one client that keeps everything holds half of the arena, n clients n/(n + 1). A client without
+    a block may allocate an output of any size.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._readers: Readers[int] = Readers()
-        self._fresh: dict[int, _Output] = {}  # by offset: of responses that are still to be sent
-        self._held: dict[int, int] = {}  # by reader: bytes
-        self._reserved: dict[int, _Output] = {}  # by address: blocks that a model computes in
-        self._exited: set[int] = set()  # readers, of which the scheduler may not know yet
+        self._fresh: dict[int, _Output] = {}  # offset -> block of a response that is not sent yet
+        self._held: dict[int, int] = {}  # reader -> bytes
+        self._reserved: dict[int, _Output] = {}  # address -> block that a model computes in
+        self._exited: set[int] = set()  # readers whose exit the scheduler has not confirmed
 
     @property
     def id(self) -> int:
-        """That of the memory of the arena."""
+        """The id of the arena's memory."""
         return self._arena.memory.id
 
     def __len__(self) -> int:
         return len(self._readers) + len(self._fresh)
 
     def allocate(self, reader: int, byte_size: int) -> tuple[Place, memoryview]:
-        """A block for a process and its bytes. Raises Unavailable when memory is full, or the share
-        of a local client, InvalidArgument for what never fits."""
+        """Allocate a block for a process.
+
+        Raises:
+            Unavailable: The arena is full, or the share of a local client is used up.
+            InvalidArgument: The arena is smaller than the block.
+        """
         held = self._held.get(reader, 0)
-        if held and reader >= FIRST:
+        if held and reader >= FIRST_LOCAL_CLIENT:
             self._check_share(held, byte_size)
         place = self._arena.allocate(byte_size)
         self._fresh[place.offset] = _Output(self, place, reader)
@@ -68,14 +82,19 @@ class OutputMemory:
         return place, self._arena.view(place)
 
     def reserve(self, reader: int, byte_size: int) -> memoryview:
-        """The bytes of a block in which an output is to be computed; `claim` finds it then, and
-        what nobody claims is free again when the batch is handed over. Raises as `allocate`."""
+        """Allocate a block in which the model computes an output, and return its bytes.
+
+        `claim` returns the block. A block that is not claimed is freed when the batch is sent.
+
+        Raises:
+            ShmserveError: As `allocate`.
+        """
         place, view = self.allocate(reader, byte_size)
         self._reserved[address_of(view)] = self._fresh[place.offset]
         return view
 
     def claim(self, reader: int, address: int, byte_size: int) -> Place | None:
-        """The block that was reserved for such an output, if that was computed there."""
+        """Return the reserved block at the address of an output, or None if there is none."""
         output = self._reserved.get(address)
         if output is None or output.place.byte_size != byte_size or output.reader != reader:
             return None
@@ -92,37 +111,38 @@ class OutputMemory:
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:
-        """Take blocks back from their reader; what is not lent to it is ignored."""
+        """Free blocks that their reader has released; blocks not lent to the reader are ignored."""
         self._readers.release(reader, offsets)
 
     def exited(self, reader: int) -> None:
-        """A process has ended. What it was lent is kept until `drop_reader`, with which the
-        scheduler says that it does not look at that any more either (a cache keeps a copy), or
-        `drop_exited`."""
+        """Record that a process has exited; its blocks are kept until `drop_reader`.
+
+        The scheduler may still copy them into the response cache, and sends `ReaderExited` after
+        that. `drop_exited` frees them if the scheduler itself exits.
+        """
         if reader in self._held:
             self._exited.add(reader)
 
     def drop_exited(self) -> None:
-        """The scheduler itself has ended: take back what it would have spoken of."""
+        """Free the blocks of all exited readers, because the scheduler has exited, too."""
         for reader in list(self._exited):
             self.drop_reader(reader)
 
     def drop_reader(self, reader: int) -> None:
-        """Take back every block of a process that has ended."""
+        """Free every block of a process that has exited."""
         self._exited.discard(reader)
         self._readers.drop(reader)
         self.take_back([at for at, output in self._fresh.items() if output.reader == reader])
 
     def take_back(self, offsets: Iterable[int]) -> None:
-        """Take back what was allocated there for responses that are still to be sent: they will not
-        have it."""
+        """Free blocks that were allocated for responses that will not be sent with them."""
         for offset in offsets:
             output = self._fresh.pop(offset, None)
             if output is not None:
                 output.release()
 
     def free(self, output: _Output) -> None:
-        """A block is used no more."""
+        """Free a block that has no user any more."""
         reader, place = output.reader, output.place
         held = self._held[reader] - place.byte_size
         if held:
@@ -133,11 +153,11 @@ class OutputMemory:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether anything was allocated for responses that are still to be sent."""
+        """Whether a block is allocated for a response that is not sent yet."""
         return bool(self._fresh)
 
     def delivered(self) -> int:
-        """The responses are sent: lend what was allocated for them to its readers; its bytes."""
+        """Lend the blocks of the responses that were sent to their readers; return their bytes."""
         if not self._fresh:
             return 0
         for output in self._reserved.values():
@@ -152,12 +172,82 @@ class OutputMemory:
         return byte_size
 
     def undelivered(self) -> int:
-        """The responses did not leave: free what was allocated for them; 0 bytes are lent."""
+        """Free the blocks of responses that could not be sent; return 0, the bytes lent."""
         self._reserved.clear()
         self.take_back(list(self._fresh))
         return 0
 
 
 def address_of(view: memoryview) -> int:
-    """Where bytes that may be written lie in this process."""
+    """Return the address of writable bytes in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+_WORTH_HELP = 4 * 1024 * 1024  # bytes; below it the wake-up costs as much as it saves
+_PIECE = LARGE_COPY  # smaller ones would go through the caches
+_MOST_HELPERS = 3
+
+
+class _Job:
+    """A copy that is cut into pieces; the iterator `numbers` gives each piece to one thread."""
+
+    __slots__ = ("_lock", "_source", "_target", "_unfinished", "finished", "numbers")
+
+    def __init__(self, target: Array, source: Array) -> None:
+        self._target = target
+        self._source = source
+        self._unfinished = -(-len(target) // _PIECE)
+        self._lock = threading.Lock()
+        self.finished = threading.Lock()
+        self.finished.acquire()
+        self.numbers: Iterator[int] = iter(range(self._unfinished))
+
+    def help(self) -> None:
+        """Copy pieces until all are taken."""
+        for number in self.numbers:  # atomic: the iterator is one of C
+            piece = slice(number * _PIECE, (number + 1) * _PIECE)
+            np.copyto(self._target[piece], self._source[piece])
+            with self._lock:
+                self._unfinished -= 1
+                if not self._unfinished:
+                    self.finished.release()
+
+
+class Copier:
+    """A copier of arrays that uses up to `threads` threads, including the caller's."""
+
+    def __init__(self, threads: int) -> None:
+        self._helpers = max(0, min(threads - 1, _MOST_HELPERS))
+        self._jobs: SimpleQueue[_Job] | None = None  # until the first copy that is worth it
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Execute `target[...] = source` for arrays of one shape and type that do not overlap."""
+        flat = source.flags.c_contiguous and target.flags.c_contiguous
+        if target.nbytes < _WORTH_HELP or not self._helpers or not flat:
+            target[...] = source
+            return
+        if self._jobs is None:
+            self._jobs = self._started()
+        job = _Job(_flat(target), _flat(source))
+        for _ in range(self._helpers):
+            self._jobs.put(job)
+        job.help()
+        job.finished.acquire()
+
+    def _started(self) -> SimpleQueue[_Job]:
+        jobs: SimpleQueue[_Job] = SimpleQueue()
+        for _ in range(self._helpers):
+            threading.Thread(target=_serve, args=(jobs,), name="copier", daemon=True).start()
+        return jobs
+
+
+def _flat(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _serve(jobs: SimpleQueue[_Job]) -> None:
+    while True:
+        job: _Job | None = jobs.get()
+        assert job is not None
+        job.help()
+        job = None

@@ -1,29 +1,44 @@
-"""The memory plan of a model whose shapes are all fixed. What its batches take is known when it
-loads, and allocated then:
+"""The memory plan of a model whose shapes are all fixed, and the CUDA graphs recorded over it.
+
+The memory of all batches is known at load, and is allocated then:
 
     weights      once
-    inputs       one buffer an input, of the largest batch: every smaller bucket is a part of it
+    inputs       one buffer per input, for the largest batch; smaller buckets use its first rows
     outputs      the same
-    workspace    what the model needs in between, where that was measured
+    workspace    the intermediate memory of the model, where that was measured
+
+A graph is recorded for each batch bucket, then replayed. It reads and writes the same memory in
+each replay, so inputs are copied into the buffers and outputs are read where the graph left them.
+Rows behind those of the batch are computed and ignored. All graphs share one memory pool, because
+they never run at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
 
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.signature import Signature
+from shmserve.workers.memory.tensors import TORCH
 
 _MB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes: of the weights, of a row of each input and output, of the workspace (None: it is not
-    known). `buckets` are the rows of the batches that are prepared, ascending; a batch runs in the
-    smallest that holds it."""
+    """The bytes of the weights, of one row of each input and output, and of the workspace.
+
+    Attributes:
+        buckets: The batch sizes that are prepared, ascending. A batch runs in the smallest bucket
+            that holds it.
+        workspace: None if it was not measured.
+    """
 
     weights: int
     inputs: Mapping[str, int]
@@ -33,8 +48,7 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, config: ModelSpec, signature: Signature, weights: int) -> MemoryPlan | None:
-        """The plan of a model whose parameters take `weights` bytes; None where the size of an
-        input or output is only known when it is there."""
+        """Return the plan of a model, or None if the size of an input or output varies."""
         specs = [*signature.inputs.values(), *signature.outputs.values()]
         if not specs or not all(map(_fixed, specs)):
             return None
@@ -47,27 +61,31 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """Of the largest batch."""
+        """The rows of the largest batch."""
         return self.buckets[-1]
 
     def bucket(self, rows: int) -> int:
-        """The smallest bucket that holds so many rows; raises ValueError where none does."""
+        """Return the smallest bucket that holds so many rows.
+
+        Raises:
+            ValueError: No bucket does.
+        """
         for bucket in self.buckets:
             if rows <= bucket:
                 return bucket
         raise ValueError(f"{rows} rows are more than the {self.rows} of the largest bucket")
 
     def byte_size(self, rows: int) -> tuple[int, int]:
-        """(inputs, outputs) of a batch of so many rows."""
+        """Return (inputs, outputs) in bytes of a batch of so many rows."""
         return sum(self.inputs.values()) * rows, sum(self.outputs.values()) * rows
 
     @property
     def total(self) -> int:
-        """Bytes in all, as far as they are known."""
+        """The bytes in all, as far as they are known."""
         return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def text(self) -> str:
-        """The plan for the log, in MB."""
+        """Return the plan for the log, in MB."""
         each = ", ".join(
             f"{rows}: {inputs / _MB:.2f} + {outputs / _MB:.2f}"
             for rows in self.buckets
@@ -81,8 +99,11 @@ class MemoryPlan:
 
 
 def buckets(config: ModelSpec) -> tuple[int, ...]:
-    """The batch sizes to prepare, ascending, the largest last: those that `optimization.cuda`'s
-    `graph_spec` names, or else the preferred ones and the powers of two."""
+    """Return the batch sizes to prepare, ascending, the largest last.
+
+    They are those of `graph_spec` in `optimization.cuda`, or else the preferred sizes and the
+    powers of two.
+    """
     most = max(1, config.max_batch_size)
     named = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
     if not named:
@@ -99,3 +120,87 @@ def _fixed(spec: TensorSpec) -> bool:
 
 def _row(spec: TensorSpec) -> int:
     return element_count(spec.dims) * ITEM_SIZE[spec.datatype]
+
+
+_WARM_UPS = 3  # as torch advises: libraries choose their algorithms in the first calls
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Recorder(Protocol):
+    """A recorder of the work that a call does on a device."""
+
+    def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+        """Return the function that repeats the call's work, and the results of each replay."""
+
+    def reserved(self) -> int:
+        """Return the bytes of device memory that this process has reserved."""
+
+
+class CudaRecorder:
+    """A recorder of CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                call()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            results = call()
+        self._pool = graph.pool()
+        return graph.replay, results
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+
+class Graphs:
+    """The recorded graphs of a model; `workspace` is the memory that recording has reserved."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        signature: Signature,
+        device: torch.device,
+        call: Callable[[Tensors], Tensors],
+        recorder: Recorder,
+    ) -> None:
+        self._plan = plan
+        self._batched = signature.max_batch_size > 0
+        self._inputs = {
+            name: torch.zeros(
+                self._shape(spec, plan.rows), dtype=TORCH[spec.datatype], device=device
+            )
+            for name, spec in signature.inputs.items()
+        }
+        self._graphs: dict[int, tuple[Callable[[], None], Tensors]] = {}
+        before = recorder.reserved()
+        # The largest first: the others fit into the memory that it leaves in the pool.
+        for rows in reversed(plan.buckets):
+            given = {name: self._rows(whole, rows) for name, whole in self._inputs.items()}
+            self._graphs[rows] = recorder.record(partial(call, given))
+        self.workspace = recorder.reserved() - before
+
+    def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """Return the outputs for a batch; they are valid until the next run."""
+        rows = len(next(iter(inputs.values()))) if self._batched else 1
+        bucket = self._plan.bucket(rows)
+        for name, tensor in inputs.items():
+            self._rows(self._inputs[name], rows).copy_(tensor, non_blocking=True)
+        replay, results = self._graphs[bucket]
+        replay()
+        return {name: self._rows(value, rows) for name, value in results.items()}
+
+    def _rows(self, whole: torch.Tensor, rows: int) -> torch.Tensor:
+        return whole[:rows] if self._batched else whole
+
+    def _shape(self, spec: Any, rows: int) -> tuple[int, ...]:
+        dims = spec.model_dims
+        return (rows, *dims) if self._batched else tuple(dims)

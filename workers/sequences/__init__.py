@@ -1,6 +1,5 @@
 """Sequences in a worker: control inputs, implicit state, batches by slot.
 
-controls.py   control inputs: START, END, READY, CORRID
-state.py      implicit state: outputs that come back as inputs of the sequence's next request
-execute.py    a batch of sequences: a row a slot, null rows, nothing that runs twice
+inputs.py     control inputs (START, END, READY, CORRID), and state that returns as an input
+execute.py    a batch of sequences: one row per slot, null rows, no execution is repeated
 """

@@ -1,7 +1,7 @@
-"""A batch of sequences of an instance: rows as the scheduler has put them, and nothing runs twice.
+"""The executor of sequences: rows are placed by the scheduler, and no request runs twice.
 
-A model's state has moved on by a request that it has seen, so none is given to it again, and one
-whose client has left is not passed over either.
+A request that a model has received has changed its state. It is therefore never executed again, and
+a request whose client has disconnected is executed, too.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from shmserve.workers.batch.execute import Executor, Part
 from shmserve.workers.batch.request import Input, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
-from shmserve.workers.sequences import controls
-from shmserve.workers.sequences.state import States, read
+from shmserve.workers.sequences.inputs import States, control_inputs, read_controls, read_states
 
 _NOTHING = pack_inference(Inference(()))
 _NOBODY = Work(0, 0, *_NOTHING)
@@ -44,7 +43,7 @@ _STRING_HEAD = 4  # the bytes of a text's length
 
 @dataclass(eq=False)
 class SequenceExecutor(Executor):
-    """Runs batches of a model with sequences."""
+    """The executor of batches of sequences."""
 
     _config: ModelSpec
 
@@ -53,10 +52,12 @@ class SequenceExecutor(Executor):
     def __post_init__(self) -> None:
         super().__post_init__()
         config = self._config
-        self._controls = controls.read(config)
+        self._controls = read_controls(config)
         self._batched = config.max_batch_size > 0
         self._policy.copies = True  # no second try would find out that a model needs them
-        self._states = States(read(config, self._context.model_dir), self._backend.read_only_inputs)
+        self._states = States(
+            read_states(config, self._context.model_dir), self._backend.read_only_inputs
+        )
         # Those that clients get, too.
         self._returned = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
@@ -65,7 +66,6 @@ class SequenceExecutor(Executor):
         self._rows: list[SequenceRow] = []
 
     def messages(self) -> MessageTable:
-        """As `Executor` says."""
         return {**super().messages(), EndSequences: self._end}
 
     def _end(self, message: EndSequences, _: list[WorkerRequest]) -> None:
@@ -73,11 +73,9 @@ class SequenceExecutor(Executor):
             self._states.release(slot)
 
     def attached(self) -> None:
-        """As `Executor` says: that knows no sequence yet."""
         self._states.clear()
 
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
-        """As `Executor` says."""
         self._rows = batch.rows
         try:
             return super().execute(batch, requests)
@@ -87,11 +85,11 @@ class SequenceExecutor(Executor):
                     self._states.release(row.slot)
 
     def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
-        """As `Executor` says: each is a whole sequence, unless it has controls of its own."""
+        """Run warm-up requests: each is a whole sequence, unless it has its own controls."""
         for slot, request in enumerate(requests):
             key = request.work.key
             row = SequenceRow(slot, key, SEQUENCE_START | SEQUENCE_END, key)
-            made = controls.inputs(self._controls, row, self._batched)
+            made = control_inputs(self._controls, row, self._batched)
             request.inputs = made | request.inputs
             self._states.lend(request, row)
         try:
@@ -107,7 +105,7 @@ class SequenceExecutor(Executor):
             if real is not None:
                 real.row = row
                 real.request.work = _identified(real.request.work, row)
-                real.request.inputs |= controls.inputs(self._controls, row, self._batched)
+                real.request.inputs |= control_inputs(self._controls, row, self._batched)
                 shapes = self._states.lend(real.request, row)
                 by_shape.setdefault(shapes, []).append(real)
         if self._decoupled:
@@ -132,18 +130,18 @@ class SequenceExecutor(Executor):
         return replies
 
     def _with_gaps(self, real: list[_Row]) -> list[Request]:
-        """The requests in their rows, with null rows before and between them."""
+        """Return the requests in their rows, with null rows before and between them."""
         by_slot = {each.row.slot: each.request for each in real}
         return [by_slot.get(row.slot) or self._null(real[0], row) for row in self._rows]
 
     def _null(self, like: _Row, row: SequenceRow) -> Request:
-        """A null row: nobody's request, with zeros in the shapes of another one."""
+        """Return a null row: a request without a client, with zeros in the shapes of another."""
         inputs: dict[str, Input] = {}
         for name, item in like.request.inputs.items():
             size = ITEM_SIZE[item.datatype] or _STRING_HEAD
             zeros = memoryview(bytearray(size * element_count(item.shape)))
             inputs[name] = Input(name, item.datatype, item.shape, zeros, None, item.model)
-        inputs |= controls.inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
+        inputs |= control_inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
         null = Request(_NOBODY, _NO_SCHEMA, like.request.batch_size, inputs, {})
         null.states = like.request.states
         return null
@@ -161,7 +159,7 @@ class SequenceExecutor(Executor):
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A request and where it is in the batch."""
+    """A request and its row in the batch."""
 
     opened: WorkerRequest
     request: Request
@@ -169,8 +167,10 @@ class _Row:
 
 
 def _identified(work: Work, row: SequenceRow) -> Work:
-    """As the scheduler has it: it gives ids to requests without, and takes flags from those that
-    run again."""
+    """Return the work with the ids and flags that the scheduler has assigned.
+
+    The scheduler gives ids to requests without one, and removes flags of requests that run again.
+    """
     place = (row.flags, row.correlation_id, row.correlation_text)
     if (work.flags, work.correlation_id, work.correlation_text) == place:
         return work

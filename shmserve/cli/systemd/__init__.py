@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shmserve.cli.systemd import units
 from shmserve.cli.systemd.units import File, Installation
-from shmserve.config import config_file
+from shmserve.config import command_line
 from shmserve.errors import InvalidArgument, refused
 
 _RUN = Path("/run/shmserve")
@@ -104,7 +104,7 @@ def _version(root: Path) -> int:
 
 
 def _exit_timeout_s(file: Path) -> int:
-    values = config_file.read(str(file)).values if file.exists() else {}
+    values = command_line.read(str(file)).values if file.exists() else {}
     return int(values.get("exit-timeout-secs", 30))
 
 

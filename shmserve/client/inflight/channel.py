@@ -30,7 +30,7 @@ from shmserve.errors import (
     Unsupported,
     from_code,
 )
-from shmserve.ipc.capabilities import LARGEST_WORK
+from shmserve.ipc.endpoints import LARGEST_WORK
 from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
 from shmserve.ipc.link_table import LinkTable

@@ -25,7 +25,7 @@ from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
-from shmserve.ipc.messages import local_clients as m
+from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_memory
 

@@ -27,7 +27,7 @@ from shmserve.client.memory.views import MemoryLease, View, nothing
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.arena import FreeList
-from shmserve.ipc.messages import local_clients as m
+from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_memory
 
 ALIGNMENT = 64

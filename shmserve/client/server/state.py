@@ -11,7 +11,7 @@ from typing import Any, Never, Protocol
 from shmserve.client.request.prepared import RequestTemplate
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import ResponseSchema
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas

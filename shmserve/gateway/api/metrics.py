@@ -3,7 +3,7 @@
 Nothing is kept on disk, and nothing is lost with a gateway. The families of models are tables of
 counters and gauges, histograms, and summaries with the quantiles of the last minute. Names and
 labels of nv_* are Triton's; what Triton does not have is called shmserve_*, of models that generate
-text shmserve_llm_* (shmserve/scheduler/statistics has what is counted).
+text shmserve_llm_* (shmserve/scheduler/statistics.py has what is counted).
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
-
 from shmserve.common import model_metrics
 from shmserve.common.host import CpuUtilization, memory_bytes, processes
-from shmserve.common.model_settings import FIRST_RESPONSE_FAMILY
-from shmserve.gateway.api import statistics
+from shmserve.gateway.api import management
 from shmserve.gateway.context import Gateway
+from shmserve.ipc.model_settings import FIRST_RESPONSE_FAMILY
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,27 @@ Reports = list[tuple[dict[str, str], dict[str, Any]]]
 
 # Triton writes these behind the labels that say what was measured, which are sorted.
 _OF_A_DISTRIBUTION = ("le", "quantile")
+
+
+@dataclass(slots=True)
+class Metric:
+    """A family of samples as the page has it. prometheus_client is not used to write it: it would
+    append _total to the names of Triton's counters, and take twice the time."""
+
+    name: str
+    text: str
+    kind: str
+    samples: list[str] = field(default_factory=list)
+
+    def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
+        """Add a sample."""
+        ordered = sorted(labels.items(), key=_place)
+        self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the page."""
+        yield from model_metrics.head(self.name, self.text, self.kind)
+        yield from self.samples
 
 
 class ReportFamily(NamedTuple):
@@ -49,19 +69,18 @@ class ReportFamily(NamedTuple):
 
     def metric(self, reports: Reports) -> Metric:
         """The family with its samples."""
-        family = Metric(self.name, self.text, self.kind)
-        # The library wants counters called NAME_total; Triton's are not.
         plain = self.kind != "counter" or self.name.startswith("nv_")
         name = self.name if plain else f"{self.name}_total"
+        family = Metric(name, self.text, self.kind)
         for labels, report in reports:
             found: Any = report
             for key in self.path.split("."):
                 found = found[key]
             if self.label:
                 for value, number in found.items():
-                    family.add_sample(name, {**labels, self.label: value}, number)
+                    family.add({**labels, self.label: value}, number)
             else:
-                family.add_sample(name, labels, found // 1000 if self.is_latency else found)
+                family.add(labels, found // 1000 if self.is_latency else found)
         return family
 
 
@@ -166,7 +185,7 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
     for labels, report in reports:
         for reason in _REASONS:
             number = report["failures"].get(reason, 0)
-            failures.add_sample(failures.name, {**labels, "reason": reason}, number)
+            failures.add({**labels, "reason": reason}, number)
     yield failures
     cached = _with_cache(reports)
     for family in _OF_CACHE if cached else ():
@@ -208,9 +227,9 @@ def first_responses(reports: Reports) -> Iterator[Metric]:
             continue
         for bound, cumulative in _cumulative(histogram):
             shown = {**labels, "le": str(bound).removesuffix(".0")}
-            family.add_sample(f"{family.name}_bucket", shown, cumulative)
-        family.add_sample(f"{family.name}_count", labels, cumulative)
-        family.add_sample(f"{family.name}_sum", labels, histogram["sum"])
+            family.add(shown, cumulative, "_bucket")
+        family.add(labels, cumulative, "_count")
+        family.add(labels, histogram["sum"], "_sum")
     if family.samples:
         yield family
 
@@ -227,24 +246,24 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
             count = report[counter]
         elif counter.startswith("compute"):
             count -= report["cache_hit"]
-        family.add_sample(f"{family.name}_count", labels, count)
-        family.add_sample(f"{family.name}_sum", labels, report[f"{counter}_ns"] // 1000)
+        family.add(labels, count, "_count")
+        family.add(labels, report[f"{counter}_ns"] // 1000, "_sum")
         for quantile, value in report.get("quantiles", {}).get(name, ()):
             number = float("nan") if value is None else round(value)
-            family.add_sample(family.name, {**labels, "quantile": f"{quantile:g}"}, number)
+            family.add({**labels, "quantile": f"{quantile:g}"}, number)
     return family
 
 
 def histogram(name: str, path: str, text: str, reports: Reports) -> Metric:
     """A histogram with the one that each model's report has at `path`."""
-    family = HistogramMetricFamily(name, text, labels=("model", "version"))
+    family = Metric(name, text, "histogram")
     for labels, report in reports:
         raw = report[path]
-        buckets = [
-            (bound if isinstance(bound, str) else repr(float(bound)), cumulative)
-            for bound, cumulative in _cumulative(raw)
-        ]
-        family.add_metric((labels["model"], labels["version"]), buckets, raw["sum"])
+        for bound, cumulative in _cumulative(raw):
+            shown = bound if isinstance(bound, str) else repr(float(bound))
+            family.add({**labels, "le": shown}, cumulative, "_bucket")
+        family.add(labels, cumulative, "_count")
+        family.add(labels, raw["sum"], "_sum")
     return family
 
 
@@ -257,10 +276,10 @@ def _padding(reports: Reports) -> Iterator[Metric]:
     """Two counters for each padded input of a model; the share of the second in the first is what
     padding wastes."""
     for at, (name, text) in enumerate(_PADDING):
-        family = Metric(name, text, "counter")
+        family = Metric(f"{name}_total", text, "counter")
         for labels, report in reports:
             for tensor, counts in report["padding"].items():
-                family.add_sample(f"{name}_total", {**labels, "input": tensor}, counts[at])
+                family.add({**labels, "input": tensor}, counts[at])
         if family.samples:
             yield family
 
@@ -349,27 +368,14 @@ class MetricsExporter:
     async def page(self) -> bytes:
         """The text of a scrape: what the schedulers report now, and the state of this host."""
         gateway = self._gateway
-        reports = await statistics.collect(gateway, gateway.models.all())
+        reports = await management.collect(gateway, gateway.models.all())
         families = list(_Families(gateway, reports, self._cpu.read()).collect())
-        taken = set(map(_full_name, families))
+        taken = {family.name for family in families}
         return (_text(families) + _models_own(reports, taken)).encode()
 
 
-def _full_name(family: Metric) -> str:
-    """The name as it is written: the library drops the suffix of counters, which Triton's have
-    not."""
-    total = family.type == "counter" and not family.name.startswith("nv_")
-    return f"{family.name}_total" if total else family.name
-
-
 def _text(families: Iterable[Metric]) -> str:
-    lines: list[str] = []
-    for family in families:
-        lines += model_metrics.head(_full_name(family), family.documentation, family.type)
-        for name, labels, value, *_ in family.samples:
-            ordered = sorted(labels.items(), key=_place)
-            lines.append(model_metrics.sample(name, ordered, value))
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{line}\n" for family in families for line in family.lines())
 
 
 def _place(label: tuple[str, str]) -> tuple[bool, str]:
@@ -431,7 +437,7 @@ class _Families:
         family = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
         for model in self._gateway.models.all():
             labels = {"model": model.name, "version": model.version, **model.tags}
-            family.add_sample(family.name, labels, model.load_seconds)
+            family.add(labels, model.load_seconds)
         return family
 
     def _regions(self) -> Iterator[Metric]:
@@ -463,14 +469,16 @@ class _Families:
 def _processes() -> Iterator[Metric]:
     resident = Metric("shmserve_process_resident_bytes", "Resident memory of a process", "gauge")
     descriptors = Metric("shmserve_process_open_fds", "Open file descriptors of a process", "gauge")
-    seconds = Metric("shmserve_process_cpu_seconds", "CPU time of a process", "counter")
+    seconds = Metric("shmserve_process_cpu_seconds_total", "CPU time of a process", "counter")
     for process in processes(os.getppid()):
         labels = {"process": process.title}
-        resident.add_sample(resident.name, labels, process.resident_bytes)
-        descriptors.add_sample(descriptors.name, labels, process.open_fds)
-        seconds.add_sample(seconds.name + "_total", labels, process.cpu_seconds)
+        resident.add(labels, process.resident_bytes)
+        descriptors.add(labels, process.open_fds)
+        seconds.add(labels, process.cpu_seconds)
     yield from (resident, descriptors, seconds)
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, value=value)
+def _gauge(name: str, text: str, value: float) -> Metric:
+    family = Metric(name, text, "gauge")
+    family.add({}, value)
+    return family

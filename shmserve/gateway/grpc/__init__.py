@@ -4,7 +4,7 @@
     connection.py            a client's connection, on the engine without IO in gateway/http2;
                              connection_lifetime.py: pings, age, drain
     calls/                   calls, their messages and their responses' heads
-    service.py               the table of RPCs: authorise, handle, errors to a status (status.py)
+    service.py               the table of RPCs: authorise, handle, errors to a status
     infer.py                 an inference request to its scheduler and back
     placed_request.py        a large one, whose tensors go to the arena while they arrive
     stream_call.py           ModelStreamInfer: many requests in one call, and many responses

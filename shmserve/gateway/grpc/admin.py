@@ -1,8 +1,7 @@
-"""The RPCs beside inference: health, metadata, configurations, statistics, the model repository,
-logging, and shared memory, whose regions are those of every other listener; and grpc.reflection.
+"""The RPCs of the operations in gateway/api, and grpc.reflection.
 
-Each handler takes a request message and gives a response message, or None for an empty one; what it
-raises becomes the call's status.
+Each handler receives a request message and returns a response message, or None for an empty one.
+Its exception becomes the status of the call.
 """
 
 from __future__ import annotations
@@ -15,20 +14,13 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, clip, suggestion
-from shmserve.gateway.api import metadata, repository, statistics
+from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as api
-from shmserve.gateway.api.metadata import (
-    FILE,
-    FORMAT,
-    LEVEL,
-    SWITCHES,
-    change_log_settings,
-    refuse_file,
-)
+from shmserve.gateway.api.management import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
-from shmserve.gateway.grpc.status import Ending, StatusCode
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import whole
@@ -44,14 +36,14 @@ _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 
 def serving(gateway: Gateway) -> HealthCheckResponse:
-    """The status for grpc.health.v1, whatever the service's name: that of the server."""
-    ready = gateway.health.ready and not metadata.is_leaving(gateway)
+    """Return the server's status for grpc.health.v1, which all services share."""
+    ready = gateway.health.ready and not management.is_leaving(gateway)
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
     )
 
 
-# The member of a setting's oneof, and what Triton calls it.
+# The member of a setting's oneof, and its name in Triton's errors.
 _KINDS = {
     **dict.fromkeys(SWITCHES, ("bool_param", "boolean")),
     LEVEL: ("uint32_param", "int32"),
@@ -61,53 +53,53 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """A call of one of these RPCs, by `client`."""
+    """A call of an RPC by `client`."""
 
     gateway: Gateway
     client: ClientIdentity
 
     async def server_live(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
-        """ServerLive."""
-        metadata.check_staying(self.gateway)
+        """Handle ServerLive."""
+        management.check_staying(self.gateway)
         return pb.ServerLiveResponse(live=self.gateway.health.live)
 
     async def server_ready(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        """ServerReady."""
-        metadata.check_staying(self.gateway)
+        """Handle ServerReady."""
+        management.check_staying(self.gateway)
         return pb.ServerReadyResponse(ready=self.gateway.health.ready)
 
     async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        """ModelReady."""
+        """Handle ModelReady."""
         version = checked_version(request.version)
-        ready = await metadata.is_model_ready(self.gateway, request.name, version)
+        ready = await management.is_model_ready(self.gateway, request.name, version)
         return pb.ModelReadyResponse(ready=ready)
 
     async def check(self, request: HealthCheckRequest) -> HealthCheckResponse:
-        """grpc.health.v1.Health/Check."""
+        """Handle grpc.health.v1.Health/Check."""
         return serving(self.gateway)
 
     async def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        """ServerMetadata."""
-        return pb.ServerMetadataResponse(**metadata.server(self.gateway))
+        """Handle ServerMetadata."""
+        return pb.ServerMetadataResponse(**management.server(self.gateway))
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        """ModelMetadata; a version in the request is the only one listed."""
-        described = await metadata.model(
+        """Handle ModelMetadata. With a version in the request, only this version is listed."""
+        described = await management.model(
             self.gateway, request.name, checked_version(request.version)
         )
         return ParseDict(described, pb.ModelMetadataResponse())
 
     async def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        """ModelConfig."""
+        """Handle ModelConfig."""
         version = checked_version(request.version)
-        config = await metadata.model_config(self.gateway, request.name, version)
+        config = await management.model_config(self.gateway, request.name, version)
         return ParseDict({"config": orjson.loads(config)}, pb.ModelConfigResponse())
 
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest
     ) -> pb.ModelStatisticsResponse:
-        """ModelStatistics, of all models without a name."""
-        reports = await statistics.reported(
+        """Handle ModelStatistics, of all models without a name."""
+        reports = await management.reported(
             self.gateway, request.name, checked_version(request.version)
         )
         return ParseDict({"model_stats": reports}, pb.ModelStatisticsResponse())
@@ -115,14 +107,14 @@ class AdminCall:
     async def repository_index(
         self, request: pb.RepositoryIndexRequest
     ) -> pb.RepositoryIndexResponse:
-        """RepositoryIndex."""
-        repository.check_repository(request.repository_name)
-        models = await repository.index(self.gateway, only_ready=request.ready)
+        """Handle RepositoryIndex."""
+        management.check_repository(request.repository_name)
+        models = await management.index(self.gateway, only_ready=request.ready)
         return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
     async def repository_model_load(self, request: pb.RepositoryModelLoadRequest) -> None:
-        """RepositoryModelLoad, optionally with a configuration and files."""
-        repository.check_names(request.repository_name, request.model_name)
+        """Handle RepositoryModelLoad, optionally with a configuration and files."""
+        management.check_names(request.repository_name, request.model_name)
         config = ""
         files: dict[str, Any] = {}
         for key, parameter in request.parameters.items():
@@ -138,30 +130,30 @@ class AdminCall:
                     f"unrecognized load parameter '{clip(key)}'. Allowed are 'config' and "
                     f"'file:PATH'{suggestion(key, ('config',))}"
                 )
-        await repository.load(self.gateway, self.client, request.model_name, config, files)
+        await management.load(self.gateway, self.client, request.model_name, config, files)
 
     async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> None:
-        """RepositoryModelUnload."""
-        repository.check_names(request.repository_name, request.model_name)
+        """Handle RepositoryModelUnload."""
+        management.check_names(request.repository_name, request.model_name)
         dependents = False
         for key, parameter in request.parameters.items():
             if key == "unload_dependents":
                 _expect(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
                 dependents = parameter.bool_param
-        await repository.unload(self.gateway, request.model_name, dependents=dependents)
+        await management.unload(self.gateway, request.model_name, dependents=dependents)
 
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
-        """TraceSetting: all of the changes or none, then what the settings are."""
+        """Handle TraceSetting: apply all changes or none, and return all settings."""
         given = {key: list(setting.value) for key, setting in request.settings.items()}
         response = pb.TraceSettingResponse()
-        settings = await metadata.change_trace_settings(self.gateway, request.model_name, given)
+        settings = await management.change_trace_settings(self.gateway, request.model_name, given)
         for key, values in settings.items():
             response.settings[key].value.extend(values)
         return response
 
     async def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
-        """LogSettings: all of the changes or none, then what the settings are."""
-        settings = await change_log_settings(self.gateway, _changes(request))
+        """Handle LogSettings: apply all changes or none, and return all settings."""
+        settings = await management.change_log_settings(self.gateway, _changes(request))
         response = pb.LogSettingsResponse()
         response.settings[FILE].string_param = settings[FILE]
         for name, (kind, _) in _KINDS.items():
@@ -171,7 +163,7 @@ class AdminCall:
     async def system_status(
         self, request: pb.SystemSharedMemoryStatusRequest
     ) -> pb.SystemSharedMemoryStatusResponse:
-        """SystemSharedMemoryStatus, of all regions of the client's user without a name."""
+        """Handle SystemSharedMemoryStatus, of all regions of the client's user without a name."""
         response = pb.SystemSharedMemoryStatusResponse()
         for region in api.visible(self.gateway, self.client, request.name):
             entry = response.regions[region.name]
@@ -180,7 +172,7 @@ class AdminCall:
         return response
 
     async def system_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
-        """SystemSharedMemoryRegister."""
+        """Handle SystemSharedMemoryRegister."""
         peer = self.client.peer()
         api.check_name(request.name)
         size = whole(request.byte_size, "byte_size")
@@ -188,13 +180,13 @@ class AdminCall:
         await api.register(self.gateway, peer, request.name, request.key, offset, size)
 
     async def system_unregister(self, request: pb.SystemSharedMemoryUnregisterRequest) -> None:
-        """SystemSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""
+        """Handle SystemSharedMemoryUnregister, of all regions without a name."""
         await api.unregister(self.gateway, self.client, request.name)
 
     async def cuda_status(
         self, request: pb.CudaSharedMemoryStatusRequest
     ) -> pb.CudaSharedMemoryStatusResponse:
-        """CudaSharedMemoryStatus, of all regions of the client's user without a name."""
+        """Handle CudaSharedMemoryStatus, of all regions of the client's user without a name."""
         response = pb.CudaSharedMemoryStatusResponse()
         for region in api.visible(self.gateway, self.client, request.name, cuda=True):
             assert region.memory.cuda is not None
@@ -204,13 +196,13 @@ class AdminCall:
         return response
 
     async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> None:
-        """CudaSharedMemoryRegister."""
+        """Handle CudaSharedMemoryRegister."""
         peer = self.client.peer()
         handle = CudaHandle(request.raw_handle, request.device_id)
         await api.register_cuda(self.gateway, peer, request.name, handle, 0, request.byte_size)
 
     async def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> None:
-        """CudaSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""
+        """Handle CudaSharedMemoryUnregister, of all regions without a name."""
         await api.unregister(self.gateway, self.client, request.name, cuda=True)
 
 
@@ -222,7 +214,7 @@ def _expect(kind: str | None, wanted: str, of: str, key: str) -> None:
 
 def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
     if FILE in request.settings:
-        raise refuse_file()
+        raise management.refuse_file()
     changes: dict[str, Any] = {}
     for name, (kind, word) in _KINDS.items():
         if name not in request.settings:
@@ -248,7 +240,7 @@ async def reflect(call: StreamingCall) -> Ending | None:
 
 
 def answer(request: ServerReflectionRequest) -> ServerReflectionResponse:
-    """The response to one question."""
+    """Return the response to a request of grpc.reflection."""
     response = ServerReflectionResponse(valid_host=request.host, original_request=request)
     try:
         match request.WhichOneof("message_request"):
@@ -281,8 +273,11 @@ SERVICES = frozenset(
 
 
 def _file_of(symbol: str) -> Any:
-    """The file that has a symbol; of a method, which the pool does not know by name, the one that
-    has its service. Raises KeyError."""
+    """Return the file that defines a symbol, or the service of a method.
+
+    Raises:
+        KeyError: There is no such symbol.
+    """
     try:
         return _POOL.FindFileContainingSymbol(symbol)
     except KeyError:
@@ -290,7 +285,7 @@ def _file_of(symbol: str) -> Any:
 
 
 def _describe(response: ServerReflectionResponse, file: Any) -> None:
-    """Send a file, and behind it those that it imports."""
+    """Add a file and the files that it imports to a response."""
     waiting, sent = [file], set()
     while waiting:
         each = waiting.pop(0)

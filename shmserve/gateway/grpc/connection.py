@@ -16,7 +16,7 @@ import time
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront
-from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.headers import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage
 from shmserve.gateway.grpc.connection_lifetime import ConnectionLifetime
 from shmserve.gateway.http2.connection import Http2Connection

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.context import Gateway
+from shmserve.gateway.context import Gateway, awaits_load, loaded
 from shmserve.gateway.grpc.calls.call import GrpcCall
-from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.headers import CallHead
 from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
 from shmserve.gateway.grpc.wire.fingerprint import Split, split
@@ -33,7 +33,6 @@ from shmserve.gateway.inference.submit import (
 )
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
-from shmserve.gateway.on_demand import awaits_load, loaded
 from shmserve.gateway.process import ActiveCount
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m

@@ -10,7 +10,7 @@ from functools import partial
 import uvloop
 
 from shmserve.common import fd_limits
-from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
+from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor
@@ -21,13 +21,17 @@ from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
-from shmserve.ipc.messages.start import decode
+from shmserve.ipc.messages.supervision import decode_start
 
 
 def run(data: bytes, *fds: int) -> None:
-    """Be a gRPC gateway until told to stop; `data` is an encoded `GatewayStart`, `fds` its
-    sockets."""
-    start = decode(GatewayStart, data)
+    """Run a gRPC gateway until the supervisor stops it.
+
+    Args:
+        data: An encoded `GatewayStart`.
+        *fds: The descriptors of the listening sockets.
+    """
+    start = decode_start(GatewayStart, data)
     process.prepare(f"gateway {start.name}", f"gateway {start.name}", start.log)
     settings = start.grpc
     assert settings is not None
@@ -36,7 +40,7 @@ def run(data: bytes, *fds: int) -> None:
 
 
 class GrpcFrontend(process.Frontend):
-    """gRPC connections, on sockets that listen already."""
+    """The gRPC servers, on listening sockets."""
 
     keeps_busy = True
 
@@ -62,7 +66,7 @@ class GrpcFrontend(process.Frontend):
         )
 
     async def open(self) -> None:
-        """Make the servers."""
+        """Create the servers."""
         told = self._gateway.settings
         rules = Authorisation(told.tokens, decode_restrictions(told.grpc_restricted), "protocol")
         most = min(told.max_connections, fd_limits.for_connections(len(self._sockets)))
@@ -78,8 +82,8 @@ class GrpcFrontend(process.Frontend):
         self._service.health_changed()
 
     def when_idle(self, drained: Callable[[], None]) -> None:
-        """Every request counts, in a stream or not; a stream without any, or a Watch, does not.
-        Who has kept a connection for its calls is told to go once they are over."""
+        # Requests in streams count; a stream without requests, or a Watch, does not. Clients with
+        # open calls receive a GOAWAY once their calls have ended.
         left = process.ActiveCount()
         left.active = len(self._acceptors)
         for acceptor in self._acceptors:

@@ -1,5 +1,6 @@
-"""The table of RPCs, and the beginning of each call: looked up, authorised, handled, errors mapped
-to a status. ModelInfer has no task for each.
+"""The table of RPCs and their dispatch: look up, authorise, handle; errors become a status.
+
+A ModelInfer is handled without a task.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving
 from shmserve.gateway.grpc.calls.call import Carrier, GrpcCall, UnaryCall, UnaryHandler
-from shmserve.gateway.grpc.calls.head import CallHead
-from shmserve.gateway.grpc.calls.messages import Sinks
-from shmserve.gateway.grpc.calls.streaming_call import StreamHandler, StreamingCall
-from shmserve.gateway.grpc.infer import Inferences, RequestRefused
-from shmserve.gateway.grpc.placed_request import PlacedRequest
-from shmserve.gateway.grpc.status import (
+from shmserve.gateway.grpc.calls.headers import (
     INTERNAL,
     MISSING,
     OVER,
     UNKNOWN_METHOD,
+    CallHead,
     Ending,
     ending_of,
 )
+from shmserve.gateway.grpc.calls.messages import Sinks
+from shmserve.gateway.grpc.calls.streaming_call import StreamHandler, StreamingCall
+from shmserve.gateway.grpc.infer import Inferences, RequestRefused
+from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import LARGE
@@ -46,10 +47,9 @@ Handler = Callable[[AdminCall, Any], Awaitable[Message | None]]
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """One RPC: the API it belongs to (`scope`, as common/access/auth_tokens.py has them), and
-    the method `handler` of `AdminCall` for plain ones.
+    """An RPC: its scope (common/auth_tokens.py), and its method of `AdminCall`.
 
-    Those without a handler are the `Service`'s own.
+    `Service` handles RPCs without a handler itself.
     """
 
     scope: str
@@ -104,9 +104,9 @@ Begin = Callable[[Carrier, Stream, CallHead], GrpcCall]
 
 
 class Service:
-    """The dispatcher of calls: begins each with its handler, if the listener's rules allow it.
+    """The dispatcher of calls, which begins calls that the listener's rules allow.
 
-    Messages go through as bytes: the handlers know best how to read and write theirs.
+    Handlers decode and encode their messages.
     """
 
     def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
@@ -126,8 +126,10 @@ class Service:
             self._begins[path] = _stream(reflect)
 
     def begin(self, connection: Carrier, stream: Stream, head: CallHead) -> GrpcCall:
-        """A call that has begun; one that is refused has ended already: of that no message is
-        taken, for they can be large."""
+        """Begin a call, and return it.
+
+        A refused call has ended already: its messages, which can be large, are not received.
+        """
         begin = self._begins.get(head.path)
         ending = head.refusal
         if ending is None and begin is None:
@@ -147,7 +149,7 @@ class Service:
         self._health_changed = asyncio.Event()
 
     def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
-        """The handler of an RPC of `AdminCall`, each call in a task of its own."""
+        """Return the handler of an RPC of `AdminCall`, which creates a task for each call."""
         assert rpc.handler is not None and rpc.request is not None
         handle, parse = rpc.handler, rpc.request.FromString
 
@@ -189,7 +191,7 @@ class Service:
 
 
 def _refusal(client: ClientIdentity, scope: str, head: CallHead) -> ShmserveError | None:
-    """Why a client's call to an API of `scope` is refused; None when it is not."""
+    """Return the error if a client may not use the API of this scope."""
     rules = client.listener.authorisation
     given = {key: value for key, value in head.metadata if type(value) is str}
     if client.known:
@@ -198,7 +200,7 @@ def _refusal(client: ClientIdentity, scope: str, head: CallHead) -> ShmserveErro
 
 
 def _never(_: bytes, call: UnaryCall) -> None:
-    """The handler of a call that has ended before its message came."""
+    """Ignore the message of a call that has ended."""
 
 
 def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
@@ -206,7 +208,7 @@ def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
 
 
 def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | None = None) -> Begin:
-    """`awaited`: its first message must come in time, as that of a unary call."""
+    """Return the factory of streaming calls; `awaited` gives the first message a time limit."""
 
     def begin(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
         call = StreamingCall(connection, stream, head, sinks)
@@ -219,7 +221,7 @@ def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | Non
 
 
 class InferenceCalls:
-    """Handles inference calls."""
+    """The handlers of inference calls."""
 
     def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
         self._trim = gateway.malloc_trim
@@ -275,7 +277,7 @@ class InferenceCalls:
 
 
 def _ending_of_inference(error: Exception, call: GrpcCall) -> Ending:
-    """The status of a call whose inference failed with this."""
+    """Return the status of a call whose inference failed."""
     if isinstance(error, RequestRefused):
         error = error.error
         caller = TraceContext.of_header(call.head.traceparent)
@@ -284,6 +286,6 @@ def _ending_of_inference(error: Exception, call: GrpcCall) -> Ending:
         logger.error("an inference failed", exc_info=error)
         return INTERNAL
     if call.is_out_of_time():
-        # The scheduler kept the call's own deadline, and was faster than the client.
+        # The scheduler enforces the call's deadline, and was faster than the client.
         return OVER
     return ending_of(error)

@@ -15,11 +15,13 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
+from aiohttp import StreamReader
+
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.connection.aiohttp_parts import MalformedBody, StreamReader
+from shmserve.gateway.http.connection.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import (
     fingerprint,
@@ -28,9 +30,8 @@ from shmserve.gateway.http.json.fingerprint import (
     worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
-from shmserve.gateway.http.json.large_arrays import LARGE, Numbers, loads_large
-from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.http.request import (
+from shmserve.gateway.http.json.parser import LARGE, Numbers, loads, loads_large
+from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,
     EXPECT,

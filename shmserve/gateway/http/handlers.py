@@ -1,6 +1,8 @@
-"""What HTTP makes of the operations of gateway/api: health, metadata, configuration, statistics,
-metrics, logging, tracing; the model repository extension; the shared memory extensions, of system
-and CUDA."""
+"""The HTTP handlers of the operations in gateway/api.
+
+They cover health, metadata, configuration, statistics, metrics, log and trace settings, the model
+repository, and shared memory of the system and of CUDA.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,16 @@ import base64
 import binascii
 from typing import Any
 
-from shmserve.common.access.peer_credentials import unix_pid
+from shmserve.common.peers import unix_pid
 from shmserve.errors import Internal, InvalidArgument, Unavailable, clip, suggestion
-from shmserve.gateway.api import metadata, statistics
-from shmserve.gateway.api import repository as repository_api
+from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as memory_api
-from shmserve.gateway.api.metadata import FILE, FORMAT, LEVEL, SWITCHES
+from shmserve.gateway.api.management import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import JSON, HttpResponse, json_response
+from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, json_response
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
 from shmserve.logs import FORMATS, MOST_VERBOSE
@@ -28,84 +28,79 @@ _TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 
 async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """GET /v2/health/live."""
-    metadata.check_staying(gateway)
+    """Handle GET /v2/health/live."""
+    management.check_staying(gateway)
     return HttpResponse(200 if gateway.health.live else 400)
 
 
 async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """GET /v2/health/ready."""
-    metadata.check_staying(gateway)
+    """Handle GET /v2/health/ready."""
+    management.check_staying(gateway)
     return HttpResponse(200 if gateway.health.ready else 400)
 
 
 async def model_ready(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """GET /v2/models/NAME/ready."""
-    if await metadata.is_model_ready(gateway, name, version or ""):
+    """Handle GET /v2/models/NAME/ready."""
+    if await management.is_model_ready(gateway, name, version or ""):
         return HttpResponse()
     raise InvalidArgument("Model version not ready")
 
 
 async def server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """GET /v2."""
-    return json_response(metadata.server(gateway))
+    """Handle GET /v2."""
+    return json_response(management.server(gateway))
 
 
 async def model(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """GET /v2/models/NAME; a version in the URL is the only one listed."""
-    return json_response(await metadata.model(gateway, name, version or ""))
+    """Handle GET /v2/models/NAME. With a version in the URL, only this version is listed."""
+    return json_response(await management.model(gateway, name, version or ""))
 
 
 async def model_config(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """GET /v2/models/NAME/config."""
-    return HttpResponse(200, (await metadata.model_config(gateway, name, version or ""),), JSON)
+    """Handle GET /v2/models/NAME/config."""
+    return HttpResponse(200, (await management.model_config(gateway, name, version or ""),), JSON)
 
 
-async def all_statistics(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """GET /v2/models/stats."""
-    return json_response({"model_stats": await statistics.reported(gateway, "", "")})
-
-
-async def model_statistics(
-    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+async def statistics(
+    gateway: Gateway, request: HttpRequest, name: str = "", version: str | None = None
 ) -> HttpResponse:
-    """GET /v2/models/NAME/stats."""
-    return json_response({"model_stats": await statistics.reported(gateway, name, version or "")})
+    """Handle GET /v2/models/stats and /v2/models/NAME/stats."""
+    return json_response({"model_stats": await management.reported(gateway, name, version or "")})
 
 
 async def metrics(
     exporter: MetricsExporter, gateway: Gateway, request: HttpRequest
 ) -> HttpResponse:
-    """GET /metrics, of a metrics listener."""
+    """Handle GET /metrics of a metrics listener."""
     return HttpResponse(200, (await exporter.page(),), _TEXT)
 
 
 async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """The empty response to whatever else a metrics listener is asked."""
+    """Return an empty response for all other paths of a metrics listener."""
     return HttpResponse()
 
 
-async def show_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """GET /v2/trace/setting and /v2/models/NAME/trace/setting."""
-    return _trace_settings(await metadata.change_trace_settings(gateway, name or "", {}))
+async def trace_settings(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+    """Handle GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting.
 
-
-async def change_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """POST to the same: all of the changes or none."""
-    body = await read_json(gateway, request, required=True)
+    A POST applies all changes or none.
+    """
+    body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
     members = body if type(body) is dict else {}
     given = {key: _texts(key, value) for key, value in members.items()}
-    return _trace_settings(await metadata.change_trace_settings(gateway, name or "", given))
+    settings = await management.change_trace_settings(gateway, name or "", given)
+    shown = {key: values if key == "trace_level" else values[0] for key, values in settings.items()}
+    return json_response(shown)
 
 
 def _texts(key: str, value: Any) -> list[str] | None:
-    """A trace setting's values; None where it is to be as before."""
+    """Return the values of a trace setting; None resets the setting."""
     values = value if type(value) is list and key == "trace_level" else [value]
     if value is None or all(type(each) is str or type(each) is int for each in values):
         return None if value is None else list(map(str, values))
@@ -115,21 +110,14 @@ def _texts(key: str, value: Any) -> list[str] | None:
     )
 
 
-def _trace_settings(settings: dict[str, list[str]]) -> HttpResponse:
-    shown = {key: values if key == "trace_level" else values[0] for key, values in settings.items()}
-    return json_response(shown)
+async def log_settings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET and POST /v2/logging.
 
-
-async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """GET /v2/logging."""
-    return json_response(await metadata.change_log_settings(gateway, {}))
-
-
-async def change_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """POST /v2/logging: all of the changes or none; what the extension does not know is left
-    alone, and so is what a null is given for."""
-    body = await read_json(gateway, request, required=True)
-    return json_response(await metadata.change_log_settings(gateway, _changes(body)))
+    A POST applies all changes or none. Unknown settings, and settings whose value is null, are
+    ignored.
+    """
+    body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
+    return json_response(await management.change_log_settings(gateway, _changes(body)))
 
 
 def _changes(body: Any) -> dict[str, Any]:
@@ -138,7 +126,7 @@ def _changes(body: Any) -> dict[str, Any]:
     changes = {key: members[key] for key in known if members.get(key) is not None}
     for key, value in changes.items():
         if key == FILE:
-            raise metadata.refuse_file()
+            raise management.refuse_file()
         if key in SWITCHES and type(value) is not bool:
             raise mistyped_value("boolean")
         if key == LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
@@ -151,36 +139,36 @@ def _changes(body: Any) -> dict[str, Any]:
 
 
 async def index(gateway: Gateway, request: HttpRequest, repository: str | None) -> HttpResponse:
-    """POST /v2/repository/index; Triton takes any repository's name here."""
+    """Handle POST /v2/repository/index. Triton accepts the name of any repository here."""
     wanted = await read_json(gateway, request)
     only_ready = wanted.get("ready", False) if type(wanted) is dict else False
     if type(only_ready) is not bool:
         raise InvalidArgument("Invalid value for 'ready': expected a boolean")
-    return json_response(await repository_api.index(gateway, only_ready=only_ready))
+    return json_response(await management.index(gateway, only_ready=only_ready))
 
 
 async def load(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
-    """POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
-    repository_api.check_names(repository, name)
+    """Handle POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
+    management.check_names(repository, name)
     config, files = _load_parameters(_parameters(await read_json(gateway, request)))
-    await repository_api.load(gateway, request.connection.client, name, config, files)
+    await management.load(gateway, request.connection.client, name, config, files)
     return HttpResponse()
 
 
 async def unload(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
-    """POST /v2/repository/models/NAME/unload."""
-    repository_api.check_names(repository, name)
+    """Handle POST /v2/repository/models/NAME/unload."""
+    management.check_names(repository, name)
     parameters = _parameters(await read_json(gateway, request))
     dependents = parameters.get("unload_dependents", False)
     if type(dependents) is not bool:
         raise JsonFault(
             "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         )
-    await repository_api.unload(gateway, name, dependents=dependents)
+    await management.unload(gateway, name, dependents=dependents)
     return HttpResponse()
 
 
@@ -213,7 +201,7 @@ def _load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """POST /v2/systemsharedmemory/region/NAME/register.
+    """Handle POST /v2/systemsharedmemory/region/NAME/register.
 
     With {"lifetime": "connection"} the region is unregistered when this connection ends; with
     {"pin": true} workers on CUDA devices lock its pages.
@@ -230,9 +218,14 @@ async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> 
 
 
 def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
-    """The key, offset, size, and whether it is leased and pinned, of a registration's JSON (pure).
+    """Decode the JSON of a registration (pure).
 
-    Raises InvalidArgument or JsonFault.
+    Returns:
+        The key, the offset, the size, whether the region is leased, and whether it is pinned.
+
+    Raises:
+        InvalidArgument: A value is not allowed.
+        JsonFault: A value has the wrong type.
     """
     key = _required(body, "key")
     byte_size = _required(body, "byte_size")
@@ -263,8 +256,10 @@ def _required(body: dict[str, Any], field: str) -> Any:
 async def status(
     gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
 ) -> HttpResponse:
-    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user; `cuda`: GET
-    /v2/cudasharedmemory..."""
+    """Handle GET /v2/systemsharedmemory[/region/NAME]/status, for regions of the client's user.
+
+    With `cuda`, handle GET /v2/cudasharedmemory[/region/NAME]/status.
+    """
     regions = memory_api.visible(gateway, request.connection.client, name or "", cuda=cuda)
     return json_response([region.status() for region in regions])
 
@@ -272,16 +267,18 @@ async def status(
 async def unregister(
     gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
 ) -> HttpResponse:
-    """POST /v2/systemsharedmemory[/region/NAME]/unregister, or as `status`; an unknown name is
-    fine."""
+    """Handle POST /v2/systemsharedmemory[/region/NAME]/unregister, or that of CUDA.
+
+    An unknown name is not an error.
+    """
     await memory_api.unregister(gateway, request.connection.client, name or "", cuda=cuda)
     return HttpResponse()
 
 
 async def register_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """POST /v2/cudasharedmemory/region/NAME/register.
+    """Handle POST /v2/cudasharedmemory/region/NAME/register.
 
-    `offset` and `device_uuid` are ours, and optional.
+    The optional members `offset` and `device_uuid` are extensions of Triton's API.
     """
     if not name:
         raise InvalidArgument("'region name' is necessary to register cuda shared memory region")

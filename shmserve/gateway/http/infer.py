@@ -13,20 +13,22 @@ from functools import partial
 from shmserve.common.tasks import settle
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
-from shmserve.gateway.context import Gateway
+from shmserve.gateway.context import Gateway, awaits_load, loaded
 from shmserve.gateway.http.body import own_timeout_us, read_request, repeated_request
-from shmserve.gateway.http.json.framing import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
-from shmserve.gateway.http.request import (
+from shmserve.gateway.http.messages import (
     ACCEPT,
     ACCEPT_ENCODING,
     CONTENT_ENCODING,
     HEADER_LENGTH,
+    JSON,
     TRACEPARENT,
     Answer,
     HttpRequest,
+    HttpResponse,
+    accepted,
+    written,
 )
-from shmserve.gateway.http.response import JSON, HttpResponse, written
 from shmserve.gateway.http.streaming.infer_stream import infer_stream
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
@@ -34,7 +36,6 @@ from shmserve.gateway.inference.response import classified_as_requested, output_
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit, still
 from shmserve.gateway.links import GatewayRequest, SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.on_demand import awaits_load, loaded
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred

@@ -10,27 +10,29 @@ from pathlib import Path
 import uvloop
 
 from shmserve.common import fd_limits
-from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
+from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.connection import aiohttp_parts
 from shmserve.gateway.http.connection.protocol import HttpConnection
-from shmserve.gateway.http.dashboard.live import LiveFigures
+from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart
-from shmserve.ipc.messages.start import decode
+from shmserve.ipc.messages.supervision import decode_start
 
 
 def run(data: bytes, *fds: int) -> None:
-    """Be an HTTP gateway until told to stop; `data` is an encoded `GatewayStart`, `fds` its
-    sockets."""
-    start = decode(GatewayStart, data)
+    """Run an HTTP gateway until the supervisor stops it.
+
+    Args:
+        data: An encoded `GatewayStart`.
+        *fds: The descriptors of the listening sockets.
+    """
+    start = decode_start(GatewayStart, data)
     process.prepare(f"gateway {start.name}", f"gateway http {start.name}", start.log)
-    aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
     front = partial(HttpFrontend, http=http, scrapes=scrapes, run_dir=start.run_dir)
@@ -38,7 +40,7 @@ def run(data: bytes, *fds: int) -> None:
 
 
 class HttpFrontend(process.Frontend):
-    """HTTP connections, and those that scrape metrics, on sockets that listen already."""
+    """The HTTP servers of inference and of metrics, on listening sockets."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class HttpFrontend(process.Frontend):
         self._scrapes = scrapes
 
     async def open(self) -> None:
-        """Make the servers. Who scrapes metrics sees how the loads go."""
+        """Create the servers. Metrics are served while models are loaded."""
         settings = self._gateway.settings
         restrictions = decode_restrictions(settings.http_restricted)
         http = Authorisation(settings.tokens, restrictions)
@@ -80,10 +82,8 @@ class HttpFrontend(process.Frontend):
         await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
 
     def drain(self, told: Callable[[], None], followed: bool) -> None:
-        """As `Frontend`; who watches is told to go first."""
         self._live.end()
         super().drain(told, followed)
 
     def when_idle(self, drained: Callable[[], None]) -> None:
-        """Every request counts until its response is sent."""
         self._app.when_idle(drained)

@@ -1,22 +1,122 @@
-"""The route tables: which handler a method and a path have, and the API that they belong to."""
+"""The route tables of the listeners, and the OpenAPI description of the inference API.
+
+pages/operations.json describes the operation of each route: its summary, and the schemas of its
+body and reply by content type. GET /openapi.json returns the description as an OpenAPI document,
+and GET /docs returns a page that shows the document (pages/docs.html).
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
-from shmserve.common.access.auth_tokens import METRICS
+import orjson
+
+import shmserve
+from shmserve.common.auth_tokens import METRICS
 from shmserve.gateway.api.metrics import MetricsExporter
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import handlers, infer
-from shmserve.gateway.http.dashboard.live import LiveFigures
-from shmserve.gateway.http.dashboard.page import page
-from shmserve.gateway.http.openai import embeddings, generation, models
-from shmserve.gateway.http.openai.answers import openai_error
-from shmserve.gateway.http.openapi import operations as op
-from shmserve.gateway.http.openapi.description import OpenApiHandlers
-from shmserve.gateway.http.openapi.operations import Operation
-from shmserve.gateway.http.response import triton_error
-from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable
+from shmserve.gateway.http.dashboard import LiveFigures, page
+from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, triton_error
+from shmserve.gateway.http.openai import embeddings, generation
+from shmserve.gateway.http.openai.bodies import openai_error
+from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
 from shmserve.gateway.http.streaming import generate
+
+_PAGES = Path(__file__).with_name("pages")
+# The page may load nothing from other sites, and other pages may not show it.
+_PAGE_HEADERS = (
+    b"Content-Type: text/html; charset=utf-8\r\n"
+    b"Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; "
+    b"script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'\r\n"
+)
+
+
+def described(table: RouteTable) -> dict[str, Any]:
+    """Return the OpenAPI document of all routes in the table."""
+    description = orjson.loads((_PAGES / "operations.json").read_bytes())
+    paths: dict[str, dict[str, Any]] = {}
+    for route in table.routes:
+        operation = description["operations"][f"{route.method} {route.path}"]
+        for path in _paths(route.path):
+            paths.setdefault(path, {})[route.method.lower()] = _described(route, operation, path)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "shmserve",
+            "version": shmserve.__version__,
+            "description": "The Open Inference Protocol (v2) with Triton's extensions, and "
+            "OpenAI's routes for models that generate text.",
+        },
+        "security": [{}, {"token": []}],
+        "paths": paths,
+        "components": {
+            "schemas": description["schemas"],
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths(template: str) -> list[str]:
+    """Return the paths of a route's template, without and with each optional part."""
+    found = [""]
+    for part, optional in optional_parts(template):
+        found = [path + more for path in found for more in (["", part] if optional else [part])]
+    return found
+
+
+def _described(route: Route, operation: dict[str, Any], path: str) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
+        "summary": operation["summary"],
+        "tags": [route.scope],
+        "parameters": [_parameter(name) for name in re.findall(r"{(\w+)}", path)],
+    }
+    kind = "Error" if route.error_form is triton_error else "OpenAIError"
+    error = _content({"application/json": {"$ref": f"#/components/schemas/{kind}"}})
+    done: dict[str, Any] = {"description": "done"}
+    if "reply" in operation:
+        done["content"] = _content(operation["reply"])
+    refused = {"description": "refused: the request is wrong", "content": error}
+    failed = {"description": "failed, or not now", "content": error}
+    made["responses"] = {"200": done, "4XX": refused, "5XX": failed}
+    if "body" in operation:
+        required = operation.get("required", False)
+        made["requestBody"] = {"required": required, "content": _content(operation["body"])}
+    return made
+
+
+def _parameter(name: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string", "minLength": 1}
+    if name == "version":
+        schema = {"type": "string", "pattern": "^[1-9][0-9]{0,8}$"}
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _content(schemas: dict[str, Any]) -> dict[str, Any]:
+    return {kind: {"schema": schema} for kind, schema in schemas.items()}
+
+
+@cache
+def _document() -> bytes:
+    return orjson.dumps(described(ROUTES))
+
+
+async def _show_document(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    return HttpResponse(200, (_document(),), JSON)
+
+
+@cache
+def _page() -> bytes:
+    return (_PAGES / "docs.html").read_bytes()
+
+
+async def _show_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    return HttpResponse(200, (_page(),), _PAGE_HEADERS)
+
 
 _MODEL = "/v2/models/{model}[/versions/{version}]"
 _TRACE = "/v2[/models/{model}]/trace/setting"
@@ -29,56 +129,52 @@ _CUDA_STATUS = partial(handlers.status, cuda=True)
 _CUDA_UNREGISTER = partial(handlers.unregister, cuda=True)
 
 
-def _route(method: str, path: str, scope: str, handler: Handler, operation: Operation) -> Route:
+def _route(method: str, path: str, scope: str, handler: Handler) -> Route:
     form = openai_error if path.startswith("/v1/") else triton_error
-    return Route(method, path, scope, handler, form, operation)
+    return Route(method, path, scope, handler, form)
 
 
-_DESCRIPTION = OpenApiHandlers(lambda: ROUTES)
-ROUTES: RouteTable = RouteTable(
-    _route("POST", _MODEL + "/infer", "inference", infer.infer, op.INFER),
-    _route("GET", "/v2/health/live", "health", handlers.live, op.LIVE),
-    _route("GET", "/v2/health/ready", "health", handlers.ready, op.READY),
-    _route("GET", "/v2", "metadata", handlers.server, op.SERVER),
-    _route("GET", "/v2/models/stats", "statistics", handlers.all_statistics, op.STATISTICS),
-    _route("GET", _MODEL, "metadata", handlers.model, op.MODEL),
-    _route("GET", _MODEL + "/ready", "health", handlers.model_ready, op.MODEL_READY),
-    _route("GET", _MODEL + "/config", "model-config", handlers.model_config, op.CONFIG),
-    _route("GET", _MODEL + "/stats", "statistics", handlers.model_statistics, op.STATISTICS),
-    _route("POST", _MODEL + "/generate", "inference", generate.generate, op.GENERATE),
-    _route(
-        *("POST", _MODEL + "/generate_stream", "inference"),
-        *(generate.generate_stream, op.GENERATE_STREAM),
-    ),
-    _route("GET", _TRACE, "trace", handlers.show_trace, op.SHOW_TRACE),
-    _route("POST", _TRACE, "trace", handlers.change_trace, op.CHANGE_TRACE),
-    _route("GET", "/v2/logging", "logging", handlers.show_logging, op.LOGGING),
-    _route("POST", "/v2/logging", "logging", handlers.change_logging, op.LOG),
-    _route("POST", _REPOSITORY + "/index", "model-repository", handlers.index, op.INDEX),
-    _route("POST", _REPOSITORY_MODEL + "/load", "model-repository", handlers.load, op.LOAD),
-    _route("POST", _REPOSITORY_MODEL + "/unload", "model-repository", handlers.unload, op.UNLOAD),
-    _route("POST", _SYSTEM + "/register", _MEMORY, handlers.register, op.REGISTER),
-    _route("GET", _SYSTEM + "/status", _MEMORY, handlers.status, op.REGIONS),
-    _route("POST", _SYSTEM + "/unregister", _MEMORY, handlers.unregister, op.UNREGISTER),
-    _route("POST", _CUDA + "/register", _MEMORY, handlers.register_cuda, op.REGISTER_CUDA),
-    _route("GET", _CUDA + "/status", _MEMORY, _CUDA_STATUS, op.REGIONS),
-    _route("POST", _CUDA + "/unregister", _MEMORY, _CUDA_UNREGISTER, op.UNREGISTER),
-    _route("GET", "/v1/models", "metadata", models.all_models, op.MODELS),
-    _route("GET", "/v1/models/{model}", "metadata", models.one_model, op.ONE_MODEL),
-    _route("POST", "/v1/completions", "inference", generation.completions, op.COMPLETIONS),
-    _route("POST", "/v1/chat/completions", "inference", generation.chats, op.CHATS),
-    _route("POST", "/v1/embeddings", "inference", embeddings.embeddings, op.EMBEDDINGS),
-    _route("GET", "/openapi.json", "metadata", _DESCRIPTION.document, op.DESCRIPTION),
-    _route("GET", "/docs", "metadata", _DESCRIPTION.page, op.PAGE),
+ROUTES = RouteTable(
+    _route("POST", _MODEL + "/infer", "inference", infer.infer),
+    _route("GET", "/v2/health/live", "health", handlers.live),
+    _route("GET", "/v2/health/ready", "health", handlers.ready),
+    _route("GET", "/v2", "metadata", handlers.server),
+    _route("GET", "/v2/models/stats", "statistics", handlers.statistics),
+    _route("GET", _MODEL, "metadata", handlers.model),
+    _route("GET", _MODEL + "/ready", "health", handlers.model_ready),
+    _route("GET", _MODEL + "/config", "model-config", handlers.model_config),
+    _route("GET", _MODEL + "/stats", "statistics", handlers.statistics),
+    _route("POST", _MODEL + "/generate", "inference", generate.generate),
+    _route("POST", _MODEL + "/generate_stream", "inference", generate.generate_stream),
+    _route("GET", _TRACE, "trace", handlers.trace_settings),
+    _route("POST", _TRACE, "trace", handlers.trace_settings),
+    _route("GET", "/v2/logging", "logging", handlers.log_settings),
+    _route("POST", "/v2/logging", "logging", handlers.log_settings),
+    _route("POST", _REPOSITORY + "/index", "model-repository", handlers.index),
+    _route("POST", _REPOSITORY_MODEL + "/load", "model-repository", handlers.load),
+    _route("POST", _REPOSITORY_MODEL + "/unload", "model-repository", handlers.unload),
+    _route("POST", _SYSTEM + "/register", _MEMORY, handlers.register),
+    _route("GET", _SYSTEM + "/status", _MEMORY, handlers.status),
+    _route("POST", _SYSTEM + "/unregister", _MEMORY, handlers.unregister),
+    _route("POST", _CUDA + "/register", _MEMORY, handlers.register_cuda),
+    _route("GET", _CUDA + "/status", _MEMORY, _CUDA_STATUS),
+    _route("POST", _CUDA + "/unregister", _MEMORY, _CUDA_UNREGISTER),
+    _route("GET", "/v1/models", "metadata", embeddings.all_models),
+    _route("GET", "/v1/models/{model}", "metadata", embeddings.one_model),
+    _route("POST", "/v1/completions", "inference", generation.completions),
+    _route("POST", "/v1/chat/completions", "inference", generation.chats),
+    _route("POST", "/v1/embeddings", "inference", embeddings.embeddings),
+    _route("GET", "/openapi.json", "metadata", _show_document),
+    _route("GET", "/docs", "metadata", _show_page),
 )
 
 
 def metrics_routes(exporter: MetricsExporter, live: LiveFigures) -> RouteTable:
-    """The route table of a metrics listener: whatever is not in it is there, and empty."""
+    """Return the route table of a metrics listener. All other paths return an empty response."""
     return RouteTable(
         Route("GET", "/metrics[/]", METRICS, partial(handlers.metrics, exporter)),
         Route("GET", "/live", METRICS, live.respond),
-        # Who asks it without a token is asked for one by the page itself.
+        # The page itself asks for a token if the request has none.
         Route("GET", "/", "health", page),
         Route("", ANY, METRICS, handlers.nothing),
     )

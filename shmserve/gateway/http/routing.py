@@ -1,5 +1,7 @@
-"""The dispatch of a listener's requests by its route table: match, authorise, handle; errors become
-responses in the form of the route's API."""
+"""The dispatch of a listener's requests by its route table: match, authorise, handle.
+
+Errors become responses in the form of the route's API.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ from shmserve.errors import (
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import BrokenBody
-from shmserve.gateway.http.openapi.operations import Operation
-from shmserve.gateway.http.request import FETCH_SITE, TRACEPARENT, HttpRequest
-from shmserve.gateway.http.response import (
+from shmserve.gateway.http.messages import (
+    FETCH_SITE,
+    TRACEPARENT,
     ErrorForm,
+    HttpRequest,
     HttpResponse,
     error_response,
     traced,
@@ -41,13 +44,13 @@ logger = logging.getLogger(__name__)
 Handler = Callable[..., Awaitable[HttpResponse]]
 
 _HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
-_MOST_REMEMBERED = 1024  # targets
+_MOST_CACHED = 1024  # targets
 _PART = re.compile(r"\\{(\w+)\\}")  # of a template, escaped
-ANY = "*"  # the template of all paths that no route before it has
+ANY = "*"  # the template of all paths without an earlier route
 
 
 class MethodNotAllowed(InvalidArgument):
-    """A path is there, but not for this method."""
+    """An error about a method that a path does not have."""
 
     status = 405
 
@@ -59,7 +62,7 @@ class Route:
     In a template `{name}` is a part, of which a `{version}` is a number, and what is in brackets
     may be left out: "/v2/models/{model}[/versions/{version}]". `scope` is the API that the route
     belongs to, for which its clients are authorised. `error_form` makes the body of a response of
-    an error, as that API has it. `operation` describes it, if anybody is to know of it.
+    an error, as that API has it.
     """
 
     method: str
@@ -67,7 +70,6 @@ class Route:
     scope: str
     handler: Handler
     error_form: ErrorForm = triton_error
-    operation: Operation | None = None
 
 
 # A route, and the parts of a path that it takes.
@@ -80,14 +82,14 @@ class RouteTable:
     def __init__(self, *routes: Route) -> None:
         self.routes = routes
         self._patterns = [(route, _pattern(route.path)) for route in routes]
-        self.find = lru_cache(_MOST_REMEMBERED)(self._find)
+        self.find = lru_cache(_MOST_CACHED)(self._find)
 
     def _find(self, target: str, method: str = "") -> Match | None:
-        """The route of a request's target and the parts of the path it takes; None for no route.
-        Where several have the path it is the one for `method`, if there is one.
+        """Return the route of a request's target with the parts of its path, or None.
 
-        The path is matched as it was sent, so that an escaped slash separates nothing; its parts
-        are then unescaped. A target may name a host before the path, as those sent to proxies do.
+        If several routes match the path, the route for `method` is preferred. The path is matched
+        as it was sent, so that an escaped slash is no separator; its parts are then unescaped. The
+        path may follow a host, as in requests to proxies.
         """
         path = _path(target)
         found = None
@@ -102,8 +104,8 @@ class RouteTable:
         return found
 
 
-def parts(template: str) -> Iterator[tuple[str, bool]]:
-    """The parts of a route's template, and whether each may be left out."""
+def optional_parts(template: str) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a route's template, and whether each part is optional."""
     for must, may in re.findall(r"([^\[\]]+)|\[([^\]]+)\]", template):
         yield must or may, bool(may)
 
@@ -111,7 +113,7 @@ def parts(template: str) -> Iterator[tuple[str, bool]]:
 def _pattern(template: str) -> re.Pattern[str]:
     if template == ANY:
         return re.compile(".*")
-    made = ((_PART.sub(_group, re.escape(part)), may) for part, may in parts(template))
+    made = ((_PART.sub(_group, re.escape(part)), may) for part, may in optional_parts(template))
     return re.compile("".join(f"(?:{part})?" if may else part for part, may in made))
 
 
@@ -123,7 +125,7 @@ def _path(target: str) -> str:
     return _HOST.sub("", target.partition("?")[0])
 
 
-# Names that no path may have as they are, and what is said of them.
+# Hints about frequent mistakes in paths.
 _HINTS = {
     re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is a whole number)",
     re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
@@ -139,11 +141,14 @@ _NO_ROUTE: Match = (Route("", "", "", _not_found), ())
 
 
 def authorise(route: Route, request: HttpRequest) -> None:
-    """Decide whether this request may use this API, whatever the route. One whose head is that of
-    the request before it on its connection is not asked again (`HttpRequest.match`).
+    """Check that the client may use the API of a route.
 
-    Another site's page in the user's browser may not: it could send such a POST unasked. What else
-    is refused says common/access/auth_tokens.py.
+    A request with the head of the last request on its connection is not checked again
+    (`HttpRequest.match`). A page of another site in the user's browser could send a POST without
+    the user's consent, and is refused. common/auth_tokens.py has the other rules.
+
+    Raises:
+        ShmserveError: The client may not use the API.
     """
     headers = request.headers
     if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":
@@ -153,9 +158,9 @@ def authorise(route: Route, request: HttpRequest) -> None:
 
 
 class App(ActiveCount):
-    """The application of a listener: dispatches its requests to the handlers of `routes`.
+    """The application of a listener, which dispatches requests to the handlers of `routes`.
 
-    `active` counts those whose response is not sent yet.
+    `active` counts the requests whose response is not sent yet.
     """
 
     def __init__(self, gateway: Gateway, routes: RouteTable) -> None:
@@ -164,8 +169,10 @@ class App(ActiveCount):
         self._routes = routes
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
-        """The response to any request; raises nothing but CancelledError. One that is `begun`
-        counts already."""
+        """Return the response to any request; raise only CancelledError.
+
+        A request that was begun without a task is counted already.
+        """
         begun, request.begun = request.begun, None
         if begun is None:
             self.active += 1
@@ -185,8 +192,8 @@ class App(ActiveCount):
             response = _failed(error, route.error_form, request)
         except Exception:
             trace_id = TraceContext.of(_traceparent(request)).trace_id
-            told = (request.method, request.target)
-            logger.exception("%s %s failed", *told, extra={"trace_id": trace_id})
+            line = (request.method, request.target)
+            logger.exception("%s %s failed", *line, extra={"trace_id": trace_id})
             response = _failed(Internal("internal error"), route.error_form, request)
         except BaseException:
             self.left()
@@ -205,7 +212,7 @@ class App(ActiveCount):
 
 
 def _traceparent(request: HttpRequest) -> str:
-    """That of the caller, "" where there is none."""
+    """Return the traceparent of the caller, or ""."""
     caller = TraceContext.of_header(request.headers.get(TRACEPARENT, ""))
     return "" if caller is None else caller.traceparent
 

@@ -7,7 +7,9 @@
     outgoing.py         what is sent: frames within the windows that the client gives
     limits.py           budgets of what costs us more than a client
 
-The seam to what is spoken on top is narrow. Events: `Begun`, `Data`, `Cancelled`. Methods:
-`send_head`, `send_data`, `end`, `respond` (the three at once), `reset`, and `grant` for more of a
-stream's data. Nothing but gRPC uses it.
+`Http2Connection.receive` returns the events `Begun`, `Data`, `StreamReset` and `PingAnswered`. A
+server responds with `sending.head`, `sending.data` and `sending.trailers`, or with all three at
+once (`sending.respond`). It ends a stream early with `reset`, and permits more data of a stream
+with `send_window_update`. The gRPC gateway uses all of this package; the gRPC
+client in protocols/grpc.py uses its frames and header blocks.
 """

@@ -148,7 +148,7 @@ class Http2Connection(FrameReader[T]):
         stream.padding += size
         if stream.padding > self._limits.window // 4:
             padding, stream.padding = stream.padding, 0
-            self.grant(stream, padding)
+            self.send_window_update(stream, padding)
 
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
         last = self._piece_ends and not self.arriving
@@ -247,7 +247,7 @@ class Http2Connection(FrameReader[T]):
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         self._earn_for_data()
         self._control.spend()
-        self.sending.grant(stream, more)
+        self.sending.receive_window_update(stream, more)
 
     def _earn_for_data(self) -> None:
         sending, (frames_before, bytes_before) = self.sending, self._paid_for
@@ -349,8 +349,8 @@ class Http2Connection(FrameReader[T]):
         if stream.on_sent is not None:
             stream.on_sent()
 
-    def grant(self, stream: Stream, more: int) -> None:
-        """Let the client send so many bytes more of a stream's data."""
+    def send_window_update(self, stream: Stream, more: int) -> None:
+        """Permit the client to send `more` bytes of the stream's data."""
         if more > 0 and not stream.ended:
             stream.receive_window += more
             update = frames.frame(WINDOW_UPDATE, 0, stream.id, pack_long(more))
@@ -372,7 +372,7 @@ class Http2Connection(FrameReader[T]):
         self.sending.ready.append(frames.goaway(self._promised, FaultCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
-        """Ask for a sign of life, of eight bytes; it comes as `Acknowledged`."""
+        """Send a PING with eight bytes. The client's acknowledgement is a `PingAnswered` event."""
         self.sending.ready.append(frames.frame(PING, 0, 0, payload))
 
 

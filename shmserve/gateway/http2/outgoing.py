@@ -179,9 +179,13 @@ class Outgoing:
 
     # --- by the client
 
-    def grant(self, stream: Stream | None, more: int) -> None:
-        """The client takes `more` bytes of a stream, or of all together; raises StreamFault or
-        ConnectionFault when that is too much."""
+    def receive_window_update(self, stream: Stream | None, more: int) -> None:
+        """Enlarge the window of a stream, or of the connection (None), by `more` bytes.
+
+        Raises:
+            StreamFault: The stream's window exceeds the largest one.
+            ConnectionFault: The connection's window exceeds the largest one.
+        """
         if stream is None:
             self.window += more
             if self.window > LARGEST_WINDOW:

@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable, from_code
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.context import Gateway
+from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.on_demand import loaded
 from shmserve.gateway.region_table import authorise
-from shmserve.gateway.tracing.request_trace import RequestTrace
+from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response, make_submit, stopping
 from shmserve.ipc.messages import inference as m

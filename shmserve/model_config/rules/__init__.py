@@ -1,2 +1,315 @@
-"""Rules that validation checks, by subject: tensors, batching, instances, sequences, ensembles,
-warm-up."""
+"""Validation of a normalised configuration, in Triton's words, all problems at once; warnings about
+fields without effect; the label files of outputs.
+
+ensembles.py       rules of ensembles
+parameters.py      rules of parameters that have a meaning to the server
+scheduling.py      rules of the two batchers
+tensors.py         rules of inputs, outputs and warm-up samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import pairwise
+from math import inf
+from pathlib import Path, PurePath
+from typing import Any
+
+from shmserve.errors import InvalidArgument, clip, nearest, refused
+from shmserve.ipc.model_settings import FIRST_RESPONSE_FAMILY, KNOWN_PARAMETERS, MOST_INSTANCES
+from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
+from shmserve.model_config.rules.ensembles import ensemble_problems
+from shmserve.model_config.rules.parameters import parameter_problems
+from shmserve.model_config.rules.scheduling import dynamic_problems, sequence_problems
+from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
+from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOptimizationPolicy
+
+_GROUP: Key = ("instance_group",)
+_LARGEST_LABEL_FILE = 4 * 1024 * 1024
+_GROUP_FIELDS = ("secondary_devices", "profile", "passive", "host_policy")
+_OPTIMIZATION_FIELDS = (
+    "graph",
+    "cuda",
+    "execution_accelerators",
+    "gather_kernel_buffer_threshold",
+    "eager_batching",
+)
+# Of these, what has an effect on the models of a backend.
+_EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("cuda",)}
+_BATCH_FIELDS = ("batch_input", "batch_output")
+_BATCH_BACKENDS = (
+    "pytorch",
+    "onnxruntime",
+    "native",
+)  # models of others get each request's tensors apart
+_TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations", "model_repository_agents")
+
+
+class LoadProblem(InvalidArgument):
+    """Broken rules that Triton looks at only when it loads a version; the file is in order."""
+
+
+def validate(
+    config: ModelConfig,
+    *,
+    gpu_count: int,
+    complete: bool,
+    model_dir: Path | None = None,
+    source: Source = UNWRITTEN,
+) -> None:
+    """Check a configuration that `normalise` returned, and that its `source` could be read.
+
+    `complete` is False before the model has completed its configuration: tensors may then lack
+    datatype and dims, or be absent. `model_dir` is where label files must lie (None: not checked).
+    `gpu_count` is the host's.
+
+    Raises InvalidArgument with one line for each broken rule, as `Source.check` writes it;
+    LoadProblem where all of them concern tensors, instances and label files.
+    """
+    of_file = [*_file_problems(config), *parameter_problems(config, complete=complete)]
+    problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
+    kind = InvalidArgument if of_file or source.problems else LoadProblem
+    source.check(config, problems, kind)
+
+
+def _file_problems(config: ModelConfig) -> Iterator[Problem]:
+    if not config.name:
+        yield Problem(("name",), "model configuration must specify 'name'")
+    yield from _platform_problems(config)
+    if config.max_batch_size < 0:
+        text = f"'max_batch_size' must be non-negative value for {config.name}"
+        yield Problem(("max_batch_size",), text)
+    if config.HasField("dynamic_batching"):
+        yield from dynamic_problems(config)
+    if config.HasField("sequence_batching"):
+        yield from sequence_problems(config)
+    if _is_ensemble(config):
+        yield from ensemble_problems(config)
+    yield from _cache_problems(config)
+    yield from _metric_problems(config)
+    yield from _name_problems(config)
+
+
+def _load_problems(
+    config: ModelConfig, gpu_count: int, complete: bool, model_dir: Path | None
+) -> Iterator[Problem]:
+    of_tensors = list(tensor_problems(config, complete=complete))
+    if complete:
+        of_tensors += batch_io_problems(config)
+    for problem in of_tensors:
+        yield problem._replace(text=f"{problem.text} for {config.name}")
+    for problem in warmup_problems(config):
+        yield problem._replace(text=f"{problem.text} for {config.name}")
+    if not _is_ensemble(config):
+        yield from _instance_problems(config, gpu_count)
+    if model_dir is not None:
+        yield from _label_problems(config, model_dir)
+
+
+def _is_ensemble(config: ModelConfig) -> bool:
+    return config.platform == ENSEMBLE or config.HasField("ensemble_scheduling")
+
+
+def _platform_problems(config: ModelConfig) -> Iterator[Problem]:
+    name, platform, backend = config.name, config.platform, config.backend
+    if platform == ENSEMBLE:
+        if backend:
+            text = (
+                f"Ensemble model '{name}' must have platform type '{platform}' and empty backend "
+                "type"
+            )
+            yield Problem(("backend",), text, (("platform",),))
+    elif not platform and not backend and not config.HasField("ensemble_scheduling"):
+        text = f"must specify 'platform' or 'backend' for '{name}'"
+        needs = (("platform",), ("ensemble_scheduling",), ("default_model_filename",))
+        yield Problem(("backend",), text, needs)
+    elif platform and not backend:
+        text = f"unexpected platform type '{platform}' for {name}"
+        yield Problem(("platform",), text, (("backend",),))
+    elif platform and backend in PLATFORMS.values() and PLATFORMS.get(platform) != backend:
+        text = f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
+        yield Problem(("platform",), text, (("backend",),))
+
+
+def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]:
+    if not config.instance_group:
+        text = f"must specify one or more 'instance group's for {config.name}"
+        yield Problem(_GROUP, text)
+    named = (((*_GROUP, i, "name"), group.name) for i, group in enumerate(config.instance_group))
+    for key, name, first in repeats(named):
+        text = f"instance group {name} of model {config.name} is specified more than once"
+        yield Problem(key, text, (first,))
+    for index, group in enumerate(config.instance_group):
+        at, subject = (*_GROUP, index), f"instance group {group.name} of model {config.name}"
+        for problem in _group_problems(at, group, gpu_count):
+            yield problem._replace(text=f"{subject} {problem.text}")
+        if group.profile:
+            platform = f"platform {config.platform}".rstrip()
+            text = (
+                f"{subject} and {platform} specifies profile field which is only supported for "
+                "TensorRT models"
+            )
+            yield Problem((*at, "profile"), text)
+
+
+def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
+    kind_at, gpus_at = (*at, "kind"), (*at, "gpus")
+    if group.count > MOST_INSTANCES:
+        yield Problem((*at, "count"), f"has count {group.count}, more than {MOST_INSTANCES}")
+    if group.kind != ModelInstanceGroup.KIND_GPU:
+        if group.gpus:
+            kind = ModelInstanceGroup.Kind.Name(group.kind)
+            text = f"has kind {kind} but specifies one or more GPUs"
+            yield Problem(gpus_at, text, (kind_at,))
+        return
+    if not group.gpus:
+        yield Problem(kind_at, "has kind KIND_GPU but no GPUs are available", (gpus_at,))
+    for index, gpu in enumerate(group.gpus):
+        if not 0 <= gpu < gpu_count:
+            available = ", ".join(map(str, range(gpu_count)))
+            # Triton's words, and its least capability: what the host has is not asked for its own.
+            text = (
+                f"specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum "
+                f"required CUDA compute compatibility of 6.000000 are: {available}"
+            )
+            yield Problem((*gpus_at, index), text)
+
+
+def _cache_problems(config: ModelConfig) -> Iterator[Problem]:
+    if not config.response_cache.enable:
+        return
+    for reason, holds in (
+        ("sequence batching scheduler", config.HasField("sequence_batching")),
+        ("'decoupled' transaction policy", config.model_transaction_policy.decoupled),
+    ):
+        if holds:
+            text = (
+                f"Response Cache does not currently support model {config.name} with {reason}. "
+                "Please disable the response cache."
+            )
+            yield Problem(("response_cache", "enable"), text)
+
+
+def _metric_problems(config: ModelConfig) -> Iterator[Problem]:
+    for index, control in enumerate(config.model_metrics.metric_control):
+        buckets = list(control.histogram_options.buckets)
+        at: Key = ("model_metrics", "metric_control", index, "histogram_options", "buckets")
+        for place, (low, high) in enumerate(pairwise([-inf, *buckets, inf])):
+            if not low < high:
+                text = f"histogram buckets must be finite and in ascending order for {config.name}"
+                yield Problem((*at, min(place, len(buckets) - 1)), text)
+                break
+
+
+def _name_problems(config: ModelConfig) -> Iterator[Problem]:
+    for field in ("default_model_filename", "runtime"):
+        file = PurePath(getattr(config, field))
+        if file.is_absolute() or ".." in file.parts or "\0" in str(file):
+            text = f"'{field}' for {config.name} must be inside the version folder, got: {file}"
+            yield Problem((field,), text)
+
+
+def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[Problem]:
+    inside = model_dir.resolve()
+    for index, output in enumerate(config.output):
+        if not output.label_filename:
+            continue
+        problem = _label_problem(inside, output.label_filename)
+        if problem:
+            subject = f"label file '{output.label_filename}' of output '{output.name}'"
+            key = ("output", index, "label_filename")
+            yield Problem(key, f"{subject} for {config.name} {problem}")
+
+
+def _label_problem(inside: Path, label: str) -> str:
+    try:
+        path = (inside / label).resolve()
+        readable = path.is_file()
+    except (OSError, ValueError):
+        return "is not a valid path"
+    if not path.is_relative_to(inside):
+        return "must be inside the model directory"
+    return "" if readable else "does not exist"
+
+
+def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
+    """The labels of a validated configuration's outputs, from their files: a label a line, by
+    index; an empty line is no label.
+
+    Raises InvalidArgument for a file that cannot be read or has more than 4 MiB.
+    """
+    return {
+        output.name: _read_lines(model_dir / output.label_filename, output.name)
+        for output in config.output
+        if output.label_filename
+    }
+
+
+def _read_lines(path: Path, output: str) -> list[str]:
+    what = f"label file '{path.name}' of output '{output}'"
+    with refused(f"{what} cannot be read"), path.open("rb") as file:
+        raw = file.read(_LARGEST_LABEL_FILE + 1)
+    if len(raw) > _LARGEST_LABEL_FILE:
+        raise InvalidArgument(f"{what} has more than {_LARGEST_LABEL_FILE} bytes")
+    lines = raw.decode(errors="replace").split("\n")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def ignored_fields(config: ModelConfig) -> list[str]:
+    """The paths of what is set, accepted and without effect, for one log line a model."""
+    return list(_ignored(config))
+
+
+def doubts(written: ModelConfig, final: ModelConfig) -> list[str]:
+    """What is taken and cannot be meant so, in a configuration as it was written, and completed:
+    for a line each in the log."""
+    found = [
+        f"instance_group[{index}].count: {group.count} is taken as the default; it is 1 or more"
+        for index, group in enumerate(written.instance_group)
+        if group.count < 0
+    ]
+    for name in sorted(set(written.parameters).difference(KNOWN_PARAMETERS)):
+        near = nearest(name, KNOWN_PARAMETERS, 0.8)
+        if near:
+            found.append(f"parameters: '{clip(name)}' means nothing here, did you mean '{near}'?")
+    if written.HasField("dynamic_batching") and final.max_batch_size < 1:
+        found.append("dynamic_batching: nothing is batched, as max_batch_size is 0")
+    return found
+
+
+def _ignored(config: ModelConfig) -> Iterator[str]:
+    if config.backend not in _BATCH_BACKENDS:
+        yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
+    for name in _TOP_FIELDS:
+        if _is_set(config, name):
+            yield name
+    for index, control in enumerate(config.model_metrics.metric_control):
+        if control.metric_identifier.family != FIRST_RESPONSE_FAMILY:
+            yield f"model_metrics.metric_control[{index}]"
+    yield from _ignored_optimization(config.optimization, _EFFECTIVE.get(config.backend, ()))
+    for index, state in enumerate(config.sequence_batching.state):
+        if state.use_growable_memory:
+            yield f"sequence_batching.state[{index}].use_growable_memory"
+    for index, group in enumerate(config.instance_group):
+        for name in _GROUP_FIELDS:
+            if _is_set(group, name):
+                yield f"instance_group[{index}].{name}"
+
+
+def _ignored_optimization(
+    optimization: ModelOptimizationPolicy, effective: Collection[str]
+) -> Iterator[str]:
+    for name in _OPTIMIZATION_FIELDS:
+        if name not in effective and _is_set(optimization, name):
+            yield f"optimization.{name}"
+    if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
+        yield "optimization.priority"
+    for name in ("input_pinned_memory", "output_pinned_memory"):
+        # Pinned memory is the default, used where it helps; only switching it off has no effect.
+        if optimization.HasField(name) and not getattr(optimization, name).enable:
+            yield f"optimization.{name}"
+
+
+def _is_set(message: Any, name: str) -> bool:
+    return any(target.name == name for target, _ in message.ListFields())

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.signature import agree, shape_text
 from shmserve.model_config.diagnostics import Key, Problem, member, repeats
-from shmserve.proto.model_config_pb2 import (
-    DataType,
-    ModelConfig,
-    ModelInput,
-    ModelOutput,
-)
+from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _STEP: Key = ("ensemble_scheduling", "step")
 _CONDITION = re.compile(r"step\[([0-9]+)\]\.condition")

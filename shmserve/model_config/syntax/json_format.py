@@ -13,15 +13,8 @@ from typing import Any, cast
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from shmserve.model_config.syntax import MAX_DEPTH, Entry, Lines, Malformed, MessageValue, Scalar
 from shmserve.model_config.syntax.message_builder import is_map, is_repeated
-from shmserve.model_config.syntax.tree import (
-    MAX_DEPTH,
-    Entry,
-    Lines,
-    Malformed,
-    MessageValue,
-    Scalar,
-)
 
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 
@@ -117,7 +110,7 @@ def _value(value: object, places: Iterator[str], depth: int) -> Scalar | Message
     raise Malformed(at, f"unexpected value: {found}")
 
 
-def message_to_dict(message: Message) -> dict[str, Any]:
+def to_dict(message: Message) -> dict[str, Any]:
     """The JSON object of a message: every primitive field; where set, sub-messages and oneofs."""
     shown: dict[str, Any] = {}
     for target in cast("list[FieldDescriptor]", message.DESCRIPTOR.fields):
@@ -126,8 +119,7 @@ def message_to_dict(message: Message) -> dict[str, Any]:
             entry = cast("Descriptor", target.message_type)
             plain = entry.fields_by_name["value"].message_type is None
             shown[target.name] = {
-                str(key): value[key] if plain else message_to_dict(value[key])
-                for key in sorted(value)
+                str(key): value[key] if plain else to_dict(value[key]) for key in sorted(value)
             }
         elif is_repeated(target):
             shown[target.name] = [_shown(target, item) for item in value]
@@ -144,7 +136,7 @@ def _is_always_shown(target: FieldDescriptor) -> bool:
 
 def _shown(target: FieldDescriptor, value: Any) -> Any:
     if target.message_type is not None:
-        return message_to_dict(value)
+        return to_dict(value)
     if target.enum_type is not None:
         known = target.enum_type.values_by_number.get(value)
         return known.name if known else value

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from shmserve.errors import clip, nearest
 from shmserve.model_config.diagnostics import Key, Problem, member
-from shmserve.model_config.syntax.tree import Entry, MessageValue, Scalar
+from shmserve.model_config.syntax import Entry, MessageValue, Scalar
 
 _INT_RANGES: dict[int, tuple[int, int]] = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shmserve.errors import clip
-from shmserve.model_config.syntax.tree import (
-    MAX_DEPTH,
-    Entry,
-    Lines,
-    Malformed,
-    MessageValue,
-    Scalar,
-)
+from shmserve.model_config.syntax import MAX_DEPTH, Entry, Lines, Malformed, MessageValue, Scalar
 
 _TOKEN = re.compile(
     r"""

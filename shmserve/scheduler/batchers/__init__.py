@@ -1,3 +1,2 @@
-"""Batching: what runs next. Batchers decide and do nothing else (base.py, dynamic.py, adaptive.py:
-the queue and the time in, a batch or a time to wait until out); dispatchers (dispatch.py,
-sequence/) act on that, and recovery.py where a worker is lost."""
+"""Batching: batchers decide what runs next (dynamic.py, adaptive.py: from the queue and the time to
+a batch or a time to wait until); dispatchers (dispatch.py, sequence/) start what they decide."""

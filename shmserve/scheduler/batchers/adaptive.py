@@ -1,32 +1,31 @@
-"""The adaptive batcher: picks delay and size itself, to hold a latency target (pure).
+"""The adaptive batcher: chooses batch size and delay to meet a latency target (pure).
 
-It learns how long batches take by their size and when requests come (estimates.py):
+It learns the duration of batches by size and the arrival of requests (estimates.py):
 
-1. The batch has the size that does most rows in a time, of those up to what waits: where execution
-   time has a cliff, it stays below. Sizes that promise more and have not been tried are, where the
-   requests that are late for it at worst are no more than what may be spent on that, or
-   where the sizes that are known do not do what comes.
-2. What is there runs as soon as an instance is free, unless
-3. more requests of a burst are to be expected so soon that waiting for them does more rows in the
-   time that it takes than an average batch (the marginal value theorem: Charnov, 1976), and in all
-   for no longer than the setup of one more execution: so waiting never costs more than twice what
-   is best, as with the ski-rental problem (Karlin et al., 1988). Whether it pays at all it tries:
-   where a machine is too busy to wake in time, it does not. It does so untried where the larger
-   batch would end before the smaller one.
-4. It never waits so long that the oldest request would miss the target if the batch took as long as
-   it does but for one in a hundred; nor longer than the configured delay, if there is one.
-5. Where all that waits would be late in one batch, and would not be in two, it runs as two.
+1. A batch has the size with the highest row rate among the sizes up to the waiting requests. If
+   execution time has a cliff, the size stays below it. A size that was not tried yet and promises
+   more is tried if the misses that it causes at worst are covered by the account of misses, or if
+   the known sizes do not keep up with the arrivals.
+2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
+3. The batcher waits for further requests of a burst if they are expected so soon that the rate of
+   the larger batch exceeds the average rate (the marginal value theorem: Charnov, 1976). The total
+   wait is at most the setup time of an execution, so that waiting costs at most twice the optimum,
+   as in the ski-rental problem (Karlin et al., 1988). Trials decide whether waiting pays: on a
+   machine that is too busy to wake in time, it does not. No trial is needed if the larger batch
+   would end before the smaller one.
+4. A wait ends early enough for the oldest request to meet the target with a batch duration at the
+   99th percentile, and after the configured delay, if there is one.
+5. If all waiting requests would be late in one batch and in time in two, they run as two.
 
-The target is aimed at with feedback: what a request spends outside the scheduler's sight, or a
-longer tail than the spread tells, moves the aim until one request in a hundred misses the target.
-Where misses add up (a cumulative sum: Page, 1954), the target is out of reach for now, and it makes
-for throughput, with the size that may do most. What is late for a trial moves neither. Preferred
-sizes do not count.
+Feedback controls the aim: time outside the scheduler, or a longer tail than the spread suggests,
+lowers the aim until one request in a hundred misses the target. If misses accumulate (a cumulative
+sum: Page, 1954), the target is out of reach, and the batcher maximises throughput with the size of
+the highest possible rate. Misses caused by trials affect neither. Preferred sizes are ignored.
 
 A trial has a price. The target allows one request in a hundred to miss it, and a fifth of these
-misses may be spent on trials: an account has what has been earned and not spent. So a trial is made
-where it costs nothing even at worst, or its price has been earned; and where the target is being
-missed anyway.
+misses may be spent on trials: an account has the earned and unspent misses. A trial is made if it
+causes no miss even at worst, if the account covers its price, or if the target is being missed
+anyway.
 """
 
 from __future__ import annotations
@@ -34,8 +33,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shmserve.ipc.transport.records import record
-from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
-from shmserve.scheduler.batchers.dynamic import QueueHead, closed, gather
+from shmserve.scheduler.batchers.dynamic import (
+    Batch,
+    Batcher,
+    Closed,
+    Pending,
+    QueueHead,
+    WaitUntil,
+    closed,
+    gather,
+)
 from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
@@ -65,39 +72,39 @@ _CLEARLY = 0.1  # parts of a time by which another must be shorter
 
 
 class Account:
-    """Misses that may be spent on trials."""
+    """The misses that may be spent on trials."""
 
     def __init__(self) -> None:
         self.credit = _FIRST
         self._explained = 0.0
 
     def earn(self, held: int) -> None:
-        """So many requests were in time."""
+        """Add the share of requests in time."""
         if self.credit < _MOST:
             self.credit += _EARNED * held
 
     def settle(self) -> None:
-        """The time to learn is over."""
+        """End the learning period."""
         self.credit = min(self.credit, _MOST)
 
     def spend(self, misses: float) -> None:
-        """A trial costs so many."""
+        """Subtract the misses of a trial."""
         self.credit -= misses
         self._explained += misses
 
     def unexplained(self, misses: int) -> int:
-        """The number of these misses that no trial has cost."""
+        """Return how many of these misses were not caused by trials."""
         explained = min(misses, int(self._explained))
         self._explained -= explained
         return misses - explained
 
 
 class Ways:
-    """Two ways, and which of them has made for the shorter latencies: a moving average for each.
+    """A choice between two ways by the latencies that each has produced, as moving averages.
 
-    Of clients that wait for their responses, shorter latencies are more requests, too. Because what
-    pays changes with the load, an epoch goes the other way at times: at first every other one, then
-    more and more rarely as long as that confirms what is known, which bounds what it costs.
+    For clients that wait for their responses, shorter latencies also mean more requests. Because
+    the better way depends on the load, some epochs use the other way: at first every second epoch,
+    then exponentially fewer while that confirms the choice, which bounds the cost.
     """
 
     def __init__(self, account: Account) -> None:
@@ -115,7 +122,7 @@ class Ways:
         self._batches = self._count = self._sum_ns = self._misses = 0
 
     def returned(self, latencies_ns: Sequence[int], misses: int) -> None:
-        """A batch has ended, whose requests took so long, and so many of them too long."""
+        """Record the latencies of a batch and the number of its misses."""
         self._batches += 1
         self._misses += misses
         if misses and self.on is not self._better:
@@ -159,9 +166,9 @@ class Ways:
 
 @record
 class Moment:
-    """The stakes of a trial: how long the oldest request has left, and how much longer those that
-    come now could wait; what a row takes at best, how many come in a ns, and how many there are at
-    most. Of one instance. `needed`: what is known does not do what comes.
+    """The state of an instance when a size is tried: the time left to the oldest request, the time
+    that new requests could wait longer, the best duration of a row, the rows that arrive in a ns,
+    and the maximum number of requests. `needed`: the known sizes do not keep up with the arrivals.
     """
 
     own_ns: float
@@ -173,13 +180,14 @@ class Moment:
 
 
 class Sizes:
-    """The trials of sizes: when one is made, and its price.
+    """The trials of sizes, and their price.
 
-    One that takes longer than it is worth delays all that come until the instance has caught up, so
-    what is late for it are its own requests, where it takes longer than they have left, and those
-    behind it. These come at a rate, and as many as come are caught up with only in what time an
-    instance has left, so near its capacity a try is dear. Of clients that wait for their responses
-    no more can be late than there are. The account pays what a try has cost, and no more than that.
+    A trial that takes longer than its rows are worth delays the requests that arrive until the
+    instance has caught up. The late requests are its own, if it takes longer than they have left,
+    and those behind it. The instance catches up only in its idle time, so that a trial near its
+    capacity is expensive. With clients that wait for their responses, the number of late requests
+    is bounded by the number of clients. The account pays the actual cost of a trial, at most its
+    price.
     """
 
     def __init__(self, account: Account) -> None:
@@ -192,11 +200,11 @@ class Sizes:
         self._behind = self._price = 0.0
 
     def due(self, batches: int) -> bool:
-        """Whether a size may be tried, after so many batches."""
+        """Check whether a size may be tried after so many batches."""
         return batches >= self._at
 
     def allowed(self, size: int, worst_ns: float, moment: Moment, batches: int) -> bool:
-        """Whether a size is tried that takes so long at worst."""
+        """Check whether a size is tried that takes so long at worst."""
         self._moment = moment
         self._idle = max(1 - moment.per_ns * moment.row_ns, _LEAST_IDLE)
         price = self._price_of(size, worst_ns, moment.most_here)
@@ -213,7 +221,7 @@ class Sizes:
         return own + min(max(lost_ns, 0) * moment.per_ns / self._idle, most_here)
 
     def returned(self, units: int, took_ns: int, count: int, here: int, misses: int) -> None:
-        """A batch has ended, and `misses` of its `count` requests were late."""
+        """Record a batch, of whose `count` requests `misses` were late."""
         if units == self._size:
             self._behind = count + here / self._idle
             self._price = self._price_of(units, took_ns, here)
@@ -226,7 +234,7 @@ class Sizes:
 
 
 class AdaptiveBatcher(Batcher):
-    """A `Batcher` by these rules."""
+    """A batcher with the rules above."""
 
     learns = True
 
@@ -248,14 +256,12 @@ class AdaptiveBatcher(Batcher):
     # --- what it learns -----------------------------------------------------------------------
 
     def arrived(self, now_ns: int, here: int) -> None:
-        """As `Batcher` says."""
         self._arrivals.arrived(now_ns, here, self._time.setup_ns)
         self._load.here = here
 
     def returned(
         self, now_ns: int, here: int, units: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
-        """As `Batcher` says."""
         count, target = len(latencies_ns), self._rules.target_ns
         self._arrivals.returned(now_ns, here, self._time.setup_ns)
         self._load.returned(now_ns, here, count, units, took_ns)
@@ -273,7 +279,7 @@ class AdaptiveBatcher(Batcher):
         self._aim(count - misses, self._account.unexplained(misses))
 
     def _aim(self, held: int, misses: int) -> None:
-        """So many more requests were in time, and so many late for no trial."""
+        """Adjust the aim by further requests in time, and by misses that no trial has caused."""
         self._account.earn(held)
         self._misses = min(max(self._misses - _TOLERATED * held, 0) + misses, _MOST_MISSES)
         self._aim_ns *= (1 + _STEP * _ALLOWED / (1 - _ALLOWED) * held) * (1 - _STEP) ** misses
@@ -283,11 +289,9 @@ class AdaptiveBatcher(Batcher):
     # --- what it decides ----------------------------------------------------------------------
 
     def flush(self) -> None:
-        """As `Batcher` says."""
         self._draining = True
 
     def closed(self, pending: Iterable[Pending]) -> Batch | None:
-        """As `Batcher` says."""
         head = gather(pending, self._rules)
         batch = closed(head)
         return batch if head is None or batch is None else self._sized(head, batch)
@@ -295,7 +299,6 @@ class AdaptiveBatcher(Batcher):
     def decide(
         self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
-        """As `Batcher` says."""
         head = gather(pending, self._rules)
         if head is None:
             return None
@@ -318,7 +321,7 @@ class AdaptiveBatcher(Batcher):
         return self._wait(now_ns, head, reserve_ns)
 
     def _wait(self, now_ns: int, head: QueueHead, reserve_ns: int) -> Batch | WaitUntil:
-        """Wait for more, or run what is there."""
+        """Return how long to wait for further requests, or the batch to run."""
         count = len(head.requests)
         burst_ns, sooner = self._burst(head)
         ends_ns = self._start_by(head.oldest_ns, head.units)
@@ -339,22 +342,22 @@ class AdaptiveBatcher(Batcher):
 
     @property
     def _late(self) -> bool:
-        """Whether the target is out of reach for now."""
+        """Whether the target is out of reach."""
         return self._misses > _OUT_OF_REACH
 
     def _best(self, units: int) -> int:
         return self._time.best(units, late=self._late)
 
     def _sized(self, head: QueueHead, batch: Batch) -> Batch:
-        """The batch, or its first requests where these are done faster for their number."""
+        """Return the batch, or its first requests if a smaller batch has a higher rate."""
         best = self._best(head.units)
         if best >= head.units:
             return batch
         return Batch(_within(head.requests, best), Closed.PREFERRED)
 
     def _burst(self, head: QueueHead) -> tuple[int, bool]:
-        """Until when the next request is to be expected of a burst that is worth waiting for (0:
-        there is none), and whether the larger batch would even end sooner."""
+        """Return until when to wait for the next request of a burst (0: do not wait), and whether
+        the larger batch would even end sooner."""
         time, units, count = self._time, head.units, len(head.requests)
         best = time.best(units)
         now_ns = time.expected_ns(best)
@@ -369,7 +372,7 @@ class AdaptiveBatcher(Batcher):
         return 0, False
 
     def _tried(self, now_ns: int, head: QueueHead) -> int:
-        """The number of first requests to run to learn how long so many take; 0: none."""
+        """Return the number of first requests to run as a trial of their size, or 0."""
         batches = self._load.batches
         if not self._sizes.due(batches):
             return 0
@@ -393,12 +396,12 @@ class AdaptiveBatcher(Batcher):
         return Moment(own_ns, spare_ns, row_ns, load.per_ns, load.most, needed)
 
     def _start_by(self, oldest_ns: int, units: int) -> int:
-        """When a batch must start whose oldest request came then, to be in time."""
+        """Return when a batch must start for its oldest request to be in time."""
         return int(oldest_ns + self._aim_ns - self._time.most_ns(units))
 
     def _in_time(self, now_ns: int, requests: list[Pending]) -> int:
-        """The number of first requests to run at once so that all are in time, the others in a
-        batch behind them; 0 where that cannot be."""
+        """Return the number of first requests to run at once so that all are in time, with the
+        others in a second batch; 0 if that is impossible."""
         first, oldest = 0, NEVER
         before: list[tuple[int, int]] = []  # size, and oldest request, of the first ones
         for request in requests:
@@ -417,7 +420,7 @@ class AdaptiveBatcher(Batcher):
 
 
 def _within(requests: list[Pending], units: int) -> int:
-    """The number of first requests that fit in so many units; at least one."""
+    """Return the number of first requests that fit this size, at least 1."""
     for count, request in enumerate(requests):
         units -= request.units
         if units < 0:

@@ -1,5 +1,5 @@
-"""From the queue to the instances: the interface of dispatchers, one for each kind of scheduling,
-and the one of models without sequences: retries alone, then the batches that the batcher forms."""
+"""Dispatchers start queued requests at instances. This module has their interface, and the
+dispatcher of models without sequences: retries alone, then the batches that the batcher forms."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import Any, NamedTuple
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, PendingRequests, WaitUntil
-from shmserve.scheduler.batchers.dynamic import DynamicBatcher
+from shmserve.scheduler.batchers.dynamic import (
+    Batch,
+    Batcher,
+    Closed,
+    DynamicBatcher,
+    WaitUntil,
+)
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.pool import Lost, Pool, Slot
-from shmserve.scheduler.instances.tickets import InstanceTickets
-from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.instances.pool import InstanceTickets, Lost, Pool, Slot
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
-from shmserve.scheduler.requests.request import NEVER, ScheduledRequest
+from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 
-_ONE = Batch(1, Closed.IDLE)
-
 
 class SequenceKey(NamedTuple):
-    """The sequence that a request belongs to, and its flags there."""
+    """The sequence of a request, and the flags of the request there."""
 
     correlation_id: int | str
     flags: int
@@ -33,8 +34,10 @@ class SequenceKey(NamedTuple):
 
 @dataclass(eq=False)
 class Dispatcher(ABC):
-    """Starts what can run. Requests need not belong to anything unless a kind says so: one that
-    `follows` requests is asked about each before it is enqueued, and told of it then."""
+    """The interface of a dispatcher, which starts what can run.
+
+    A dispatcher that `follows` requests is called for each request before and after it is enqueued.
+    """
 
     follows: bool = field(init=False, default=True)
 
@@ -45,58 +48,70 @@ class Dispatcher(ABC):
     _responses: Responses
     _tickets: InstanceTickets | None
 
+    def __post_init__(self) -> None:
+        self._holds = any(self._settings.hold)
+
+    def _is_held(self, waiting: int, backlog: int = 0) -> bool:
+        """Check whether no batch may start until more requests wait: a hook of Triton's tests
+        (TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER)."""
+        least, least_backlog = self._settings.hold
+        self._holds = waiting < least or backlog < least_backlog
+        return self._holds
+
     @abstractmethod
     def run(self, now_ns: int) -> int:
-        """Start all that can; returns when to try again if nothing happens before."""
+        """Start all that can run; return when to call again if nothing happens before."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Nothing more comes that would be worth waiting for."""
+        """Stop waiting for further requests."""
 
     def identify(
         self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
     ) -> SequenceKey | None:
-        """The sequence that a request belongs to, before it is admitted to the queue.
+        """Return the sequence of a request before it is enqueued.
 
-        Raises InvalidArgument or QueueFull for one that may not be.
+        Raises:
+            InvalidArgument, QueueFull: The request is not admitted.
         """
         return None
 
     def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:  # noqa: B027
-        """A request is in the queue."""
+        """Record that a request was enqueued."""
 
     def removed(  # noqa: B027
         self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False
     ) -> None:
-        """A request was taken out of the queue, for ever; what cannot run without it fails, unless
-        it is dealt with `apart`."""
+        """Handle the final removal of a request from the queue. Requests that cannot run without it
+        fail, unless the caller handles each request itself (`apart`)."""
 
     def again(self, request: ScheduledRequest) -> bool:
-        """Its model has asked for an executed request once more; whether it gets it."""
+        """Requeue an executed request that its model has asked for again; return whether that was
+        done."""
         return False
 
     def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
-        """Take a message that only this kind of scheduling knows; whether it makes sense."""
+        """Handle a message of this kind of scheduling; return whether it makes sense."""
         return False
 
     def kept(self, lost: Lost) -> Lost:
-        """What a dead instance had, without what this kind lets go on elsewhere."""
+        """Remove from the work of a lost instance the requests that continue elsewhere."""
         return lost
 
     def gauges(self) -> dict[str, Any]:
-        """What is so now of this kind's own."""
+        """Return the current values that only this kind has."""
         return {}
 
     def lost_text(self, request: ScheduledRequest) -> str:
-        """Why a request whose worker died in the middle cannot run again; "": it may."""
+        """Return why a request whose worker died cannot run again, or an empty text if it can."""
         return ""
 
     def expired_text(self, request: ScheduledRequest) -> str:
-        """The error text for a request whose time is over while it waits."""
+        """Return the error text of a request that expired in the queue."""
         return EXPIRED
 
     def needs(self, slot: Slot) -> bool:
-        """Whether an instance that is to retire has more to do than it was given."""
+        """Check whether a retiring instance has further work."""
         return False
 
     @property
@@ -105,45 +120,34 @@ class Dispatcher(ABC):
         return 0
 
     def accepts_while_draining(self, message: Submit) -> bool:
-        """Whether a request may come while the model is being stopped."""
+        """Check whether a request is accepted while the model drains."""
         return False
-
-
-class DefaultBatcher(Batcher):
-    """The default batcher: one request an execution, in order, without a wait (pure)."""
-
-    def decide(self, now_ns: int, pending: PendingRequests, reserve_ns: int) -> Batch | None:
-        """As `Batcher` says."""
-        return _ONE if pending else None
-
-    def closed(self, pending: PendingRequests) -> Batch | None:
-        """As `Batcher` says."""
-        return _ONE if pending else None
 
 
 @dataclass(eq=False)
 class Dispatch(Dispatcher):
-    """Starts what can run. An instance that is free gets a batch at once, one that is busy only
-    what could not grow while it waits, and none where the queue has priorities or policies: what
-    is sent ahead can be neither overtaken nor timed out."""
+    """The dispatcher of models without sequences.
+
+    A free instance receives a batch at once. A busy instance receives only a batch that cannot grow
+    any more, and none if the queue has priorities or policies: a batch that was sent ahead can
+    neither be overtaken nor time out.
+    """
 
     _batcher: Batcher
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.follows = self._batcher.learns
         self._sends_ahead = not self._settings.policies.limited and self._tickets is None
 
     def flush(self) -> None:
-        """As `Dispatcher` says."""
-        self._queue.held = False
+        self._holds = False
         self._batcher.flush()
 
     def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
-        """As `Dispatcher` says."""
         self._batcher.arrived(request.enqueued_ns, self._responses.live)
 
     def run(self, now_ns: int) -> int:
-        """As `Dispatcher` says."""
         queue, tickets = self._queue, self._tickets
         in_order, retries = queue.in_order, queue.retries
         executions, batcher, pool = self._executions, self._batcher, self._pool
@@ -151,7 +155,7 @@ class Dispatch(Dispatcher):
         while in_order.count or retries:
             slot, ahead = None, not pool.free
             if ahead:
-                # What must run alone waits for an instance that has nothing else.
+                # A retry runs alone and waits for an instance without other batches.
                 slot = self._room() if self._sends_ahead and in_order.count else None
                 if slot is None:
                     break
@@ -163,7 +167,7 @@ class Dispatch(Dispatcher):
             if retries and not ahead:
                 executions.start([queue.take_retry()], Closed.RETRY, now_ns, slot)
                 continue
-            if queue.held:
+            if self._holds and self._is_held(in_order.count):
                 break
             reserve_ns = executions.service_time.reserve_ns
             decision = (
@@ -180,7 +184,7 @@ class Dispatch(Dispatcher):
         return wake_ns
 
     def _room(self) -> Slot | None:
-        """The instance that takes a batch ahead, if there is one."""
+        """Return the instance that can take a batch ahead, if there is one."""
         times, pool = self._executions.service_time, self._pool
         depth = times.pipeline_depth
         if depth == 1 and times.ends_soon and pool.ready_count == 1:
@@ -188,17 +192,19 @@ class Dispatch(Dispatcher):
         return pool.room(depth)
 
     def _would_run(self, now_ns: int) -> bool:
-        """Whether a batch is there for an instance that is free."""
+        """Check whether a batch is ready for a free instance."""
         queue, reserve_ns = self._queue, self._executions.service_time.reserve_ns
-        if queue.retries or queue.held:
-            return bool(queue.retries)
+        if queue.retries:
+            return True
+        if self._holds and self._is_held(queue.in_order.count):
+            return False
         return isinstance(self._batcher.decide(now_ns, queue.in_order, reserve_ns), Batch)
 
 
 def batcher_of(settings: Settings) -> Batcher:
-    """The batcher of a model."""
+    """Return the batcher of a model."""
     if settings.batching is None:
-        return DefaultBatcher()
+        return Batcher()
     if settings.batching.target_ns:
         return AdaptiveBatcher(settings.batching)
     return DynamicBatcher(settings.batching)

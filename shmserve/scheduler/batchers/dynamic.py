@@ -1,32 +1,122 @@
-"""The dynamic batcher: (now, queue, rules) -> run these now, or wait until then (pure).
+"""Batchers: each decides from the queue and the time what runs now, or how long to wait (pure).
 
-Called only while an instance can take a batch. The rules are those of Triton's dynamic batcher,
-with the order of the queue kept and a request never split:
+A batcher is called only while an instance can take a batch. It changes nothing: the dispatcher
+takes the requests out of the queue.
+
+The dynamic batcher has the rules of Triton's, except that it keeps the order of the queue and never
+splits a request:
 
 1. Requests are taken in order while their sizes fit `max_batch_size` and their shapes equal the
-   first one's, or may be padded to be equal.
+   first request's, or can be padded to be equal.
 2. The largest preferred size reached on the way runs at once, exactly, unless the delay is over.
-   Where the next request would pass the largest preferred size and none was reached, what is there
-   counts as preferred.
+   If the next request would exceed the largest preferred size and no preferred size was reached,
+   the requests taken so far count as preferred.
 3. A batch that cannot grow, or has reached the largest preferred size, runs at once.
-4. The delay counts from the enqueue of the oldest request taken. When it is over, or when there is
+4. The delay counts from the enqueueing of the oldest request taken. When it is over, or if there is
    none, everything taken runs.
-5. A deadline that would pass during the delay ends the wait while there is still time to run.
+5. If a deadline would pass during the delay, the wait ends while there is still time to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
+from enum import StrEnum
+from typing import Protocol
 
 from shmserve.ipc.transport.records import record
-from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
 
+class Closed(StrEnum):
+    """The reason why a batch took no further request."""
+
+    FULL = "full"  # the next request would exceed the maximum size
+    PREFERRED = "preferred"  # a preferred size was reached
+    DELAY = "delay"  # the oldest request had waited for the maximum delay
+    SHAPE = "shape"  # the next request has other shapes
+    TARGET = "target"  # waiting longer would have missed the latency target
+    DEADLINE = "deadline"  # waiting longer would have missed a deadline
+    IDLE = "idle"  # no further request, and no delay
+    RETRY = "retry"  # a request whose worker died runs alone
+
+
+class Pending(Protocol):
+    """A batcher's view of a queued request."""
+
+    units: int
+    shape_key: bytes
+    enqueued_ns: int
+    flush_by_ns: int
+
+
+class PendingRequests(Sized, Iterable[Pending], Protocol):
+    """The queued requests, in order."""
+
+
+@record
+class Batch:
+    """A decision to run the first `count` requests of the queue now."""
+
+    count: int
+    reason: Closed
+
+
+@record
+class WaitUntil:
+    """A decision to wait until this time (monotonic ns), or until the queue changes."""
+
+    ns: int
+
+
+class Batcher:
+    """A batcher; this one runs one request at a time, in order, without waiting. A batcher that
+    `learns` is notified of arrivals and executions."""
+
+    learns: bool = False
+
+    def decide(
+        self, now_ns: int, pending: PendingRequests, reserve_ns: int
+    ) -> Batch | WaitUntil | None:
+        """Return the decision for the queue, or None if it is empty.
+
+        Args:
+            now_ns: The time.
+            pending: The queue.
+            reserve_ns: How long before a deadline a batch must start in order to meet it.
+        """
+        return _ONE if pending else None
+
+    def closed(self, pending: PendingRequests) -> Batch | None:
+        """Return the batch at the front of the queue if it can take no further request."""
+        return _ONE if pending else None
+
+    def flush(self) -> None:
+        """Stop waiting: no further request is expected."""
+
+    def arrived(self, now_ns: int, here: int) -> None:
+        """Record an arrival; `here` requests are not done now."""
+
+    def returned(
+        self, now_ns: int, here: int, units: int, took_ns: int, latencies_ns: Sequence[int]
+    ) -> None:
+        """Record the execution of a batch.
+
+        Args:
+            now_ns: The time.
+            here: The number of requests that are not done now.
+            units: The size of the batch.
+            took_ns: The duration of the execution.
+            latencies_ns: The times from the arrival of each of its requests to now.
+        """
+
+
+_ONE = Batch(1, Closed.IDLE)
+
+
 class DynamicBatcher(Batcher):
-    """A `Batcher` by these rules."""
+    """A batcher with the rules above."""
 
     def __init__(self, rules: Batching) -> None:
         self._rules = rules
@@ -34,24 +124,21 @@ class DynamicBatcher(Batcher):
     def decide(
         self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
-        """As `Batcher` says."""
         return decide(now_ns, pending, self._rules, reserve_ns)
 
     def closed(self, pending: Iterable[Pending]) -> Batch | None:
-        """As `Batcher` says."""
         return closed(gather(pending, self._rules))
 
     def flush(self) -> None:
-        """As `Batcher` says."""
         self._rules = replace(self._rules, delay_ns=0)
 
 
 @record
 class QueueHead:
-    """The first requests of the queue that may run together, `units` in all.
+    """The first requests of the queue that may run together, with `units` in all.
 
-    `best` of them (0: none) reach the largest preferred size, or come as near as they can. The next
-    one does not fit (`full`) or has other shapes; neither: there is none.
+    The first `best` of them (0: none) reach the largest preferred size, or come closest to it. The
+    next request does not fit (`full`) or has other shapes; otherwise there is none.
     """
 
     requests: list[Pending]
@@ -64,8 +151,8 @@ class QueueHead:
 
 
 def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
-    """The head of the queue that may run together; None where it is empty. Looks at no more
-    requests than fit a batch, and one."""
+    """Return the requests at the head of the queue that may run together, or None if it is empty.
+    Visits at most one request more than fits a batch."""
     largest, most, preferred = rules.largest_preferred, rules.max_batch_size, rules.preferred
     requests: list[Pending] = []
     total = best = 0
@@ -109,7 +196,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
 
 
 def closed(head: QueueHead | None) -> Batch | None:
-    """The batch of the first requests of a queue, if it can take no further one."""
+    """Return the batch at the head of a queue if it can take no further request."""
     if head is None or 0 < head.best < len(head.requests):
         return None
     if head.full:
@@ -122,10 +209,7 @@ def closed(head: QueueHead | None) -> Batch | None:
 def decide(
     now_ns: int, pending: Iterable[Pending], rules: Batching, reserve_ns: int
 ) -> Batch | WaitUntil | None:
-    """The decision for `pending`, in its order; None when it is empty.
-
-    `reserve_ns`: how long before a deadline a batch must start to be done in time.
-    """
+    """Return the decision for a queue, as `Batcher.decide`."""
     head = gather(pending, rules)
     if head is None:
         return None

@@ -35,13 +35,13 @@ _MARGIN_NS = 50_000  # of turns of the loop
 
 
 class BatchTime:
-    """time = setup + each * units: least squares with exponential forgetting, by their sufficient
-    statistics, and made robust as Huber's M-estimator (1964) is: an outlier is moved to the edge of
-    what is believable before it counts. The spread is a moving average of the absolute residuals.
+    """A linear model: time = setup + each * units, fitted by least squares with exponential
+    forgetting.
 
-    The first execution does not count: models do at it what they do once. Where all batches have
-    one size, the slope is the last one that there was, at first 0: the optimistic guess, which
-    leads to larger batches and to knowing better.
+    As in Huber's M-estimator (1964), an outlier is clamped before it counts. The spread is a moving
+    average of the absolute residuals. The first execution is ignored, because models initialise
+    then. If all batches have one size, the slope keeps its last value, at first 0: this optimistic
+    guess leads to larger batches, which reveal the slope.
     """
 
     def __init__(self) -> None:
@@ -53,20 +53,20 @@ class BatchTime:
 
     @property
     def known(self) -> bool:
-        """Whether there have been enough executions to say anything."""
+        """Whether there have been enough executions for an estimate."""
         return self._seen >= _KNOWN
 
     @property
     def setup_ns(self) -> float:
-        """The fixed cost of an execution, however small it is."""
+        """The fixed duration of an execution."""
         return self._mean_y - self.each_ns * self._mean_x
 
     def expected_ns(self, units: int) -> float:
-        """The expected time of a batch of this size."""
+        """Return the expected duration of a batch of this size."""
         return self._mean_y + self.each_ns * (units - self._mean_x)
 
     def observe(self, units: int, took_ns: float) -> None:
-        """An execution of a batch of this size took this long."""
+        """Record the duration of a batch."""
         self._seen += 1
         if not self._seen:
             return
@@ -87,7 +87,7 @@ class BatchTime:
         self.each_ns = min(max(slope, 0.0), self._mean_y / self._mean_x)
 
     def _believable(self, units: int, took_ns: float) -> float:
-        """The time as far as it counts; and the spread learns of it."""
+        """Return the clamped duration, and update the spread."""
         expected = self.expected_ns(units)
         widest = _WIDEST * max(self._spread, expected / 50)
         residual = took_ns - expected
@@ -97,7 +97,7 @@ class BatchTime:
 
 
 class _Size:
-    """The mean time of the batches of a size, and how many of them it stands for."""
+    """The mean duration of the batches of a size, and the number of batches that it represents."""
 
     def __init__(self, mean: float) -> None:
         self.mean = mean
@@ -105,12 +105,12 @@ class _Size:
 
 
 class SizeTimes:
-    """Time by size: an exponentially forgetting mean for each size that was seen, whatever the
-    shape of the curve; between two sizes a line, above all of them the slope of `BatchTime`.
+    """The duration of batches by size: an exponentially weighted mean for each observed size,
+    linear interpolation between two sizes, and the slope of `BatchTime` above all of them.
 
-    What all sizes share is pooled: their relative spread, and a level that follows a drift also for
-    the sizes that do not occur. A size is passed over for a smaller one only where it is worse by
-    more than the standard errors of both. A cliff between two sizes is found by bisection.
+    All sizes share their relative spread and a level, which follows a drift also for sizes that do
+    not occur. A smaller size is preferred only if its rate is higher by more than the standard
+    errors of both. A cliff between two sizes is found by bisection.
     """
 
     def __init__(self, largest: int) -> None:
@@ -132,34 +132,35 @@ class SizeTimes:
 
     @property
     def known(self) -> bool:
-        """Whether there have been enough executions to say anything."""
+        """Whether there have been enough executions for an estimate."""
         return self._line.known
 
     @property
     def begun(self) -> bool:
-        """Whether there have been enough to compare sizes."""
+        """Whether there have been enough executions to compare sizes."""
         return self._seen >= 2
 
     @property
     def setup_ns(self) -> float:
-        """The fixed cost of an execution, however small it is, of sizes as they are lately."""
+        """The fixed duration of an execution, by the recent sizes."""
         return self._line.setup_ns
 
     def expected_ns(self, units: int) -> float:
-        """The average time of a batch of this size."""
+        """Return the mean duration of a batch of this size."""
         if self._stale:
             self._refresh()
         return self._times[min(_index(units), self._last)] * self._level
 
     def most_ns(self, units: int) -> float:
-        """The time it takes, but for one in a hundred or so."""
+        """Return the duration of a batch at about the 99th percentile."""
         return self.expected_ns(units) * (1 + 3 * self._spread)
 
     def best(self, units: int, *, late: bool = False) -> int:
-        """The size up to this one whose batches do most rows in a time: in doubt, the larger one.
+        """Return the size up to `units` with the highest row rate; if that is uncertain, the larger
+        size.
 
-        Where all is late, that doubt must not last: then it is the size that may do most, which
-        ends in knowing it (a bandit problem, as UCB1 solves it: Auer et al., 2002).
+        If all requests are `late`, the uncertainty must end: the result is then the size with the
+        highest possible rate (a bandit problem, as solved by UCB1: Auer et al., 2002).
         """
         if self._stale:
             self._refresh()
@@ -170,8 +171,8 @@ class SizeTimes:
     # --- learning -----------------------------------------------------------------------------
 
     def observe(self, units: int, took_ns: float, *, late: bool = False) -> None:
-        """An execution of a batch of this size took this long; `late`: it missed the target,
-        which is out of reach with no end in sight. The first one does not count."""
+        """Record the duration of a batch. `late`: the target is out of reach with no end in sight.
+        The first batch is ignored."""
         self._line.observe(units, took_ns)
         self._late += late
         self._seen += 1
@@ -193,7 +194,7 @@ class SizeTimes:
             self._stale = True
 
     def _believable(self, size: _Size, took: float) -> float:
-        """The time as far as it counts; and what all sizes share learns of it."""
+        """Return the clamped duration, and update what all sizes share."""
         ratio = took / size.mean
         if size.weight >= 4:
             # What scatters more says less of a drift (the gain of a Kalman filter); and the ratio
@@ -213,8 +214,8 @@ class SizeTimes:
     # --- what follows -------------------------------------------------------------------------
 
     def untried(self, units: int) -> tuple[int, float]:
-        """A size up to this one that should be tried, since it might do more rows in a time than
-        `best`, and how long it takes at worst; (0, 0.0): there is none."""
+        """Return a size up to `units` to try, because its rate might exceed that of `best`, and its
+        duration at worst; (0, 0.0) if there is none."""
         if self._stale:
             self._refresh()
         last = min(_index(units), self._last)
@@ -281,8 +282,9 @@ class SizeTimes:
                 best, top, top_error, top_score = index, rate, error, score
 
     def _at_best(self, spread: float) -> dict[int, float]:
-        """By index, the time at best, of neighbours that do not clearly differ together: the
-        luckiest of many sizes would pass for the fastest, and each have to be tried for itself."""
+        """Return the shortest plausible duration by index. Neighbours that do not clearly differ
+        are pooled: otherwise the luckiest of many sizes would pass for the fastest, and each would
+        have to be tried."""
         least: dict[int, float] = {}
         together: list[int] = []
         mean = weight = 0.0
@@ -299,10 +301,10 @@ class SizeTimes:
         return least
 
     def _again(self, least: dict[int, float]) -> tuple[int, float]:
-        """A size whose executions may all have been disturbed, and the most rows in a time that
-        it, or those up to the next one seen, do if it is as fast as a smaller one; (0, 0.0): there
-        is none. The longer the target is missed, the more executions it takes to write a size off
-        (a logarithm: Lai and Robbins, 1985)."""
+        """Return a size whose executions may all have been disturbed, and the highest rate that it,
+        or the sizes up to the next observed one, can have if it is as fast as a smaller size; (0,
+        0.0) if there is none. The longer the target is missed, the more executions are needed to
+        discard a size (a logarithm: Lai and Robbins, 1985)."""
         top = max(_size(index) / time for index, time in least.items())
         below = min(least.values())
         enough = math.log(1 + self._late) / math.log(_DISTURBED)
@@ -335,7 +337,7 @@ def _index(units: int) -> int:
 
 
 def _size(index: int) -> int:
-    """The largest size of an index."""
+    """Return the largest size of an index."""
     shift = max((index >> (_EXACT_BITS - 1)) - 1, 0)
     return ((index - (shift << (_EXACT_BITS - 1)) + 1) << shift) - 1
 
@@ -345,7 +347,7 @@ def _middle(lower: int, highest: int) -> int:
 
 
 class _Level:
-    """The statistics of arrivals while so many requests are here."""
+    """The statistics of arrivals while a certain number of requests is there."""
 
     def __init__(self) -> None:
         self.chance = 0.0
@@ -354,7 +356,7 @@ class _Level:
         self.seen = 0
 
     def came(self, gap_ns: int) -> None:
-        """Another one came this soon."""
+        """Record an arrival after this gap."""
         if self.chance:
             error = gap_ns - self.gap_ns
             self.gap_ns += error / 8
@@ -364,7 +366,7 @@ class _Level:
         self._learn(1.0)
 
     def missed(self) -> None:
-        """None came soon."""
+        """Record that no request arrived soon."""
         self._learn(0.0)
 
     def _learn(self, outcome: float) -> None:
@@ -373,18 +375,19 @@ class _Level:
 
     @property
     def patience_ns(self) -> int:
-        """The time after the last event for which the next one is worth waiting."""
+        """The time after the last event for which waiting for the next arrival pays."""
         return int(self.gap_ns + 6 * self.deviation_ns) + _MARGIN_NS
 
 
 class Arrivals:
-    """Times of the next requests, as expected. Events are arrivals and the ends of batches; `here`
-    is how many requests are not done after one, `soon_ns` how soon is soon.
+    """The expected times of the next requests. Events are arrivals and the ends of batches; `here`
+    is the number of requests that are not done after an event, `soon_ns` the limit of a short gap.
 
-    Clients that wait for a response send their next request when they have it. So requests come in
-    bursts behind the end of a batch, and no more come once every client has one waiting: how many
-    are here says how far a burst has come. For each number of requests there are moving averages,
-    as TCP keeps them of round trips (RFC 6298): how often another came soon, and how long it took.
+    Clients that wait for a response send their next request when they have received it. Requests
+    therefore arrive in bursts after the end of a batch, until every client has one waiting: the
+    number of requests shows the progress of a burst. For each number there are moving averages, as
+    TCP keeps them of round trips (RFC 6298): how often another request came soon, and after which
+    gap.
     """
 
     def __init__(self) -> None:
@@ -393,7 +396,7 @@ class Arrivals:
         self._since_ns = 0
 
     def arrived(self, now_ns: int, here: int, soon_ns: float) -> None:
-        """A request came."""
+        """Record an arrival."""
         gap_ns = now_ns - self._since_ns
         if gap_ns <= soon_ns:
             self._level().came(gap_ns)
@@ -402,7 +405,7 @@ class Arrivals:
         self._since_ns, self._here = now_ns, here
 
     def returned(self, now_ns: int, here: int, soon_ns: float) -> None:
-        """A batch ended."""
+        """Record the end of a batch."""
         if now_ns - self._since_ns > soon_ns:
             self._level().missed()
         self._since_ns, self._here = now_ns, here
@@ -415,8 +418,8 @@ class Arrivals:
         return level
 
     def burst(self, most: int) -> Iterator[tuple[float, float]]:
-        """The rest of the burst that has begun, of up to `most` requests: after each of them, how
-        many are to be expected until then, and after how long. Nothing: it is over."""
+        """Yield, for each of up to `most` further requests of the current burst, the expected
+        number of requests so far and the expected wait."""
         chance, requests, wait_ns = 1.0, 0.0, 0.0
         for more in range(most):
             level = self._likely(self._here + more)
@@ -430,7 +433,7 @@ class Arrivals:
 
     @property
     def next_by_ns(self) -> int:
-        """Until when the next request of a burst is worth waiting for; 0: it is over."""
+        """Until when waiting for the next request of a burst pays; 0: the burst is over."""
         level = self._likely(self._here)
         return 0 if level is None else self._since_ns + level.patience_ns
 
@@ -442,9 +445,9 @@ class Arrivals:
 
 
 class Load:
-    """The rows that come and those that are done, of an instance: averages of the last batches.
+    """The rows that arrive and that are completed, for each instance: averages of the last batches.
 
-    The number of instances is not told: it is taken for the most that were at work on average.
+    The number of instances is estimated as the maximum of the average number at work.
     """
 
     def __init__(self) -> None:
@@ -457,7 +460,7 @@ class Load:
         self._most = 0.0
 
     def returned(self, now_ns: int, here: int, count: int, units: int, took_ns: int) -> None:
-        """A batch of so many requests has ended."""
+        """Record a batch of `count` requests."""
         if self.batches:
             gain = max(_RATE_GAIN, 1 / self.batches)
             self._each += (units / count - self._each) * gain
@@ -473,25 +476,25 @@ class Load:
 
     @property
     def per_ns(self) -> float:
-        """Rows that come in a ns."""
+        """The rows that arrive in a ns."""
         return self._came / max(self._passed_ns, 1.0) / self._instances
 
     @property
     def row_ns(self) -> float:
-        """From one row that comes to the next, for all instances."""
+        """The time between the arrivals of two rows, over all instances."""
         return self._passed_ns / self._came if self._came else 0.0
 
     @property
     def waiting(self) -> float:
-        """Rows that are not done."""
+        """The rows that are not done."""
         return self.here * self._each / self._instances
 
     @property
     def most(self) -> float:
-        """The most requests that were not done lately."""
+        """The recent maximum of requests that were not done."""
         return self._most / self._instances
 
     @property
     def stays(self) -> bool:
-        """Whether as many come as are done."""
+        """Whether as many rows arrive as are completed."""
         return self._came > _AS_MANY * self._done

@@ -15,7 +15,8 @@ from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Uns
 from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
-from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
+from shmserve.ipc.messages.publications import ModelPublished, SchedulerLost
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
@@ -33,13 +34,14 @@ from shmserve.scheduler.ensemble.steps.submission import placed_sizes
 from shmserve.scheduler.ensemble.steps.targets import Targets
 from shmserve.scheduler.ensemble.values import ABSENT, Value
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.outboxes import ControlLink
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.request import Lookup
+from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics import (
+    Reason,
+    Statistics,
+)
 
 logger = logging.getLogger(__name__)
 

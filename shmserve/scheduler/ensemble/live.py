@@ -10,9 +10,11 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.messages.inference import Failed
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import EnsembleResponses
-from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.timers import Timers
-from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.requests.queue import EXPIRED, Timers
+from shmserve.scheduler.statistics import (
+    Reason,
+    Statistics,
+)
 
 
 class LiveRequests:

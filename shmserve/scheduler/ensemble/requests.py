@@ -15,9 +15,8 @@ from shmserve.ipc.tensors.inference import Inference
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
 from shmserve.scheduler.ensemble.steps.targets import Target
 from shmserve.scheduler.ensemble.values import Value
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
-from shmserve.scheduler.requests.request import Lookup
+from shmserve.scheduler.requests.request import Client, Lookup
 
 
 class EnsembleRequest:

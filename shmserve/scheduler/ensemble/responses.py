@@ -23,19 +23,23 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
 )
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.batchers.base import Closed
+from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value, overrides
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
-from shmserve.scheduler.requests.request import NOTHING, Lookup
-from shmserve.scheduler.requests.spans import spans_of
+from shmserve.scheduler.requests.request import (
+    CACHED,
+    NOTHING,
+    Client,
+    Lookup,
+    Timing,
+)
+from shmserve.scheduler.requests.responses import spans_of
 from shmserve.scheduler.response_cache import ResponseCache
-from shmserve.scheduler.statistics.counters import Statistics
-from shmserve.scheduler.statistics.timing import CACHED, Timing
+from shmserve.scheduler.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 

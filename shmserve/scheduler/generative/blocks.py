@@ -1,12 +1,11 @@
-"""The blocks of a KV pool: reference counts, the prefix cache, and extents that stay contiguous
-(pure).
+"""The blocks of a KV pool: reference counts, the prefix cache, and contiguous extents (pure).
 
-    free ── allocate ──> referenced ── release ──> cached, where its content has a key
+    free ── allocate ──> referenced ── release ──> cached, if its content has a key
       └───────────<── evicted, least recently used first ──┘
 
-A block may be written by who holds it alone, if it has no key (Kwon et al., "PagedAttention",
-2023). A sequence's blocks lie side by side where that is possible, since attention reads runs of
-blocks at once: it takes the block behind its last one, and a new one begins in the middle of the
+The only holder of a block without a key may write to it (Kwon et al., "PagedAttention", 2023). The
+blocks of a sequence are adjacent if possible, because attention reads runs of blocks at once: a
+sequence grows into the block after its last one, and a new sequence begins in the middle of the
 widest gap, so that it and its neighbour can grow.
 """
 
@@ -21,18 +20,19 @@ ROOT = b""  # the key before the first block
 
 
 def block_key(before: bytes, tokens: array[int]) -> bytes:
-    """The key of a full block: of its `tokens` and, by the key `before`, all in front of them."""
+    """Return the key of a full block from its `tokens` and the key of the block before it."""
     return hashlib.blake2b(before + tokens.tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
-    """`count` blocks, numbered from 0. `references` has how many tables hold each."""
+    """A pool of `count` blocks, numbered from 0. `references` counts the tables that hold each
+    block."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.references = [0] * count
         self._lengths: dict[int, int] = {0: count} if count else {}  # free extents by their starts
-        self._starts: dict[int, int] = {count - 1: 0} if count else {}  # and those by their ends
+        self._starts: dict[int, int] = {count - 1: 0} if count else {}  # free extents by their ends
         self._free = count
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
@@ -40,23 +40,23 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The blocks that can be allocated: the free ones and those that are only cached."""
+        """The number of blocks that can be allocated: free ones and unreferenced cached ones."""
         return self._free + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """The blocks that nobody holds and whose content may be of use again."""
+        """The number of unreferenced blocks with reusable content."""
         return len(self._cached)
 
     @property
     def used(self) -> int:
-        """The blocks that tables hold."""
+        """The number of referenced blocks."""
         return self.count - self.available
 
     # --- allocation
 
     def allocate(self, wanted: int, after: int = -1) -> list[int]:
-        """`wanted` blocks with one reference each, behind block `after` if that can be. As many
+        """Return `wanted` blocks with one reference each, after block `after` if possible. As many
         must be `available`."""
         found: list[int] = []
         while len(found) < wanted and after >= 0:
@@ -73,7 +73,7 @@ class BlockPool:
         return found
 
     def _apart(self, wanted: int) -> Iterator[int]:
-        """Free blocks from as few extents as possible."""
+        """Take free blocks from as few extents as possible."""
         while self._cached and max(self._lengths.values(), default=0) < wanted:
             if self._free >= 4 * wanted:
                 break
@@ -82,14 +82,14 @@ class BlockPool:
             start = max(self._lengths, key=self._lengths.__getitem__)
             length = self._lengths[start]
             taken = min(wanted, length)
-            # Half of the gap is left to who has the block before it.
+            # Half of the gap is left to the sequence before it.
             first = start + (length - taken) // 2 if start else start
             self._cut(start, first, taken)
             yield from range(first, first + taken)
             wanted -= taken
 
     def _take_start(self, block: int) -> bool:
-        """Take a block that begins a free extent."""
+        """Take a block that begins a free extent; return False if it does not."""
         if block not in self._lengths:
             return False
         self._cut(block, block, 1)
@@ -122,14 +122,14 @@ class BlockPool:
     # --- references
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Another table holds these, which may be cached."""
+        """Add a reference to blocks, which may be cached."""
         for block in blocks:
             self.references[block] += 1
             self._cached.pop(block, None)
 
     def release(self, blocks: list[int]) -> None:
-        """A table lets go of these, which follow one another: its last go first when there is need
-        of blocks."""
+        """Remove a reference from the successive blocks of a table; the last ones are evicted
+        first."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block]:
@@ -140,19 +140,19 @@ class BlockPool:
                 self._free_block(block)
 
     def writable(self, block: int) -> bool:
-        """Whether who holds it may write into it."""
+        """Check whether the holder of a block may write to it."""
         return self.references[block] == 1 and block not in self._keys
 
     # --- the prefix cache
 
     def seal(self, block: int, key: bytes) -> None:
-        """A block is full, and its content is what `key` stands for; the first counts."""
+        """Register the key of a full block, unless another block has it."""
         if key not in self._by_key and block not in self._keys:
             self._by_key[key] = block
             self._keys[block] = key
 
     def find(self, key: bytes) -> int | None:
-        """The block with this content."""
+        """Return the block with this content, or None."""
         return self._by_key.get(key)
 
     def _evict(self, block: int) -> None:

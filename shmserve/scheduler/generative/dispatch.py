@@ -1,17 +1,16 @@
-"""The dispatcher of a generative model: from the queue to engines, one an instance, whose workers
-make tokens of a prompt first.
+"""The dispatcher of a generative model: from the queue to one engine for each instance. The worker
+of an instance tokenizes a prompt first.
 
     queue ── Prepare ──> preparing ── Prepared ──> engine ── Step, Stepped, ... ──> over
 
-What an instance that died had is prepared again on another, and goes on where it was: its client
-sees a pause.
+The generations of an instance that died are prepared again on another instance and continue where
+they were; their clients see a pause.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,26 +32,31 @@ from shmserve.ipc.messages.generation import (
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
-from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.engine import Engine
-from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
+from shmserve.scheduler.generative.sequences import Beams, Generation, Place, Sequence
 from shmserve.scheduler.instances.executions import work_of
 from shmserve.scheduler.instances.pool import Lost, Slot
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import AT_WORK, NEVER, ScheduledRequest, State
-from shmserve.scheduler.statistics.counters import Reason
-from shmserve.scheduler.statistics.generation_stats import GenerationStats
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.requests.request import (
+    AT_WORK,
+    NEVER,
+    Client,
+    ScheduledRequest,
+    State,
+    Timing,
+)
+from shmserve.scheduler.statistics import Reason
+from shmserve.scheduler.tables import GenerationStats
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # of workers that had it: then it is the request that is failed
+_MOST_DEATHS = 3  # of its workers, after which a request fails
 
 
 @dataclass(slots=True, eq=False)
 class Ongoing:
-    """A request that was given to an instance, `slot`, if that lives. By sample: what its client
-    was `told` last, and what is `over`, with why."""
+    """A request that was assigned to an instance (`slot`; None: the instance died). By sample: the
+    last message that its client was `told`, and the tokens and reason of the samples that are
+    `over`."""
 
     request: ScheduledRequest
     slot: Slot | None = None
@@ -62,14 +66,14 @@ class Ongoing:
 
     @property
     def open(self) -> dict[int, array[int]]:
-        """The tokens that each of its open samples had."""
+        """The tokens of each open sample."""
         generation = self.generation
         if generation is None or generation.beams is not None:
             return {}
         return {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
 
     def resumed(self) -> list[Resumed]:
-        """What another worker has to know to go on."""
+        """Return the state from which another worker continues."""
         samples = {sample: (tokens, "") for sample, tokens in self.open.items()} | self.over
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # its other samples had not begun
@@ -82,13 +86,14 @@ class Ongoing:
 
 @dataclass(eq=False)
 class GenerativeDispatch(Dispatcher):
-    """Has each instance's engine run step after step."""
+    """The dispatcher that runs the engine of each instance step after step."""
 
     _engine_settings: EngineSettings
     _counts: GenerationStats
-    _clock: Callable[[], int] = time.perf_counter_ns  # for what planning takes
+    _clock: Callable[[], int]  # ns, for the duration of planning
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._engines: dict[bytes, Engine[Ongoing]] = {}  # by the peer that is their worker
         self._ongoing: dict[int, Ongoing] = {}  # by the request's key
         self._homeless: list[Ongoing] = []
@@ -99,14 +104,14 @@ class GenerativeDispatch(Dispatcher):
     def identify(
         self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
     ) -> SequenceKey | None:
-        """As `Dispatcher` says: it belongs to nothing, but there may be too many."""
+        """Check the number of waiting requests; raise QueueFull if it has reached its limit."""
         if self._waiting >= self._engine_settings.max_waiting_requests:
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         return None
 
     @property
     def _waiting(self) -> int:
-        """The requests and sequences that have not run yet."""
+        """The number of requests and sequences that have not run yet."""
         unprepared = sum(each.generation is None for each in self._ongoing.values())
         waiting = sum(each.waiting for each in self._engines.values())
         return len(self._queue) + unprepared + waiting
@@ -117,7 +122,6 @@ class GenerativeDispatch(Dispatcher):
     # --- turns
 
     def run(self, now_ns: int) -> int:
-        """As `Dispatcher` says."""
         self._sweep(now_ns)
         self._assign(now_ns)
         for slot in self._pool.ready():
@@ -145,7 +149,7 @@ class GenerativeDispatch(Dispatcher):
         return engine
 
     def _sweep(self, now_ns: int) -> None:
-        """Let go of requests that are over, or for which nobody waits."""
+        """Remove requests that have ended or were cancelled."""
         for key, ongoing in list(self._ongoing.items()):
             if ongoing.request.state in AT_WORK and not (
                 ongoing.slot is None and self._pool.failure
@@ -158,7 +162,7 @@ class GenerativeDispatch(Dispatcher):
             elif generation is not None and slot.peer in self._engines:
                 engine = self._engines[slot.peer]
                 if engine.runs(generation):
-                    continue  # its last tokens are to be counted
+                    continue  # its last tokens are still to be counted
                 engine.cancel(generation)
             del self._ongoing[key]
 
@@ -171,7 +175,7 @@ class GenerativeDispatch(Dispatcher):
             self._responses.close(request, now_ns)
 
     def _assign(self, now_ns: int) -> None:
-        """Have those prepared that no instance has, first who had one before."""
+        """Assign requests without an instance, first those whose instance died."""
         slots = [slot for slot in self._pool.ready() if not slot.retiring]
         if not slots:
             return
@@ -186,12 +190,11 @@ class GenerativeDispatch(Dispatcher):
     def _prepare(self, ongoing: Ongoing, slot: Slot, now_ns: int) -> None:
         ongoing.slot = slot
         self._pool.join(slot, ongoing.request, now_ns)
-        self._executions.post(slot, Prepare([work_of(ongoing.request)], ongoing.resumed()))
+        self._executions.post(slot.peer, Prepare([work_of(ongoing.request)], ongoing.resumed()))
 
     # --- workers
 
     def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
-        """As `Dispatcher` says."""
         news: GenerationNews = message
         engine = self._engine(slot)
         match news:
@@ -265,7 +268,7 @@ class GenerativeDispatch(Dispatcher):
         return True
 
     def _sampled(self, sequence: Sequence[Ongoing], request: ScheduledRequest, now_ns: int) -> None:
-        """A sequence has another token, or several."""
+        """Record the latency of a sequence's new tokens."""
         if sequence.sampled_ns:
             self._counts.inter_token_seconds.observe(now_ns - sequence.sampled_ns)
         elif not sequence.sample:
@@ -287,12 +290,11 @@ class GenerativeDispatch(Dispatcher):
                 Hypothesis(array("i", each.tokens).tobytes(), each.over, each.score)
                 for each in beams.found
             ]
-            self._executions.post(slot, Choose(generation.key, found))
+            self._executions.post(slot.peer, Choose(generation.key, found))
 
     # --- counts
 
     def gauges(self) -> dict[str, Any]:
-        """As `Dispatcher` says: sequences by place, and blocks."""
         engines = [
             self._engines[slot.peer] for slot in self._pool.ready() if slot.peer in self._engines
         ]
@@ -313,8 +315,7 @@ class GenerativeDispatch(Dispatcher):
     # --- deaths
 
     def kept(self, lost: Lost) -> Lost:
-        """As `Dispatcher` says."""
-        # Another process may come to have the address, and has nothing in its blocks.
+        # A process with the same address may follow, whose blocks are empty.
         here = {each.peer for each in self._pool.ready()}
         self._engines = {peer: each for peer, each in self._engines.items() if peer in here}
         gone: list[ScheduledRequest] = []

@@ -1,11 +1,11 @@
-"""The engine of one instance: which sequences run in the next step, and in which blocks (pure).
+"""The engine of an instance: which sequences run in the next step, and in which blocks (pure).
 
-    plan    Step: decoding before prompts that were begun before new ones, within the budgets
-    done    Stepped: the new tokens, and who has ended
+    plan    Step: decoding before begun prompts before new prompts, within the budgets
+    done    Stepped: the new tokens, and the sequences that have ended
 
-Where blocks are short, the last in the order of the policy is preempted: its blocks are copied to
-the host, or thrown away, and computed again when its turn comes. A step that preempted admits
-nobody. (Yu et al., "Orca", 2022; Agrawal et al., "Sarathi-Serve", 2024, for prompts in chunks.)
+If blocks are short, the last sequence in the order of the policy is preempted: its blocks are
+copied to the host, or dropped and recomputed when its turn comes. A step that preempted admits no
+sequence. (Yu et al., "Orca", 2022; Agrawal et al., "Sarathi-Serve", 2024, for prompts in chunks.)
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from typing import Generic, TypeVar
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
-from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.blocks import BlockPool
-from shmserve.scheduler.generative.pace import CHUNK, PROBE_STEPS, Acceptance, StepTimes
-from shmserve.scheduler.generative.policies import ranking
-from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
-from shmserve.scheduler.generative.step_plan import Running, StepPlan
-from shmserve.scheduler.statistics.generation_stats import GenerationStats
+from shmserve.scheduler.generative.sequences import Beams, Generation, Place, Sequence, ranking
+from shmserve.scheduler.generative.steps import (
+    CHUNK,
+    PROBE_STEPS,
+    Acceptance,
+    Running,
+    StepPlan,
+    StepTimes,
+)
+from shmserve.scheduler.tables import GenerationStats
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Engine(Generic[T]):
-    """One instance's sequences and blocks. `ended` hears of each sequence that needs no more steps,
-    with why; `chosen` of a beam search that has its hypotheses."""
+    """The sequences and blocks of an instance. `ended` is called for each sequence that needs no
+    more steps, with the reason; `chosen` for each beam search that has its hypotheses."""
 
     settings: EngineSettings
     counts: GenerationStats
@@ -44,13 +48,13 @@ class Engine(Generic[T]):
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.settings.kv_cache_blocks)
         self.host = BlockPool(self.settings.swap_blocks)
-        self._live: dict[int, Sequence[T]] = {}  # those that run, wait or are swapped
+        self._live: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
         self._begin: list[Begin] = []
         self._over: list[int] = []
         self._steps = 0
-        # Prompts are cut at multiples of it, if a step has room for one beside all that decode.
+        # Prompts are cut at its multiples, if a step has space for one beside all decoding rows.
         room = self.settings.max_tokens_per_batch - self.settings.max_batch_size
         room = min(room, self.settings.prefill_chunk_size, self.settings.max_prefill_tokens)
         self._grain = CHUNK if room >= CHUNK else 1
@@ -58,7 +62,8 @@ class Engine(Generic[T]):
     # --- requests
 
     def fits(self, generation: Generation[T]) -> bool:
-        """Whether it can ever run: alone, and all of its sequences where these go together."""
+        """Return whether the KV pool is large enough for a generation, including all sequences that
+        must be there together."""
         size = self.settings.block_size
         shared, most = generation.shared // size, -(-generation.most_tokens // size)
         preempted = self.settings.enable_preemption and generation.beams is None
@@ -67,8 +72,8 @@ class Engine(Generic[T]):
         return needed <= self.pool.count and generation.rows <= self.settings.max_batch_size
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
-        """A request is ready; of one that another instance has lost, `resumed` has the tokens that
-        its open samples had."""
+        """Add a generation. `resumed` has the tokens of its open samples if another instance has
+        lost it."""
         samples = resumed or dict.fromkeys(range(1), array("i"))
         for sample, tokens in samples.items():
             sequence = Sequence(next(self.numbers), generation, sample, generation.prompt + tokens)
@@ -84,19 +89,19 @@ class Engine(Generic[T]):
         self._begin.append(begin)
 
     def runs(self, generation: Generation[T]) -> bool:
-        """Whether the step that runs has rows of it."""
+        """Check whether the running step has rows of a generation."""
         rows = {} if self.running is None else self.running.rows
         return any(sequence.number in rows for sequence in generation.sequences)
 
     def cancel(self, generation: Generation[T]) -> None:
-        """Nobody waits for it: its sequences end, without a word."""
+        """Remove a generation without notification."""
         for sequence in generation.sequences[:]:
             self.drop(sequence)
         self._beams.pop(generation.key, None)
         self._acceptance.pop(generation.key, None)
 
     def stopped(self, number: int) -> None:
-        """A sequence has ended by its text, of which the step that runs may have the last token."""
+        """End a sequence whose text has ended; the running step may still have its last token."""
         sequence = self._live.get(number)
         if sequence is None:
             return
@@ -105,8 +110,8 @@ class Engine(Generic[T]):
             self._end(sequence, "stop")
 
     def drop(self, sequence: Sequence[T]) -> None:
-        """Let go of a sequence; its blocks may be written by the step that runs, and are used again
-        in the next at the earliest."""
+        """Free a sequence's blocks. The running step may still write to them, so they are reused no
+        earlier than in the next step."""
         if self._live.pop(sequence.number, None) is None:
             return
         sequence.generation.sequences.remove(sequence)
@@ -127,24 +132,24 @@ class Engine(Generic[T]):
 
     @property
     def live(self) -> int:
-        """The sequences that have not ended."""
+        """The number of sequences that have not ended."""
         return len(self._live)
 
     def at(self, place: Place) -> int:
-        """The number of sequences there."""
+        """Return the number of sequences at a place."""
         return sum(sequence.place is place for sequence in self._live.values())
 
     @property
     def waiting(self) -> int:
-        """The number of sequences that have not run yet, or have to begin again."""
+        """The number of sequences that have not run yet, or must begin again."""
         return self.at(Place.WAITING)
 
     # --- plan
 
     def plan(self, now_ns: int) -> Step | None:
-        """The next step, where there is work; none runs now."""
+        """Return the next step, or None if nothing can run. No step may be running."""
         plan = StepPlan(self._steps + 1, self.settings)
-        # Once a step, of what is known now: nothing overtakes while it is planned.
+        # Made once a step, so that the order is stable while the step is planned.
         rank = ranking(self.settings, now_ns)
         inside, outside = [], []
         for sequence in self._live.values():
@@ -162,7 +167,7 @@ class Engine(Generic[T]):
             self._admit(plan, outside, inside)
         inside = [each for each in inside if each.place is Place.RUNNING]
         while outside and inside and not plan.rows:
-            # All that are inside wait for others of their beam search, which find no room.
+            # All sequences inside wait for other beams of their search, which do not fit.
             self._preempt(plan, inside.pop())
             self._admit(plan, outside, inside)
         if not (plan.rows or self._over):
@@ -170,10 +175,11 @@ class Engine(Generic[T]):
         return self._ready(plan)
 
     def _run(self, plan: StepPlan, sequences: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
-        """Rows for sequences that have blocks; whoever is last of those `inside` makes room."""
+        """Add rows for sequences that have blocks; preempt the last of the sequences `inside` if
+        blocks are short."""
         for sequence in sequences:
             if sequence.place is not Place.RUNNING or sequence.held:
-                continue  # it was preempted for another, or waits for one
+                continue  # it was preempted, or waits for other beams
             count, drafts = self._share_of(plan, sequence)
             while count and not self._room(plan, sequence, count + drafts):
                 if drafts:
@@ -192,13 +198,14 @@ class Engine(Generic[T]):
                     plan.add(sequence, count, drafts)
 
     def _share_of(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
-        """How many of its missing tokens fit what is left of the budgets, and how many drafts."""
+        """Return how many of its missing tokens fit the rest of the budgets, and the number of
+        drafts."""
         missing, forks = sequence.missing, sequence.forks
         missing -= forks > 0
         if missing > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
             target = self.settings.target_itl_ms
-            if target and plan.load.decoded:  # whose tokens are not to be late
+            if target and plan.load.decoded:  # their latency target limits the chunk
                 limit = min(limit, self.times.chunk(plan.load, sequence.computed, target))
             if limit < missing:
                 limit -= limit % self._grain
@@ -208,7 +215,7 @@ class Engine(Generic[T]):
         return count, min(drafts, plan.tokens - count) if drafts else 0
 
     def _drafts(self, sequence: Sequence[T], plan: StepPlan) -> int:
-        """The tokens to propose behind a sequence's last."""
+        """Return the number of draft tokens after a sequence's last token."""
         speculation, generation = self.settings.speculative_decoding, sequence.generation
         if not (speculation.enabled and generation.drafts) or generation.beams is not None:
             return 0
@@ -216,13 +223,13 @@ class Engine(Generic[T]):
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and most > 0:
             if not plan.step.step % PROBE_STEPS:
-                return 0  # what a step takes without them is to be known, too
+                return 0  # a step without drafts measures their benefit
             most = self.times.draft_length(plan.decoding, acceptance.rate, most)
         return acceptance.length(max(most, 0), speculation.accept_threshold)
 
     def _room(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
-        """Have a block that may be written for each of the next `count` positions; whether there
-        are as many."""
+        """Provide a writable block for each of the next `count` positions; return False if too few
+        are free."""
         size, table = self.settings.block_size, sequence.table
         first = sequence.computed // size
         last = (sequence.computed + count - 1) // size
@@ -269,22 +276,22 @@ class Engine(Generic[T]):
             self._let_go(sequence)
 
     def _filled(self, sequence: Sequence[T]) -> int:
-        """The blocks that it has something in; one for drafts may follow."""
+        """Return the number of blocks with content; a block for drafts may follow."""
         return -(-sequence.computed // self.settings.block_size)
 
     def _swaps(self, sequence: Sequence[T]) -> bool:
-        """Whether its blocks are copied to the host, and not computed again."""
+        """Check whether a sequence's blocks are copied to the host instead of recomputed."""
         mode, blocks = self.settings.preemption_mode, self._filled(sequence)
         if mode == "recompute" or not sequence.computed or blocks > self.host.available:
             return False
         if sequence.held:
-            return False  # who follows it begins from what it has in the pool, or anew
+            return False  # its successor beams share its blocks in the pool
         return mode == "swap" or self.times.swap_pays(blocks, sequence.computed)
 
     # --- admission
 
     def _admit(self, plan: StepPlan, outside: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
-        """Take in who is outside, in order, until one finds no room; those are outside still."""
+        """Move sequences inside, in order, until one does not fit."""
         seats = self._seats(inside)
         promised = sum(self._needed(each) for each in inside)
         while outside:
@@ -293,8 +300,11 @@ class Engine(Generic[T]):
             if seats < 0 or plan.tokens < 1:
                 return
             free = self.pool.available - promised - (len(inside) and self.pool.count // 64)
-            enter = self._swap_in if sequence.place is Place.SWAPPED else self._begin_prompt
-            if not enter(plan, sequence, free):
+            if sequence.place is Place.SWAPPED:
+                entered = self._swap_in(plan, sequence, free)
+            else:
+                entered = self._begin_prompt(sequence, free)
+            if not entered:
                 return
             inside.append(outside.pop(0))
             sequence.place = Place.RUNNING
@@ -302,30 +312,30 @@ class Engine(Generic[T]):
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
             self._run(plan, [sequence], [sequence])
-            # Also to those that it has become.
+            # This includes the samples that it has forked.
             promised += max(needed - (before - self.pool.available), 0)
 
     def _seats(self, taken: list[Sequence[T]]) -> int:
-        """The sequences that there is room for in a step beside those of `taken` that run."""
+        """Return the number of free rows in a step beside the running sequences of `taken`."""
         seats = sum(each.seats for each in taken if each.place is Place.RUNNING)
         return self.settings.max_batch_size - seats
 
     def _needed(self, sequence: Sequence[T]) -> int:
-        """The blocks that a sequence does not have yet and is to get without preempting anybody:
-        for its tokens, or, where nobody may be preempted, all that it may come to have."""
+        """Return the number of further blocks that a sequence must get without preempting others:
+        those of its tokens, or, without preemption, of its maximum length."""
         size, generation = self.settings.block_size, sequence.generation
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // size) - len(sequence.table), 0)
         most = -(-generation.most_tokens // size)
         shared = generation.shared // size
-        # Beams go on in one another's blocks, and who writes into such a one gets its own.
+        # Beams share blocks, which are copied on write.
         own = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
         held = min(len(sequence.table), shared) + own
         return max(shared + sequence.seats * (most - shared) - held, 0)
 
-    def _begin_prompt(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
-        """Give a sequence that has nothing the cached blocks of its beginning; whether what it
-        needs besides is `free`."""
+    def _begin_prompt(self, sequence: Sequence[T], free: int) -> bool:
+        """Assign the cached blocks of its beginning to a sequence; return False unless the blocks
+        that it needs besides are `free`."""
         size = self.settings.block_size
         cached: list[int] = []
         if self.settings.enable_prefix_caching and not sequence.generation.whole:
@@ -347,7 +357,7 @@ class Engine(Generic[T]):
         return True
 
     def _swap_in(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
-        """Have a sequence's blocks copied back from the host; whether as many are `free`."""
+        """Copy a sequence's blocks back from the host; return False unless as many are `free`."""
         if self._needed(sequence) > free:
             return False
         sequence.table = self.pool.allocate(len(sequence.host))
@@ -371,8 +381,7 @@ class Engine(Generic[T]):
     # --- done
 
     def done(self, message: Stepped) -> None:
-        """Take a step's results. Raises ValueError where they are not those of the step that
-        runs."""
+        """Handle the results of the running step; raise ValueError for those of another step."""
         running = self.running
         if running is None or message.step != running.step:
             raise ValueError("a result of another step")
@@ -425,7 +434,7 @@ class Engine(Generic[T]):
             self._end(sequence, result.over)
 
     def _fork(self, sequence: Sequence[T]) -> None:
-        """The other samples of a prompt begin, with its blocks."""
+        """Begin the other samples of a prompt with its blocks."""
         for sample in range(1, sequence.forks + 1):
             self._child(sequence, sample)
         sequence.forks = 0
@@ -437,7 +446,7 @@ class Engine(Generic[T]):
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
-        if parent.place is Place.RUNNING and seated:  # else it has to be computed, too
+        if parent.place is Place.RUNNING and seated:  # else it must be computed, too
             child.place = Place.RUNNING
             child.computed, child.sealed, child.told = parent.computed, parent.sealed, parent.told
             child.table = parent.table[:]
@@ -451,20 +460,21 @@ class Engine(Generic[T]):
     # --- beam search
 
     def _searched(self, sequence: Sequence[T], result: RowResult) -> None:
-        """A beam has its candidates; once all have, the best go on."""
+        """Add the candidates of a beam; after the last one, replace the beams by the best
+        candidates."""
         self._seal(sequence)
         beams = self._beams[sequence.generation.key]
         sequence.held = True
-        beams.heard(sequence, result)
+        beams.add(sequence, result)
         if any(not each.held for each in sequence.generation.sequences):
             return
         before = sequence.generation.sequences[:]
         free = self._seats([each for each in self._live.values() if each not in before])
         for place, chosen in enumerate(beams.step()):
-            # Beams that were preempted while they waited for these have lost their seats.
+            # Beams that were preempted while they waited have lost their seats.
             child = self._child(chosen.parent, 0, chosen.token, place < free)
             child.score = chosen.score
-        for parent in before:  # after all have begun: what they share is not let go of meanwhile
+        for parent in before:  # after all have begun, so that shared blocks stay referenced
             self.drop(parent)
         if beams.over:
             generation = sequence.generation

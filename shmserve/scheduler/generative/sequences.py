@@ -1,26 +1,30 @@
-"""Sequences, and the requests that they are samples of (pure).
+"""Sequences and their generations: the order in which they are served, and beam search (pure).
 
 A sequence has `tokens`, of which the keys and values of the first `computed` are in the blocks of
-its `table`. There are no phases: what is missing is computed, and when nothing is, the next token
-is sampled. So a prompt, one that was cut into chunks, and what a preemption has thrown away are one
+its `table`. There are no phases: missing tokens are computed, and when none is missing, the next
+token is sampled. A prompt, a prompt in chunks, and a recomputation after a preemption are thus one
 case.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from shmserve.ipc.messages.generation import BeamSearch
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.messages.generation import BeamSearch, RowResult
 from shmserve.scheduler.generative.blocks import ROOT, BlockPool, block_key
 
 T = TypeVar("T")
 
 
 class Place(StrEnum):
-    """Where a sequence's keys and values are."""
+    """The place of a sequence's keys and values."""
 
     WAITING = "waiting"  # nowhere
     RUNNING = "running"
@@ -30,8 +34,8 @@ class Place(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Generation(Generic[T]):
-    """A request that was prepared: `owner` is whose. `samples` sequences are generated from one
-    prompt, of at most `max_tokens` each, or those of a beam search. `arrived_ns` orders it."""
+    """A prepared request of `owner`. `samples` sequences of at most `max_tokens` are generated from
+    one prompt, or those of a beam search. `arrived_ns` orders it."""
 
     owner: T
     key: int
@@ -49,28 +53,27 @@ class Generation(Generic[T]):
 
     @property
     def rows(self) -> int:
-        """The sequences that it has at a time, at most."""
+        """The maximum number of its sequences at a time."""
         return self.beams.width if self.beams is not None else self.samples
 
     @property
     def shared(self) -> int:
-        """The tokens that its samples have in common once computed: each computes the last of the
-        prompt itself."""
+        """The number of computed tokens that its samples share: each sample computes the last token
+        of the prompt itself."""
         return len(self.prompt) - 1
 
     @property
     def most_tokens(self) -> int:
-        """The tokens that a sequence of it may come to have; the last one's are never computed."""
+        """The maximum number of computed tokens of a sequence; the last token is never computed."""
         return len(self.prompt) + self.max_tokens - 1
 
 
 @dataclass(slots=True, eq=False)
 class Sequence(Generic[T]):
-    """One sequence of a generation, by its `number`. `forks`: so many more begin from it where its
-    prompt is computed but for the last token. `held`: it waits for its beam search's others.
-    `stopped`: its text has ended it, which it does once the step is done that runs.
-
-    `told` entries of the table are known to the worker.
+    """A sequence of a generation, with its `number`. `forks` further samples begin from it once its
+    prompt is computed except for the last token. `held`: it waits for the other beams of its
+    search. `stopped`: its text has ended, and the sequence ends with the running step. The worker
+    knows the first `told` entries of the table.
     """
 
     number: int
@@ -85,34 +88,34 @@ class Sequence(Generic[T]):
     forks: int = 0
     held: bool = False
     stopped: bool = False
-    sampled_ns: int = 0  # when it had its last token
+    sampled_ns: int = 0  # the time of its last token
     score: float = 0.0
     keys: list[bytes] = field(default_factory=list)  # of its full blocks
-    sealed: int = 0  # blocks of its table that the prefix cache was told of
+    sealed: int = 0  # blocks of its table that were offered to the prefix cache
 
     @property
     def seats(self) -> int:
-        """The sequences that it is, or is about to become."""
+        """The number of sequences that it is, or is about to become."""
         search = self.generation.beams
         return search.width if search is not None and not self.generated else 1 + self.forks
 
     @property
     def missing(self) -> int:
-        """The tokens to be computed before the next is sampled."""
+        """The number of tokens to compute before the next token is sampled."""
         return len(self.tokens) - self.computed
 
     @property
     def generated(self) -> int:
-        """The tokens behind the prompt."""
+        """The number of tokens after the prompt."""
         return len(self.tokens) - len(self.generation.prompt)
 
     @property
     def left(self) -> int:
-        """The tokens that may still follow."""
+        """The number of tokens that may still follow."""
         return self.generation.max_tokens - self.generated
 
     def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:
-        """The keys of its first `blocks` blocks, all of which are full."""
+        """Return the keys of its first `blocks` blocks, all of which are full."""
         keys = self.keys
         while len(keys) < blocks:
             first = len(keys) * block_size
@@ -121,7 +124,7 @@ class Sequence(Generic[T]):
         return keys[:blocks]
 
     def find_prefix(self, pool: BlockPool, block_size: int) -> list[int]:
-        """The cached blocks of its beginning, which leave a token to compute."""
+        """Return the cached blocks of its beginning; at least one token is left to compute."""
         found: list[int] = []
         for key in self.prefix_keys(block_size, (len(self.tokens) - 1) // block_size):
             block = pool.find(key)
@@ -131,7 +134,7 @@ class Sequence(Generic[T]):
         return found
 
     def seal(self, pool: BlockPool, block_size: int) -> None:
-        """Have the blocks that are full by now found by others."""
+        """Add its full blocks to the prefix cache."""
         full = self.computed // block_size
         if full > self.sealed:
             keys = self.prefix_keys(block_size, full)
@@ -140,8 +143,136 @@ class Sequence(Generic[T]):
             self.sealed = full
 
     def lost(self) -> None:
-        """Its keys and values are nowhere any more."""
+        """Reset the sequence: its keys and values are lost."""
         self.place = Place.WAITING
         self.computed = self.told = self.sealed = 0
         self.table = []
         self.host = []
+
+
+# A level of priority counts as much as 1,024 tokens, or as ten seconds of waiting.
+_TOKENS_A_LEVEL = 1024.0
+_TOKENS_A_SECOND = 102.4
+
+Rank = tuple[float, int, int]
+
+
+def ranking(settings: EngineSettings, now_ns: int) -> Callable[[Sequence[Any]], Rank]:
+    """Return the key by which the sequences of a step are sorted; ties are broken by arrival, then
+    by number.
+
+    Sequences are served in this order and preempted in reverse order. The order is made once a
+    step, so that it is stable while it is used. A waiting request gains rank with time, so that
+    none waits forever.
+    """
+    score = _SCORES[settings.scheduling_policy]
+    limit_s = settings.max_wait_time_ms / 1e3
+
+    def rank(sequence: Sequence[Any]) -> Rank:
+        arrived_ns = sequence.generation.arrived_ns
+        waited_s = (now_ns - arrived_ns) / 1e9
+        late = limit_s and waited_s >= limit_s
+        return (float("-inf") if late else score(sequence, waited_s), arrived_ns, sequence.number)
+
+    return rank
+
+
+def _arrival(sequence: Sequence[Any], waited_s: float) -> float:
+    return 0.0
+
+
+def _shortest(sequence: Sequence[Any], waited_s: float) -> float:
+    return sequence.missing + sequence.left - _TOKENS_A_SECOND * waited_s
+
+
+def _composite(sequence: Sequence[Any], waited_s: float) -> float:
+    level = sequence.generation.priority
+    return _TOKENS_A_LEVEL * level + _shortest(sequence, waited_s)
+
+
+_SCORES: Mapping[str, Callable[[Sequence[Any], float], float]] = {
+    "fcfs": _arrival,
+    "sjf": _shortest,
+    "priority": _composite,
+}
+
+
+class Chosen(NamedTuple, Generic[T]):
+    """A beam of the next step: a beam of this step extended by a token."""
+
+    parent: Sequence[T]
+    token: int
+    score: float
+
+
+class Found(NamedTuple):
+    """A hypothesis: its tokens after the prompt, why it ended, and its score with the penalty."""
+
+    tokens: list[int]
+    over: str
+    score: float
+
+
+@dataclass(eq=False)
+class Beams(Generic[T]):
+    """A beam search over one generation's sequences, with the results of transformers'.
+
+    The best 2 * width candidates of all beams are considered: those that end are hypotheses, and
+    the others are the next beams. `found` are the best hypotheses so far, best first; `over`: no
+    better ones can follow.
+    """
+
+    generation: Generation[T]
+    found: list[Found] = field(default_factory=list)
+    over: bool = False
+    _candidates: list[Chosen[T]] = field(default_factory=list)
+
+    def add(self, sequence: Sequence[T], result: RowResult) -> None:
+        """Add the candidates of a beam."""
+        for token, score in zip(result.candidates, result.scores, strict=True):
+            self._candidates.append(Chosen(sequence, token, sequence.score + score))
+
+    def step(self) -> list[Chosen[T]]:
+        """Return the beams of the next step, best first; none once the search is over."""
+        search = self.generation.beams
+        assert search is not None
+        ranked = sorted(self._candidates, key=attrgetter("score"), reverse=True)[: 2 * search.width]
+        self._candidates = []
+        generated = ranked[0].parent.generated + 1
+        going: list[Chosen[T]] = []
+        for rank, candidate in enumerate(ranked):
+            if candidate.token in search.ends:
+                if rank < search.width:
+                    self._keep(candidate, generated, "stop")
+            elif len(going) < search.width:
+                going.append(candidate)
+        if generated >= self.generation.max_tokens:
+            if not self._settled(going[0].score if going else -math.inf, generated):
+                for candidate in going:
+                    self._keep(candidate, generated, "length")
+            self.over = True
+        else:
+            self.over = not going or self._settled(going[0].score, generated)
+        return [] if self.over else going
+
+    def _keep(self, candidate: Chosen[T], length: int, why: str) -> None:
+        search = self.generation.beams
+        assert search is not None
+        tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
+        score = candidate.score / length**search.length_penalty
+        self.found.append(Found(tokens, why, score))
+        self.found.sort(key=attrgetter("score"), reverse=True)
+        del self.found[search.width :]
+
+    def _settled(self, best: float, length: int) -> bool:
+        """Check whether no beam can become better than the worst hypothesis, by the rule of
+        `early_stopping`."""
+        search = self.generation.beams
+        assert search is not None
+        if len(self.found) < search.width:
+            return False
+        if search.early_stopping == "true":
+            return True
+        longest = search.early_stopping == "never" and search.length_penalty > 0
+        reach = self.generation.max_tokens if longest else length
+        return bool(self.found[-1].score >= best / reach**search.length_penalty)

@@ -1,8 +1,8 @@
-"""The host of schedulers, a process: its loop waits, takes, ticks and sends for all of them, and
-opens and closes them as the supervisor says.
+"""The host of schedulers, a process. Its loop waits, receives, ticks and sends for all of them; the
+supervisor opens and closes them.
 
 One model is one scheduler in a process of its own, except that the steps of an ensemble are
-scheduled beside it: then a step is a call (in_process.py).
+scheduled in the ensemble's process: a message to a step is then a call (event_loop.py).
 """
 
 from __future__ import annotations
@@ -10,50 +10,69 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import time
+from typing import assert_never, get_args
 
 from shmserve import logs
 from shmserve.errors import ShmserveError
-from shmserve.ipc import endpoints
-from shmserve.ipc.messages.start import HostStart, SchedulerStart, decode
+from shmserve.ipc import endpoints, processes
+from shmserve.ipc.messages import SupervisorToHost
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
+    HostStart,
     OpenScheduler,
     Ping,
     SchedulerClosed,
+    SchedulerStart,
     SetLogging,
     Started,
     Stop,
+    decode_start,
 )
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 from shmserve.scheduler.hosting.hosted import KINDS, HostedScheduler
-from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.waiting import Waiter
 from shmserve.scheduler.requests.request import NEVER
 
 logger = logging.getLogger(__name__)
 
+_FROM_SUPERVISOR = frozenset(get_args(SupervisorToHost))
+
+
+def run(data: bytes) -> None:
+    """Host schedulers until the supervisor sends `Stop`; `data` is an encoded `HostStart`."""
+    start = decode_start(HostStart, data)
+    logs.configure(start.title, start.log)
+    processes.name_process(start.title)
+    # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.exact_timers()
+    processes.keep_no_large_memory()
+    Host(start).run()
+
 
 class Host:
-    """Runs schedulers on their sockets until it is told to stop."""
+    """The event loop of schedulers."""
 
     def __init__(self, start: HostStart) -> None:
         self._waiter = Waiter()
         self._neighbours = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
-        self._touched: dict[HostedScheduler, None] = {}  # in this order they have the next turn
+        self._touched: dict[HostedScheduler, None] = {}  # in the order of their next turns
         self._stopped = False
         self._control = Dealer(endpoints.control(start.run_dir), f"host.{os.getpid()}")
         self._waiter.watch(self._control.fd, self._from_supervisor)
         self._control.send(Started())
 
     def run(self) -> None:
-        """Return after `Stop`."""
+        """Run until the supervisor sends `Stop`."""
         waiter, schedulers = self._waiter, self._schedulers
         wake_ns = NEVER
         try:
             while not self._stopped:
-                # A request of an ensemble is one of its step's, too: it is not two.
+                # A request of an ensemble is also a request of its step; it counts once.
                 live = max([scheduler.live for scheduler in schedulers], default=0)
                 for fd, _ in waiter.wait(wake_ns, live):
                     take = waiter.takers.get(fd)
@@ -67,12 +86,13 @@ class Host:
             self._control.close()
 
     def _turn(self, wake_ns: int) -> None:
-        """Do what is due and send what came of it; at `wake_ns` somebody wants a turn."""
+        """Do what is due and send the resulting messages; a scheduler asked for a turn at
+        `wake_ns`."""
         touched, neighbours = self._touched, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
             touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
-        turned: list[HostedScheduler] = []  # some of them several times
+        turned: list[HostedScheduler] = []  # may repeat
         while touched:
             schedulers = list(touched)
             touched.clear()
@@ -81,7 +101,7 @@ class Host:
                 scheduler.tick(time.monotonic_ns())
             if neighbours.posted:
                 neighbours.deliver()
-        # Together: whom a message wakes up may take the core, and the others' would wait for it.
+        # All together, because a receiver that wakes up may take this core from the other flushes.
         for scheduler in turned:
             scheduler.flush()
         for scheduler in turned:
@@ -92,26 +112,32 @@ class Host:
 
     def _from_supervisor(self) -> None:
         for message in self._control.receive():
-            match message:
-                case OpenScheduler():
-                    self._open(decode(SchedulerStart, message.start))
-                case SetLogging():
-                    logs.apply(logs.LogSettings(**message.settings))
-                case Ping(number):
-                    self._control.send(Acknowledged(number))
-                case Stop():
-                    self._stopped = True
-                case _:
-                    logger.warning("unexpected %s", type(message).__name__)
+            if type(message) in _FROM_SUPERVISOR:
+                self._handle(message)
+            else:
+                logger.warning("unexpected %s", type(message).__name__)
+
+    def _handle(self, message: SupervisorToHost) -> None:
+        match message:
+            case OpenScheduler():
+                self._open(decode_start(SchedulerStart, message.start))
+            case SetLogging():
+                logs.apply(logs.LogSettings(**message.settings))
+            case Ping(number):
+                self._control.send(Acknowledged(number))
+            case Stop():
+                self._stopped = True
+            case _:
+                assert_never(message)
 
     def _open(self, start: SchedulerStart) -> None:
         try:
             scheduler = KINDS[start.kind](start, self._waiter, self._neighbours, self._touched)
         except (ShmserveError, OSError) as error:
-            # Of no descriptor or memory left: others here go on.
+            # No descriptor or memory is left; the other schedulers continue.
             reason = error.message if isinstance(error, ShmserveError) else str(error)
             logger.error("a scheduler cannot start: %s", reason)
             self._control.send(SchedulerClosed(start.number, reason))
             return
         self._schedulers.append(scheduler)
-        gc.freeze()  # what is here now stays: no collection needs to look at it
+        gc.freeze()  # the scheduler's objects are permanent and need no collection

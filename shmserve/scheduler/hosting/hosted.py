@@ -1,13 +1,12 @@
-"""One scheduler of a host process: it opens the sockets, hands what comes there to its front and
-its core, and sends what these have posted.
+"""A scheduler of a host process: its sockets, its front and its core.
 
     control          the supervisor's messages         ─┐
     clients          gateways, workers, ensembles       ├─> front ──> core
     local clients    programs outside the server       ─┘
     its own peers    workers, or the schedulers of steps ───────────> core
 
-Each has a number of its own, from which its endpoints derive. `KINDS` has what differs by kind: the
-core, its peers, and what the supervisor may say to it.
+Its endpoints derive from its number. `KINDS` has the classes by kind: their core, their peers, and
+the messages that the supervisor may send.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, get_args
 
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import (
     ClientToScheduler,
@@ -32,33 +31,45 @@ from shmserve.ipc.messages import (
     WorkerToScheduler,
 )
 from shmserve.ipc.messages.inference import MetricsReported, Submit
-from shmserve.ipc.messages.memory import MemoryDropped
-from shmserve.ipc.messages.start import CacheStart, SchedulerStart
-from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady, SetTracing
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
+from shmserve.ipc.messages.supervision import (
+    CacheStart,
+    Drain,
+    SchedulerReady,
+    SchedulerStart,
+    SetTracing,
+)
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
+from shmserve.ipc.transport.router import (
+    PeerCredRouter,
+    UntrustedRouter,
+    first_number,
+    last_number,
+)
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Core, Front
-from shmserve.scheduler.hosting.in_process import InProcessLinks
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Take, Waiter
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
-from shmserve.scheduler.hosting.waiting import Take, Waiter
-from shmserve.scheduler.outboxes import Outbox
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
-_PARTING_S = 0.3  # for the last responses to leave
-_MOST_READS = 1024  # before a drain begins: some client may never end
+_PARTING_S = 0.3  # for the delivery of the last responses
+_MOST_READS = 1024  # before a drain, because a client may never stop sending
+
+
+# The links whose `pending` messages are sent by `flush` at the end of a turn.
+Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepSchedulers
 
 
 class Parts(NamedTuple):
-    """The parts that differ by kind: the core, what takes from its own peers, by descriptor, and
-    all links with messages to send, in the order in which they leave."""
+    """The parts of a scheduler that differ by kind: its core, the handlers of its own peers'
+    messages by descriptor, and all its links in the order in which they are flushed."""
 
     core: Core[Any]
     inboxes: dict[int, Take]
@@ -66,12 +77,14 @@ class Parts(NamedTuple):
 
 
 class HostedScheduler(ABC):
-    """One scheduler. When something has come for it, it enters itself in `touched`, and its host
-    gives it a turn. As of its last turn: `wake_ns`, when it wants another (monotonic ns), and how
-    many requests are `live`, which have not ended. Once it was told to stop, it is `stopped`: it
-    has nothing to do any more but to be closed."""
+    """A scheduler with its sockets.
 
-    allowed: ClassVar[frozenset[type]]  # what the supervisor may say to it
+    It adds itself to `touched` when it has received something, and the host then gives it a turn.
+    After each turn, `wake_ns` is when it needs the next one (monotonic ns) and `live` is the number
+    of its requests. After it was `stopped`, the host only closes it.
+    """
+
+    allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
 
     def __init__(
         self,
@@ -109,7 +122,7 @@ class HostedScheduler(ABC):
         )
         if start.snapshot:
             self._front.restore(start.snapshot, start.alive)
-        # The supervisor first: it says who is gone and who will come.
+        # The supervisor first: it reports exits and announces instances.
         self._inboxes: dict[int, Take] = {
             self._control.fd: self._from_control,
             **peers,
@@ -124,7 +137,7 @@ class HostedScheduler(ABC):
 
     @abstractmethod
     def _parts(self) -> Parts:
-        """Make what this kind has."""
+        """Create the parts of this kind."""
 
     # --- in
 
@@ -146,7 +159,7 @@ class HostedScheduler(ABC):
         self.stopped = front.stopped
 
     def _catch_up(self) -> None:
-        """Take what clients sent before they heard of a successor: it is here, and was promised."""
+        """Handle the messages that clients sent before they learned of a successor."""
         links = (self._routed, self._local_clients.link)
         for _ in range(_MOST_READS):
             ready = [link.fd for link in links if link.wait(0)]
@@ -187,13 +200,13 @@ class HostedScheduler(ABC):
 
     @property
     def malformed(self) -> int:
-        """Unreadable frames of clients so far."""
+        """The number of clients' unreadable frames so far."""
         return self._routed.malformed + self._local_clients.link.malformed
 
     def to(self, peer: bytes) -> Callable[[Any], object]:
-        """What queues a message for the client with this address: a program on this host, a
-        scheduler in this process, or a gateway or a model."""
-        if first_number(peer) >= FIRST:
+        """Return the function that queues a message for the client at this address: a program on
+        this host, a scheduler in this process, or a gateway or a worker."""
+        if first_number(peer) >= FIRST_LOCAL_CLIENT:
             return partial(self._to_local_client, peer)
         if self._neighbours.has(peer):
             return partial(self._neighbours.post, peer, self.endpoint)
@@ -212,13 +225,13 @@ class HostedScheduler(ABC):
         self.live = self._core.live
 
     def flush(self) -> None:
-        """Send what is queued."""
+        """Send the queued messages."""
         for outbox in self._outboxes:
             if outbox.pending:
                 outbox.flush()
 
     def close(self) -> None:
-        """Close every link; what was said last has a moment to leave."""
+        """Close every link, after a moment for the last messages."""
         self._neighbours.leave(self.endpoint)
         for fd in self._inboxes:
             self._waiter.unwatch(fd)
@@ -228,7 +241,7 @@ class HostedScheduler(ABC):
 
 
 class BatchingScheduler(HostedScheduler):
-    """The scheduler of a model that has instances: its peers are their workers."""
+    """The scheduler of a model that has instances; its peers are their workers."""
 
     allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
 
@@ -236,7 +249,9 @@ class BatchingScheduler(HostedScheduler):
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, last_number)
         fits = Schemas(self._signature.fit)
-        core = BatchingCore(self._settings, fits, workers, self._control, self._cache)
+        core = BatchingCore(
+            self._settings, fits, workers, self._control, time.perf_counter_ns, self._cache
+        )
 
         def from_workers() -> None:
             self._touched[self] = None
@@ -245,7 +260,7 @@ class BatchingScheduler(HostedScheduler):
                 if type(message) is MetricsReported:
                     self._front.metrics_reported(peer, message)
                 elif type(message) in _FROM_WORKER:
-                    core.executions.handle(peer, message, now_ns)
+                    core.results.handle(peer, message, now_ns)
                 else:
                     self._front.misplaced()
 
@@ -254,8 +269,8 @@ class BatchingScheduler(HostedScheduler):
 
 
 class EnsembleScheduler(HostedScheduler):
-    """The scheduler of an ensemble: its peers are the schedulers of its steps, in this process or
-    in others."""
+    """The scheduler of an ensemble; its peers are the schedulers of its steps, in this process or
+    others."""
 
     allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
 
@@ -276,7 +291,7 @@ class EnsembleScheduler(HostedScheduler):
         steps = StepSchedulers(self._waiter, self._neighbours, identity, from_step)
         self._memory = EnsembleMemory(self._lent, memory_dropped)
         core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
-        # Steps before clients: who waits for their last words hears them first.
+        # Steps before clients, so that a step has received a message before its cause is answered.
         return Parts(core, {}, (steps, self._routed, self._local_clients.link, control))
 
     def close(self) -> None:
@@ -295,7 +310,7 @@ KINDS: dict[str, type[HostedScheduler]] = {
     "ensemble": EnsembleScheduler,
 }
 
-# What a peer may say: a well-formed message in the wrong direction is garbage too.
+# The messages that each kind of peer may send; others count as malformed.
 _FROM_WORKER = frozenset(get_args(WorkerToScheduler))
 _FROM_CLIENT = frozenset(get_args(ClientToScheduler))
 _FROM_LOCAL_CLIENT = frozenset(get_args(LocalClientToScheduler))

@@ -18,16 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmserve.common.access.peer_credentials import admit_group
-from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.common.peers import NO_GROUP, admit_group
 from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
+from shmserve.ipc.endpoints import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
-from shmserve.ipc.messages.start import SchedulerStart
-from shmserve.ipc.messages.supervision import RequestTraced, SetTracing
+from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
@@ -35,7 +33,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_trace
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, first_number
-from shmserve.scheduler.outboxes import ControlLink
+from shmserve.scheduler.requests.request import ControlLink
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
@@ -46,8 +44,8 @@ _NS_PER_MS = 1_000_000
 
 
 class LocalClientListener:
-    """One scheduler's local clients; `link` is the socket at `endpoint` that they are connected to.
-    `limit_us` is the server's limit from a request's arrival to its last response, 0: none."""
+    """The listener for a scheduler's local clients; `link` is the socket at `endpoint`. `limit_us`
+    is the server's limit from a request's arrival to its last response (0: none)."""
 
     def __init__(
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
@@ -59,7 +57,7 @@ class LocalClientListener:
 
     @classmethod
     def open(cls, start: SchedulerStart, signature: Signature) -> LocalClientListener:
-        """Return the listener of a scheduler, which the programs of the server's group reach."""
+        """Open the listener of a scheduler; programs of the server's group can connect."""
         endpoint = endpoints.local_clients(start.run_dir, start.number)
         listener = cls(
             endpoint,
@@ -72,7 +70,7 @@ class LocalClientListener:
         return listener
 
     def check(self, peer: bytes, message: Any, now_ns: int) -> Any:
-        """The message as it may be believed, or None: then it is dealt with."""
+        """Return the verified message, or None if it was rejected and answered."""
         if type(message) is not Submit:
             return message
         try:
@@ -91,7 +89,7 @@ class LocalClientListener:
         return sum(_number(other) == number for other in self.link.peers()) < MOST_LINKS
 
     def forget(self, number: int) -> None:
-        """A local client is gone: what it left connected is of no use to anybody."""
+        """Remove the links of a local client that has exited."""
         self._gone.append(number)
         for peer in self.link.peers():
             if _number(peer) == number:
@@ -107,7 +105,7 @@ class _LocalSchema(NamedTuple):
 
 
 class LocalClientRules:
-    """The checks of a local client's request, and what is true of it (pure)."""
+    """The checks of local clients' requests (pure)."""
 
     def __init__(self, capabilities: Capabilities, signature: Signature, limit_us: int = 0) -> None:
         self._capabilities = capabilities
@@ -117,7 +115,7 @@ class LocalClientRules:
         self._schemas: Schemas[_LocalSchema] = Schemas(self._local_schema)
 
     def forget(self, number: int) -> None:
-        """A local client is gone."""
+        """Remove the state of a local client that has exited."""
         self._memories = {item for item in self._memories if item[0] != number}
 
     def checked(self, number: int, submit: Submit, now_ns: int) -> Submit:
@@ -150,8 +148,8 @@ class LocalClientRules:
         return replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns, source=0)
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
-        """When it is to have ended, 0: at any time. The shortest of the limits holds: its own, in
-        both forms, and the server's, as over the other listeners."""
+        """Return the deadline of a request, or 0. The shortest limit applies: its own, in both
+        forms, and the server's, as over the other listeners."""
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
         timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)  # its end is a number that travels
@@ -212,13 +210,13 @@ class LocalClientRules:
 
 
 def _number(peer: bytes) -> int:
-    """The number of whose link this is; who has no local client's identity has no link."""
+    """Return the number of a link's local client; only identified clients have links."""
     return int(peer.partition(b".")[0])
 
 
 class LocalTraces:
-    """Those of one scheduler, of a model's `version`. `active`: some are wanted; `open`: the
-    requests whose times are, by client and number."""
+    """The traces of local clients' requests to a model version. `active`: traces or slow requests
+    are wanted; `open`: the requests that are measured, by client and number."""
 
     def __init__(self, model: str, version: str, control: ControlLink) -> None:
         self._model = model
@@ -230,7 +228,7 @@ class LocalTraces:
         self.open: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
 
     def use(self, message: SetTracing) -> None:
-        """Measure like this from now on; the same settings count on."""
+        """Apply trace settings; equal settings continue the sampling."""
         settings = message.settings
         own = TraceSettings(**settings.get(self._model, settings[""]))
         if own != self._sampler.settings:
@@ -239,7 +237,7 @@ class LocalTraces:
         self.active = own.on or self._slow_ns > 0
 
     def begin(self, peer: bytes, submit: Submit) -> Submit:
-        """A client's request as it goes on: with a trace, if its times are wanted."""
+        """Return a client's request, with a trace if it is measured."""
         context = TraceContext.of(submit.trace)
         sampled = self._sampler.samples(context.sampled if context.parent_id else None)
         if not sampled and not self._slow_ns:
@@ -250,7 +248,7 @@ class LocalTraces:
         return submit
 
     def ended(self, peer: bytes, message: Any) -> None:
-        """Tell of a request, if this is the last that its client is sent about it."""
+        """Report a measured request if this is the last message to its client about it."""
         if type(message) is Responded:
             if not message.final:
                 return
@@ -270,6 +268,6 @@ class LocalTraces:
         self._control.post(RequestTraced(*of_model, submit.trace, sampled, *times, spans, error))
 
     def forget(self, number: int) -> None:
-        """A local client is gone: it is sent nothing more."""
+        """Report the measured requests of a local client that has exited."""
         for key in [key for key in self.open if first_number(key[0]) == number]:
             self._tell(*self.open.pop(key), b"", "its client has gone")

@@ -1,1 +1,1 @@
-"""The model's instances: who is free, what each one runs, how long that takes."""
+"""A model's instances: which are free, what each one runs, and the results."""

@@ -1,34 +1,36 @@
-"""The model's instances as slots: who is there, who is free, what each one runs (pure).
+"""The model's instances as slots: which are ready, which are free, what each one runs (pure).
 
     GONE <-> EXPECTED -> IDLE <-> BUSY -> DOOMED -> EXPECTED
 
-The supervisor announces (`InstanceExpected`) and reports ends: of a process (`ProcessExited`), from
-everywhere back to EXPECTED, for the next is on its way, or of an instance (`InstanceGone`). A
-worker offers itself (`InstanceReady`). These come on two sockets, in any order: the last offer
-is kept until it is announced. Only the process that was announced is taken: the models of others
-run foreign code, which may offer itself too, though under no other's pid.
+The supervisor announces instances (`InstanceExpected`) and reports the exit of a process
+(`ProcessExited`: back to EXPECTED, because a successor follows) or the end of an instance
+(`InstanceGone`). A worker offers itself (`InstanceReady`). These messages come on two sockets, in
+any order, so the last offer is kept until it is announced. Only the announced process is accepted:
+workers of other models run foreign code, which may offer itself too, though not under another pid.
 
-An idle instance gets a batch at once. One that is busy may get more ahead, as many as it has credit
-for: that hides the messages' way between two batches, but what is sent ahead cannot grow any more
-and waits behind one worker while another may become free.
+An idle instance receives a batch at once. A busy instance may receive more batches ahead, up to its
+credit: that hides the latency of messages between two batches. A batch that was sent ahead cannot
+grow any more, and waits for one worker while another may become free.
 
-One that is to retire gets nothing more, but for the sequences that it has, and leaves the pool once
-it has nothing to do.
+A retiring instance receives only requests of its own sequences, and leaves the pool when it has
+nothing to do.
 
-A slot and a request end apart: an instance of a decoupled model is free again when `execute` has
-returned, and goes on with the requests that are open there until their last response.
+The executions of a slot and its requests end independently: an instance of a decoupled model is
+free again when `execute` has returned, and its open requests continue until their last response.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from shmserve.scheduler.batchers.base import Closed
-from shmserve.scheduler.requests.request import NEVER, ScheduledRequest, Worker
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
 
 class SlotState(StrEnum):
@@ -38,7 +40,7 @@ class SlotState(StrEnum):
     EXPECTED = "expected"
     IDLE = "idle"
     BUSY = "busy"
-    DOOMED = "doomed"  # its end was asked for
+    DOOMED = "doomed"  # its exit was requested
 
 
 SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
@@ -69,16 +71,16 @@ SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """A batch on its way through a worker.
+    """A batch at a worker.
 
-    `started_ns`: since when we know of nothing before it there. The worker may have begun earlier,
-    though not before `sent_ns`: it goes on at once, and its word of the last batch takes a while.
-    `rows` of the batch are its requests', once an instance has it, or nobody's.
+    `started_ns` is when the batch became the first of its worker. The worker may have started
+    earlier, though not before `sent_ns`: it continues at once, and its result for the previous
+    batch takes time to arrive. `rows` is the total batch size, once an instance is assigned.
     """
 
     id: int
     requests: list[ScheduledRequest]
-    reason: Closed
+    reason: Closed | None  # None: a step of a generative model
     sent_ns: int
     started_ns: int
     rows: int = 0
@@ -86,92 +88,144 @@ class Execution:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An instance by its index; `peer` and `pid` are the worker's while there is one.
+    """An instance by its index; `peer` and `pid` are those of its worker, if there is one.
 
-    `requests` are all that it has, by key: those of its executions and, of a decoupled model, those
-    that are open after `execute` returned.
+    `requests` are those of its executions and the open ones.
     """
 
     index: int
     state: SlotState = SlotState.GONE
     peer: bytes = b""
     pid: int = 0
-    awaited: int = 0  # the process that was announced
-    offer: Worker | None = None  # the last one, as long as it is not taken
-    worker: Worker | None = None  # the one that was taken: `peer` and `pid`
+    awaited: int = 0  # the announced process
+    offer: Worker | None = None  # the last offer, until it is accepted
+    worker: Worker | None = None  # the accepted worker: `peer` and `pid`
     retiring: bool = False
-    served: bool = False  # its process has executed something to its end
+    served: bool = False  # its process has completed an execution
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
     @property
     def execution(self) -> Execution | None:
-        """The execution that it runs now; behind it is what was sent ahead."""
+        """The execution that runs now; executions that were sent ahead follow it."""
         return self.executions[0] if self.executions else None
 
     @property
     def idle(self) -> bool:
-        """Whether it can take a batch at once."""
+        """Whether the instance can take a batch at once."""
         return self.state is SlotState.IDLE
 
     def meet(self, event: str) -> None:
-        """Move to the next state; raises KeyError where there is none."""
+        """Move to the next state; raise KeyError if there is none."""
         self.state = SLOT[self.state][event]
 
 
 class Lost(NamedTuple):
-    """The work an instance had when it ended: its executions, the running one first, and the
+    """The work of an instance that ended: its executions, the running one first, and the open
     requests whose execution had returned."""
 
     executions: list[Execution]
     open: list[ScheduledRequest]
 
 
-class Ticketing(Protocol):
-    """The accounting of an instance's tickets to execute, where that is limited."""
+class InstanceTickets:
+    """The rate limiter's tickets of this model version's instances, by index.
+
+    An instance executes only with a ticket. A ticket is requested once a batch could run, so that
+    no resources are reserved while requests are still awaited. Unused tickets are returned at the
+    end of the dispatch. Used ones are returned at the end of the turn: an instance that goes on has
+    requested its next ticket by then, and keeps its turn among other instances.
+    """
+
+    def __init__(self, control: ControlLink) -> None:
+        self._control = control
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, int] = {}
+        self._granted: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._done: list[int] = []
+
+    def granted(self, ticket: int) -> None:
+        """Record a grant of the supervisor; ignore it if the request was withdrawn."""
+        for index, asked in self._asked.items():
+            if asked == ticket:
+                del self._asked[index]
+                self._granted[index] = ticket
+                return
+
+    def find(self, slots: Iterable[Slot]) -> Slot | None:
+        """Return the first of these instances that has a ticket."""
+        return next((slot for slot in slots if slot.index in self._granted), None)
+
+    def ask(self, slots: Iterable[Slot], most: int) -> None:
+        """Request tickets for the first `most` of these instances."""
+        for slot in itertools.islice(slots, most):
+            if slot.index not in self._asked and slot.index not in self._granted:
+                ticket = self._asked[slot.index] = next(self._numbers)
+                self._control.post(AskTicket(ticket, slot.index))
 
     def use(self, slot: Slot) -> None:
-        """The instance executes."""
+        """Record that the instance executes."""
+        self._used[slot.index] = self._granted.pop(slot.index)
 
     def done(self, slot: Slot) -> None:
-        """The instance has executed."""
+        """Record that the instance has executed."""
+        ticket = self._used.pop(slot.index, 0)
+        if ticket:
+            self._done.append(ticket)
+
+    def end_turn(self) -> None:
+        """Return the used tickets."""
+        for ticket in self._done:
+            self._control.post(TicketReturned(ticket, True))
+        self._done.clear()
 
     def gone(self, index: int) -> None:
-        """The instance is gone, whatever it had."""
+        """Return the tickets of an instance that is gone."""
+        for tickets in (self._asked, self._granted, self._used):
+            ticket = tickets.pop(index, 0)
+            if ticket:
+                self._control.post(TicketReturned(ticket, tickets is self._used))
+
+    def give_back(self) -> None:
+        """Return the granted tickets that were not used."""
+        for ticket in self._granted.values():
+            self._control.post(TicketReturned(ticket, False))
+        self._granted.clear()
 
 
 @dataclass(eq=False)
 class Pool:
-    """All slots of a model version. With `tickets` each execution needs one.
+    """The instances of a model version. With `tickets`, each execution needs a ticket.
 
-    `free` are the instances that can take a batch, the one that has been free for longest first; of
-    a decoupled model those alone that have less than `most_open` requests (0: any number).
-    `failure` says why nothing can run and nothing is worth waiting for, as all are gone; it is
-    empty while something may. Before `due_ns` no execution passes its limit.
+    `free` are the instances that can take a batch, the longest free one first; those of a decoupled
+    model only while they have less than `most_open` requests (0: any number). `failure` is the
+    reason why no instance can run or is expected; otherwise it is empty. No execution exceeds its
+    limit before `due_ns`.
     """
 
     _limit_ns: int
-    _tickets: Ticketing | None = None
+    _tickets: InstanceTickets | None = None
     _most_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
-    _offers: dict[int, Worker] = field(default_factory=dict)  # by whom nobody has announced
+    _offers: dict[int, Worker] = field(default_factory=dict)  # of processes that were not announced
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
-    _given_up: str = ""  # why the last one did not come back
+    _given_up: str = ""  # the reason of the last `give_up`
     retiring: list[Slot] = field(default_factory=list)
-    members: int = 0  # counts who came, who went, and who is to
+    members: int = 0  # counts joins, exits and retirements
     due_ns: int = NEVER
 
     def __post_init__(self) -> None:
-        # The instance that speaks from an address, or None.
+        # Returns the instance with this address, or None.
         self.by_peer: Callable[[bytes], Slot | None] = self._by_peer.get
 
     # --- coming and going -------------------------------------------------------------------------
 
     def expect(self, index: int, pid: int) -> Slot | None:
-        """An instance is loading; requests wait for it. `pid` is its process, 0: not yet known.
-        Returns the instance if it is there by this: it had offered itself."""
+        """Announce an instance, for which requests wait from now on; return it if its worker has
+        offered itself before. `pid` is its process, or 0 if that is not known yet."""
         slot = self._slot(index)
         slot.meet("expect")
         slot.awaited = pid or slot.awaited
@@ -179,8 +233,7 @@ class Pool:
         return self._take_offer(slot)
 
     def offer(self, index: int, peer: bytes, pid: int) -> Slot | None:
-        """A worker is ready for batches; it counts once the supervisor's word of it is here.
-        Returns the instance if it is there by this."""
+        """Record that a worker is ready; return the instance if the worker was announced before."""
         slot = self._slots.get(index)
         if slot is None:
             self._offers[index] = Worker(peer, pid)
@@ -190,7 +243,8 @@ class Pool:
         return None
 
     def process_exited(self, pid: int) -> Lost:
-        """Some process is gone; returns what it had, if it was an instance: another is expected."""
+        """Record the exit of a process; return the work of the instance that it was, if any. A
+        successor is expected."""
         self._offers = {at: each for at, each in self._offers.items() if each.pid != pid}
         for slot in self._slots.values():
             if slot.offer is not None and slot.offer.pid == pid:
@@ -202,7 +256,7 @@ class Pool:
         return Lost([], [])
 
     def retire(self, index: int) -> None:
-        """The instance is to leave once it has nothing to do."""
+        """Mark an instance to be removed when it has nothing to do."""
         slot = self._slot(index)
         if not slot.retiring:
             slot.retiring = True
@@ -212,8 +266,8 @@ class Pool:
                 self.free.remove(slot)
 
     def take_retired(self, needed: Callable[[Slot], bool]) -> list[int]:
-        """Take out who was to leave and has nothing to do, unless it is `needed`: the process of
-        each, 0 where none is known."""
+        """Remove the retiring instances that have nothing to do and are not `needed`; return the
+        process of each, 0 if it has none."""
         over: list[int] = []
         for slot in self.retiring[:]:
             works = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
@@ -223,7 +277,7 @@ class Pool:
         return over
 
     def give_up(self, index: int, reason: str) -> None:
-        """An instance, which has no process, will not come back."""
+        """Record that an instance without a process will not come back."""
         self._slot(index).meet("give_up")
         self._given_up = reason
         self._judge()
@@ -278,7 +332,7 @@ class Pool:
     # --- work -------------------------------------------------------------------------------------
 
     def room(self, credit: int) -> Slot | None:
-        """The least busy of the busy instances that have less than `credit` batches."""
+        """Return the least busy instance with less than `credit` batches."""
         found: Slot | None = None
         if credit > 1:
             for slot in self._by_peer.values():
@@ -288,8 +342,8 @@ class Pool:
         return found
 
     def assign(self, execution: Execution, wanted: Slot | None = None) -> Slot:
-        """Give a batch to the instance that is `wanted`, which is idle or has room, or else to the
-        one that has been free for longest."""
+        """Assign a batch to the instance `wanted`, which is idle or has credit, or else to the
+        longest free one; return the instance."""
         if wanted is None:
             slot = self.free.popleft()
             slot.meet("assign")
@@ -314,14 +368,14 @@ class Pool:
         return slot
 
     def join(self, slot: Slot, request: ScheduledRequest, now_ns: int) -> None:
-        """A request is open at an instance, without an execution of its own."""
+        """Add an open request to an instance, without an execution."""
         slot.requests[request.key] = request
         request.worker = slot.worker
         request.responded_ns = now_ns
 
     def finish(self, slot: Slot, now_ns: int) -> None:
-        """The instance has returned its batch, and begins the next one if it has it. What becomes
-        of its `requests` is the caller's to say."""
+        """Record that an instance has returned its first batch; the next one, if any, starts. The
+        caller handles the requests."""
         slot.executions.popleft()
         if self._tickets is not None:
             self._tickets.done(slot)
@@ -332,8 +386,7 @@ class Pool:
         self.ended(slot)
 
     def ended(self, slot: Slot) -> None:
-        """An execution of an instance, or a request that was open there, has ended: it may be able
-        to take a batch again."""
+        """Update `free` after an execution or an open request of an instance has ended."""
         if slot.state is SlotState.IDLE and self._may_take(slot) and slot not in self.free:
             self.free.append(slot)
 
@@ -341,23 +394,23 @@ class Pool:
         return not slot.retiring and (not self._most_open or len(slot.requests) < self._most_open)
 
     def ready(self) -> list[Slot]:
-        """The instances that are there."""
+        """Return the instances with a worker."""
         return list(self._by_peer.values())
 
     def by_pid(self, pid: int) -> Slot | None:
-        """The instance that is this process."""
+        """Return the instance with this process, or None."""
         return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
 
     def awaited(self) -> list[int]:
-        """The processes that were announced, and have not offered themselves yet."""
+        """Return the announced processes that have not offered themselves yet."""
         slots = self._slots.values()
         return [slot.awaited for slot in slots if slot.awaited not in (0, slot.pid)]
 
     # --- time and counts --------------------------------------------------------------------------
 
     def overdue(self, now_ns: int) -> list[Slot]:
-        """Instances that run their batch for the execution limit or longer; they are to be doomed,
-        and do not count for `due_ns` any more."""
+        """Return the instances whose batch has run for the execution limit. The caller dooms them;
+        they do not count for `due_ns` any more."""
         over: list[Slot] = []
         self.due_ns = NEVER
         for slot in self._by_peer.values():
@@ -371,16 +424,16 @@ class Pool:
 
     @property
     def ready_count(self) -> int:
-        """Instances that run batches or could."""
+        """The number of instances with a worker."""
         return len(self._by_peer)
 
     @property
     def executing(self) -> int:
-        """Requests that instances have now."""
+        """The number of requests at instances."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
     def counts(self) -> dict[str, int]:
-        """The number of instances in each state."""
+        """Return the number of instances in each state."""
         counted = dict.fromkeys(map(str, SlotState), 0)
         for slot in self._slots.values():
             counted[slot.state] += 1

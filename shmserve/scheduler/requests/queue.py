@@ -1,40 +1,89 @@
-"""The queue of requests: enqueue, order, deadlines, cancellation (pure).
+"""The queue of requests: admission, order, deadlines, cancellation (pure).
 
-retries   alone, one an execution: their worker died; always first
-queue     by priority and in order of arrival; any request can leave from the middle
-timers    deadlines and queue limits (timers.py)
+    retries   requests whose worker died: each alone in an execution, before all others
+    queue     by priority and in the order of arrival; any request can be removed
+    timers    deadlines and queue limits
 
-No operation but `all` and the rare sweep of timers, which is paid for by those that came since the
-last one, takes longer the more requests wait (a heap's logarithm apart).
+The duration of an operation does not depend on the number of waiting requests, except for the
+logarithm of a heap, `all`, and the sweep of timers, whose cost is amortised.
 
 Priorities are strict levels, 1 the highest:
 
     level 1    in time: in order of arrival    delayed: in order of their timeouts
     level 2    ...                             ...
 
-All of a level come before all of the next one, and its delayed requests, whose timeout has passed,
-behind those that are in time. There is no ageing: a low level may starve.
+All requests of a level precede those of the next one. Its delayed requests, whose timeout has
+passed, follow those that are in time. There is no ageing: a low level may starve.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Generic, TypeVar
 
 from shmserve.errors import QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import LevelPolicy
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
-from shmserve.scheduler.requests.timers import Timers
+from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
 EXPIRED = "Request timeout expired"
+# A sweep visits every timer and keeps those of live requests. The next sweep comes when there are
+# twice as many timers as were kept, and this many more.
+_MOST_STALE = 1024
+
+R = TypeVar("R")
+
+
+class Timers(Generic[R]):
+    """Deadlines of requests (monotonic ns), any number for each request.
+
+    `done` reports whether a request has ended. No timer expires before `due_ns`. The timers of a
+    request that has ended stay in the heap, because finding them would cost as much as the request:
+    they are skipped when they expire, or removed by a sweep when there are many.
+    """
+
+    def __init__(self, done: Callable[[R], bool]) -> None:
+        self._done = done
+        self._heap: list[tuple[int, int, R]] = []
+        self._numbers = itertools.count()
+        self._sweep_at = _MOST_STALE
+        self.due_ns = NEVER
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, until_ns: int, request: R) -> None:
+        """Add a timer of a request."""
+        heap = self._heap
+        if len(heap) >= self._sweep_at:
+            self._sweep()
+        heapq.heappush(heap, (until_ns, next(self._numbers), request))
+        # A timer expires once more than its time has passed.
+        self.due_ns = heap[0][0] + 1
+
+    def over(self, now_ns: int) -> list[R]:
+        """Remove the expired timers and return their requests, except those that have ended."""
+        heap, over = self._heap, []
+        while heap and (heap[0][0] < now_ns or self._done(heap[0][2])):
+            request = heapq.heappop(heap)[2]
+            if not self._done(request):
+                over.append(request)
+        self.due_ns = heap[0][0] + 1 if heap else NEVER
+        return over
+
+    def _sweep(self) -> None:
+        heap, done = self._heap, self._done
+        heap[:] = [timer for timer in heap if not done(timer[2])]
+        heapq.heapify(heap)
+        self._sweep_at = 2 * len(heap) + _MOST_STALE
 
 
 class _Level:
@@ -55,13 +104,13 @@ class _Level:
         return iter(self.in_time.values())
 
     def part(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
-        """The part where this request is, or belongs."""
+        """Return the part that a request is in or belongs to."""
         return self.delayed if request.delayed else self.in_time
 
 
 class _Levels(dict[int, _Level]):
-    """Levels by number. Who asks for one that has no requests makes it; `order` are those that are
-    there, the highest first."""
+    """The levels by number. A lookup of an unknown level adds it; `order` has the numbers, the
+    highest priority first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,11 +123,11 @@ class _Levels(dict[int, _Level]):
 
 
 class PriorityQueue:
-    """Requests in the order in which they are to run, by their `level`; `count` of them."""
+    """Requests in the order of their `level` and arrival; `count` is their number."""
 
     def __init__(self) -> None:
         self._levels = _Levels()
-        # The levels that have requests, the highest first; one that is left alone may be empty.
+        # The levels with requests, the highest priority first; an only level may be empty.
         self._order = self._levels.order
         self.count = 0
 
@@ -91,17 +140,18 @@ class PriorityQueue:
         return chain.from_iterable(map(self._levels.__getitem__, self._order))
 
     def size(self, level: int) -> int:
-        """The number of requests that a level has."""
+        """Return the number of requests of a level."""
         found = self._levels.get(level)
         return 0 if found is None else len(found)
 
     def append(self, request: ScheduledRequest) -> None:
-        """Enqueue a request behind those of its level that are in time."""
+        """Add a request after those of its level that are in time."""
         self._levels[request.level].in_time[request.key] = request
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
-        """Put a request before all others of its level, or of its delayed ones if it is one."""
+        """Add a request before all others of its level, or before its delayed ones if it is
+        delayed."""
         part = self._levels[request.level].part(request)
         part[request.key] = request
         part.move_to_end(request.key, last=False)
@@ -114,7 +164,7 @@ class PriorityQueue:
         request.delayed = True
 
     def remove(self, request: ScheduledRequest) -> bool:
-        """Take a request out from anywhere; whether it was there."""
+        """Remove a request; return False if it is not in the queue."""
         level = self._levels.get(request.level)
         if level is None or level.part(request).pop(request.key, None) is None:
             return False
@@ -124,7 +174,7 @@ class PriorityQueue:
         return True
 
     def take(self, count: int) -> list[ScheduledRequest]:
-        """Take the first `count` requests out."""
+        """Remove and return the first `count` requests."""
         taken: list[ScheduledRequest] = []
         self.count -= count
         while count:
@@ -143,17 +193,17 @@ class PriorityQueue:
         return taken
 
     def _forget(self, number: int) -> None:
-        """A level is empty; the only one is kept, since it is mostly the next one's, too."""
+        """Remove an empty level. The only level is kept, because the next request usually has it,
+        too."""
         if len(self._order) > 1:
             del self._levels[number]
             del self._order[bisect_left(self._order, number)]
 
 
 class RequestQueue:
-    """Requests that wait for an instance, and the timers of those that do not any more. `retries`
-    are those that must run alone, by key; all others are `in_order`. While it is `held`, no batch
-    forms (a hook for tests: the queue is to have been so full once). With less than `least_bound`
-    in order, no level is full."""
+    """The requests that wait for an instance, and the timers of all requests. `retries` must run
+    alone, by key; all others are `in_order`. With less than `least_bound` in order, no level is
+    full."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -161,9 +211,8 @@ class RequestQueue:
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self.timers: Timers[ScheduledRequest] = Timers(_done)
         self._next_key = itertools.count(1).__next__
-        self.held = settings.hold_until > 0
         policies = settings.policies
-        # What holds of all requests where there is one level.
+        # The level and policy of all requests, if there is one level.
         self._only_level = None if policies.levels else (0, policies.default)
         bounds = [each.max_queue_size for each in (policies.default, *policies.by_level.values())]
         self.least_bound = min(filter(None, bounds), default=NEVER)
@@ -174,7 +223,7 @@ class RequestQueue:
     # --- admission --------------------------------------------------------------------------------
 
     def full(self, priority: int) -> bool:
-        """Whether the level of requests with this priority has reached its bound."""
+        """Check whether the level of this priority has reached its bound."""
         return self.in_order.count >= self.least_bound and self._is_full(*self._level(priority))
 
     def enqueue(
@@ -186,9 +235,11 @@ class RequestQueue:
         *,
         cached: bool = False,
     ) -> ScheduledRequest:
-        """Enqueue a request; one whose response is `cached` only to have its deadline kept.
+        """Add a request and return it; a `cached` one only gets a timer for its deadline.
 
-        Raises Unavailable (its deadline has passed) or QueueFull.
+        Raises:
+            Unavailable: Its deadline has passed.
+            QueueFull: Its level is full.
         """
         level, policy, arrived, deadline, own = self._limits(message, now_ns)
         crowded = not cached and self.in_order.count >= self.least_bound
@@ -205,7 +256,7 @@ class RequestQueue:
             now_ns,
             deadline,
             now_ns + timeout if timeout else 0,
-            # Where the queue policy takes a request's timeout, it rejects; else the batch hurries.
+            # A timeout that the queue policy applies rejects the request; others hurry the batch.
             deadline if deadline and not own else NEVER,
             message,
             level,
@@ -216,14 +267,12 @@ class RequestQueue:
             request.meet(Event.DISPATCH)
             return request
         self.in_order.append(request)
-        if self.held and self.in_order.count >= self._settings.hold_until:
-            self.held = False
         if timeout:
             self.timers.add(request.queue_limit_ns, request)
         return request
 
     def _level(self, priority: int) -> tuple[int, LevelPolicy]:
-        """The level of requests with this priority, and its policy."""
+        """Return the level of requests with this priority, and its policy."""
         policies = self._settings.policies
         level = policies.level(priority)
         return level, policies.of(level)
@@ -232,12 +281,12 @@ class RequestQueue:
         return 0 < policy.max_queue_size <= self.in_order.size(level)
 
     def check(self, message: Submit, now_ns: int) -> None:
-        """Raise what `enqueue` raises for a request that would be cached."""
+        """Raise the errors that `enqueue` raises for a cached request."""
         self._limits(message, now_ns)
 
     def _limits(self, message: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
-        """The level and the policy of a request, its arrival and its deadline in ns, and its own
-        timeout in the queue in us (0: none)."""
+        """Return the level and the policy of a request, its arrival and its deadline in ns, and its
+        own queue timeout in us (0: none)."""
         settings = self._settings
         level, policy = self._only_level or self._level(message.priority)
         arrived, deadline = message.arrived_ns, message.deadline_ns
@@ -247,7 +296,7 @@ class RequestQueue:
             deadline = 0
         own = policy.own_timeout_us(message.timeout_us) if message.timeout_us else 0
         if own and policy.delays:
-            # Its time over, it is to wait on: what is left is the limit of the server.
+            # It waits on after its timeout, so that only the server's limit is its deadline.
             limit = settings.request_limit_ns
             deadline = arrived + limit if limit else 0
         if 0 < deadline < now_ns:
@@ -257,7 +306,7 @@ class RequestQueue:
     # --- order ------------------------------------------------------------------------------------
 
     def all(self) -> list[ScheduledRequest]:
-        """Everything that waits, retries first."""
+        """Return all waiting requests, retries first."""
         return [*self.retries.values(), *self.in_order]
 
     def take_retry(self) -> ScheduledRequest:
@@ -274,28 +323,28 @@ class RequestQueue:
         return taken
 
     def retry(self, request: ScheduledRequest) -> None:
-        """Take back a request whose worker is gone, to run alone and before all others."""
+        """Requeue a request whose worker died; it runs alone and before all others."""
         request.meet(Event.RETURN)
-        request.queue_limit_ns = 0  # it has had its wait
+        request.queue_limit_ns = 0  # it has waited before
         self.retries[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
-        """Take back a request that was dispatched and not begun: it comes before all others."""
+        """Requeue a dispatched request that was not begun, before all others."""
         request.meet(Event.RETURN)
         self.in_order.prepend(request)
 
     def remove(self, request: ScheduledRequest) -> None:
-        """Take a queued request out; its state is the caller's to change."""
+        """Remove a queued request; the caller changes its state."""
         if not self.in_order.remove(request):
             self.retries.pop(request.key, None)
 
     # --- time -------------------------------------------------------------------------------------
 
     def expired(self, now_ns: int) -> list[ScheduledRequest]:
-        """Requests whose time is over: a deadline anywhere, a queue limit only in the queue.
+        """Return the expired requests: past their deadline, or past their queue limit while queued.
 
-        Where the policy of its level is to delay it, a request whose queue limit has passed goes
-        behind the others there, and has none any more.
+        If the policy of its level delays it, a request past its queue limit moves behind the others
+        of the level and has no queue limit any more.
         """
         over: list[ScheduledRequest] = []
         for request in self.timers.over(now_ns):
@@ -321,5 +370,5 @@ def _done(request: ScheduledRequest) -> bool:
 
 
 def believable(arrived_ns: int, now_ns: int) -> int:
-    """A client's own reading of the clock, as far as it can be true."""
+    """Return a client's clock reading, or the time if the reading is impossible."""
     return arrived_ns if 0 < arrived_ns < now_ns else now_ns

@@ -1,27 +1,91 @@
-"""A request inside the scheduler, and the states of its life as a table (pure).
+"""A request inside the scheduler, its state machine, and the processes that take part in it (pure).
 
-Every request ends once for its client: with its response, with the last of its responses, or with
-an error; and there is one `Settled` besides when that came while a worker still had it. The states
-say who owes what: a worker may still be reading a request's memory long after its client stopped
+The client of a request receives one end: the response, the last of the responses, or an error. If a
+worker still has the request then, the client also receives a `Settled` later. The state says which
+of these messages are still owed. A worker may read a request's memory long after its client stopped
 waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shmserve.ipc.memory.lent import Block
-from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.messages.inference import BatchFinished, Submit
 from shmserve.ipc.tensors.inference import Packed
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.ipc.transport.router import first_number
 
 NEVER = 1 << 63  # later than any time
 NOTHING: Packed = (b"", [])  # no response
-DONE = Submit(0, b"", [], 0, 0, 0, 0)  # of a request that is done: nothing is kept
+DONE = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
+CACHED = "cached"  # `Timing.closed` of a request that was answered from the response cache
+
+R = TypeVar("R")
+
+
+class Peers(Protocol):
+    """The link to workers. `malformed` counts their unreadable frames."""
+
+    @property
+    def malformed(self) -> int:
+        """The number of unreadable frames so far."""
+
+    def post(self, peer: bytes, message: Any) -> None:
+        """Queue a message for the worker at this address."""
+
+
+class ControlLink(Protocol):
+    """The link to the supervisor. `malformed` counts its unreadable frames."""
+
+    malformed: int
+
+    def post(self, message: Any) -> None:
+        """Queue a message."""
+
+
+class Client(Generic[R]):
+    """A submitter of requests: its address, its pid (0: unknown), its requests by number, and
+    `post`, which queues a message for it."""
+
+    __slots__ = ("peer", "pid", "post", "requests")
+
+    def __init__(self, peer: bytes, post: Callable[[Any], object]) -> None:
+        self.peer = peer
+        self.pid = first_number(peer)
+        self.post = post
+        self.requests: dict[int, R] = {}
+
+
+class Timing(NamedTuple):
+    """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns). The
+    execution had `rows` rows; `closed` is the reason why it took no more. `spans` are those of the
+    requests that its model made."""
+
+    compute_start_ns: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+    rows: int = 0
+    closed: str = ""
+    spans: bytes = b""
+
+    @classmethod
+    def of(
+        cls, message: BatchFinished, sent_ns: int, now_ns: int, rows: int = 0, closed: str = ""
+    ) -> Timing:
+        """Return the phases that a worker reports, clamped to `sent_ns` .. `now_ns`."""
+        start, input_end = message.compute_start_ns, message.input_end_ns
+        output_start, end = message.output_start_ns, message.compute_end_ns
+        if not sent_ns <= start <= input_end <= output_start <= end <= now_ns:
+            start = min(max(start, sent_ns), now_ns)
+            input_end = min(max(input_end, start), now_ns)
+            output_start = min(max(output_start, input_end), now_ns)
+            end = min(max(end, output_start), now_ns)
+        phases = (input_end - start, output_start - input_end, end - output_start)
+        return cls(start, *phases, rows, closed, message.spans)
 
 
 class State(StrEnum):
@@ -32,8 +96,8 @@ class State(StrEnum):
     RESPONDING = auto()  # it has had a response, or `execute` has returned and more may follow
     HELD = auto()  # executed; its response waits for those of earlier requests
     FAILED_EARLY = auto()  # a worker still has it, `Settled` is owed
-    CANCELLED = auto()  # nobody waits for the result: a worker still has it, an error is owed
-    ORPHANED = auto()  # its client is gone: a worker still has it, nothing is owed
+    CANCELLED = auto()  # by its client: a worker still has it, an error is owed
+    ORPHANED = auto()  # its client has exited: a worker still has it, nothing is owed
     DONE = auto()
 
 
@@ -67,7 +131,7 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
-        Event.RETURN: State.QUEUED,  # its model asks for it once more
+        Event.RETURN: State.QUEUED,  # its model asks for it again
         Event.FINISH: State.DONE,
         Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,
@@ -82,7 +146,7 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
 
 
 class IllegalEvent(Exception):
-    """A request met an event that its state does not know: a defect of ours."""
+    """An event that is not allowed in the state of a request: a defect of the scheduler."""
 
 
 # A worker has the request, and its client waits.
@@ -90,7 +154,7 @@ AT_WORK = frozenset((State.EXECUTING, State.RESPONDING))
 
 
 class Worker(NamedTuple):
-    """The worker that runs a request: its address and pid."""
+    """The worker of a request: its address and pid."""
 
     peer: bytes
     pid: int
@@ -100,9 +164,9 @@ class Lookup(NamedTuple):
     """The result of a lookup in the response cache.
 
     Attributes:
-        key: The request's key, where it missed; else empty.
-        response: The cached response; `NOTHING` where it missed.
-        ns: How long the lookup took.
+        key: The request's key after a miss, else empty.
+        response: The cached response, or `NOTHING` after a miss.
+        ns: The duration of the lookup.
         copies: The blocks that the response is read from, to be lent or cancelled.
     """
 
@@ -117,14 +181,14 @@ class Lookup(NamedTuple):
         return bool(self.response[0])
 
     def cancel(self) -> None:
-        """Release the copies of a response that nobody will read."""
+        """Release the copies of a response that will not be read."""
         for copy in self.copies:
             copy.release()
 
 
 class Outcome(NamedTuple):
-    """The outcome of a request's execution whose turn is still to come: `code` "" is success, no
-    `timing` a death."""
+    """The outcome of an execution that is held until its turn. `code` "" is success; without
+    `timing`, the worker died."""
 
     code: str
     message: str
@@ -134,16 +198,15 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """One inference, which counts for `units` in a batch, and the message that submitted it, as
-    long as it lives. Times are monotonic ns, 0: none.
+    """An inference, which counts for `units` in a batch, and the message that submitted it. Times
+    are monotonic ns, 0: none.
 
-    `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
-    `flush_by_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker`
-    is who had it last. Of a decoupled model's: `responses` it has had, as many as `credited` of
-    which its client has read; since `responded_ns` the model has been at the next one. `level`
-    is its priority level, 1 the highest; it is `delayed` where its timeout put it behind the
-    others there. `sequence` is the one that it belongs to, where there are any, and `flags` say
-    where in it. `lookup` is what the response cache said of it, if it was asked.
+    `deadline_ns` is valid until the last response, `queue_limit_ns` only in the queue. A batch
+    should run before `flush_by_ns` rather than wait (`NEVER`: it may wait). `worker` had it last. A
+    decoupled model has sent `responses`, of which the client has read `credited`, the last one at
+    `responded_ns`. `level` is its priority level, 1 the highest; `delayed` if its timeout moved it
+    behind the others of its level. `flags` are those in its `sequence`, if it has one. `lookup` is
+    the result of its cache lookup, if there was one.
     """
 
     key: int
@@ -169,11 +232,11 @@ class ScheduledRequest:
     timing: Timing | None = None  # of the execution, once it has returned
     sequence: Any = None  # a batchers.sequence.slots.Sequence
     flags: int = 0
-    untimed: bool = False  # it succeeded before that
+    untimed: bool = False  # it succeeded before its execution returned
     lookup: Lookup | None = None
 
     def meet(self, event: Event) -> None:
-        """Move to the next state; raises IllegalEvent and changes nothing where there is none."""
+        """Move to the next state; raise IllegalEvent and change nothing if there is none."""
         try:
             self.state = LIFE[self.state][event]
         except KeyError:

@@ -1,11 +1,11 @@
-"""Messages to clients about their requests: posted, counted, and in order where asked for.
+"""Messages to clients about their requests: sent, counted, and ordered if the model requires it.
 
-relay    one of any number of responses
-end      the last of them
+relay    a response that is not the last
+end      the last response of a decoupled model
 finish   the outcome of an execution (ordered if the model preserves ordering)
-fail     an error that waits for nobody: rejection, deadline, cancellation
-close    a worker has returned a request whose fate was decided meanwhile
-abandon  nobody is there to be told
+fail     an error out of order: rejection, deadline, cancellation
+close    the return of a request that was ended before
+abandon  the exit of the client
 """
 
 from __future__ import annotations
@@ -23,32 +23,37 @@ from shmserve.ipc.messages.inference import (
     Reply,
     Responded,
     Settled,
+    Submit,
 )
 from shmserve.ipc.tensors.inference import Packed
-from shmserve.scheduler.outboxes import Peers
+from shmserve.ipc.trace import Span, TraceContext
 from shmserve.scheduler.requests.request import (
     AT_WORK,
     DONE,
     Event,
     Outcome,
+    Peers,
     ScheduledRequest,
     State,
+    Timing,
 )
-from shmserve.scheduler.requests.spans import spans_of
 from shmserve.scheduler.response_cache import ResponseCache
-from shmserve.scheduler.statistics.counters import Reason, Statistics
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.statistics import (
+    Reason,
+    Statistics,
+)
 
-# Stale places in the order are swept when they outnumber the live requests by this much.
+# Stale entries of the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
 _UNDECIDED = AT_WORK | {State.QUEUED}
 _IN_ORDER = _UNDECIDED | {State.HELD}
+_NOT_EXECUTED = Timing(0, 0, 0, 0)
 
 
 @dataclass(eq=False)
 class Responses:
-    """The sender of messages to clients. `live` counts the requests that are not done; `cache`
-    keeps what may be told again."""
+    """The sender of messages to clients. `live` is the number of requests that are not done;
+    `cache` keeps responses for equal requests."""
 
     _workers: Peers
     _statistics: Statistics
@@ -58,14 +63,14 @@ class Responses:
     live: int = 0
 
     def enqueued(self, request: ScheduledRequest) -> None:
-        """From now on this request is owed a response."""
+        """Register a request that is owed a response."""
         request.client.requests[request.id] = request
         self.live += 1
         if self._ordered:
             self._order.append(request)
 
     def relay(self, request: ScheduledRequest, message: ExecutionResponded) -> None:
-        """Pass on a response that is not the last."""
+        """Send a response that is not the last."""
         if request.state is State.EXECUTING:
             request.meet(Event.RESPOND)
         request.responses += 1
@@ -82,9 +87,9 @@ class Responses:
         so_far: Timing,
         now_ns: int,
     ) -> None:
-        """Pass on what ends a decoupled model's request. An error that its model has sent is a
-        response, and its request a success, as in Triton; one that it raised is a failure. Where
-        its execution has not returned, its times are `so_far`."""
+        """Send the end of a decoupled model's request. As in Triton, an error that the model sent
+        is a response and its request a success; an error that it raised is a failure. If the
+        execution has not returned, its times are `so_far`."""
         if last.code and (isinstance(last, Reply) or last.failed):
             reason = Reason.CANCELED if last.code == "CANCELLED" else Reason.BACKEND
             self._statistics.failed(request.arrived_ns, reason, now_ns)
@@ -106,8 +111,8 @@ class Responses:
         timing: Timing | None,
         now_ns: int,
     ) -> None:
-        """End an executing request with its outcome, as soon as its turn comes: `code` "" is
-        success, no `timing` a death."""
+        """End an executing request with its outcome, in its turn. `code` "" is success; without
+        `timing`, the worker died."""
         lookup = request.lookup
         if lookup is not None and lookup.key and self.cache is not None and not code:
             insert_ns = self.cache.insert(lookup.key, response)
@@ -119,18 +124,18 @@ class Responses:
             self._deliver(request, code, text, response, timing, now_ns)
 
     def release(self, now_ns: int) -> None:
-        """Deliver what is held and whose turn has come."""
+        """Send the held outcomes whose turn has come."""
         order = self._order
         while order and order[0].state not in _UNDECIDED:
             request = order.popleft()
             if request.state is State.HELD:
                 outcome, request.outcome = request.outcome, None
-                assert outcome is not None  # which is what it was held for
+                assert outcome is not None  # as in every HELD state
                 self._deliver(request, *outcome, now_ns)
 
     def sweep(self) -> None:
-        """Forget the places of requests that are over when they are many: the first that is not
-        may take long."""
+        """Remove ended requests from the order if there are many: the first live request may take
+        long."""
         if len(self._order) > 2 * self.live + _STALE_PLACES:
             self._order = deque([r for r in self._order if r.state in _IN_ORDER])
 
@@ -173,7 +178,7 @@ class Responses:
         now_ns: int,
         early: bool = False,
     ) -> None:
-        """End a request with an error now; `early`: a worker still has it, and `close` follows."""
+        """End a request with an error now. `early`: a worker still has it, and `close` follows."""
         self._statistics.failed(request.arrived_ns, reason, now_ns)
         request.meet(Event.FAIL_EARLY if early else Event.FINISH)
         request.client.post(Failed(request.id, code, message, 0, early))
@@ -182,7 +187,7 @@ class Responses:
             self._forget(request)
 
     def close(self, request: ScheduledRequest, now_ns: int) -> None:
-        """No worker has the request any more, and its result is of no use."""
+        """End a request that no worker has any more and whose result is not used."""
         match request.state:
             case State.CANCELLED:
                 self.fail(request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns)
@@ -195,7 +200,7 @@ class Responses:
                 self._forget(request)
 
     def abandon(self, request: ScheduledRequest, now_ns: int) -> None:
-        """The client is gone; a worker that has the request still returns it."""
+        """End a request whose client has exited; its worker, if any, still returns it."""
         if request.state is not State.FAILED_EARLY:
             self._statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
         request.meet(Event.ABANDON)
@@ -204,7 +209,7 @@ class Responses:
             self._forget(request)
 
     def drop_outputs(self, request: ScheduledRequest, data: list[Any]) -> None:
-        """Tell the worker that had this request that nobody will read what it made."""
+        """Release outputs of a request's worker that no client will read."""
         worker = request.worker
         for release in unread(data):
             if worker is not None and release.pid == worker.pid:
@@ -223,3 +228,38 @@ class Responses:
         self.live -= 1
         request.submit = DONE
         del request.client.requests[request.id]
+
+
+def spans_of(
+    statistics: Statistics,
+    submit: Submit,
+    arrived_ns: int,
+    enqueued_ns: int,
+    timing: Timing | None,
+    now_ns: int,
+) -> bytes:
+    """Return the packed span of a request that ends now, followed by the spans of its execution.
+
+    Returns:
+        The `spans` of `Finished`; empty if the request is not traced.
+    """
+    if not submit.trace:
+        return b""
+    start_ns, input_ns, infer_ns, output_ns, rows, closed, spans = timing or _NOT_EXECUTED
+    context = TraceContext.of(submit.trace)
+    span = Span(
+        context.span_id,
+        context.parent_id,
+        *statistics.model,
+        submit.request_id,
+        arrived_ns,
+        enqueued_ns,
+        start_ns,
+        start_ns + input_ns,
+        start_ns + input_ns + infer_ns,
+        start_ns + input_ns + infer_ns + output_ns,
+        now_ns,
+        rows,
+        closed,
+    )
+    return span.packed() + spans

@@ -1,13 +1,43 @@
-"""What a server needs of its host, as a table of small checks. `shmserve doctor` prints all of it;
-the start of a server looks at what may differ from one start to the next.
+"""The checks of a host. `shmserve doctor` prints all of them; a server runs some when it starts.
 
-table.py      the checks in their order, and how they are run
-software.py   packages, the HTTP parser, systemd's units
-memory.py     /dev/shm, what is left in it, limits of memory
-limits.py     descriptors, processes, processors, the user, the clock
-devices.py    accelerators; cuda_probe.py: two processes that share memory on one
-places.py     run directory, ports, model repositories
-peer.py       whether another process can share memory with the server
+    table.py    the checks in their order, and how they run
+    host.py     installed software, limits of processes, processors, user, clock
+    memory.py   /dev/shm, memory limits, accelerators, and whether processes can share their memory
+    places.py   run directory, ports, model repositories, and whether another process can reach them
 
-A check is two functions: one gathers facts and judges nothing, the other is pure.
+A check has two functions: `gather` collects facts, and the pure `judge` returns a verdict.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+OK, WARNING, WRONG = "ok", "warning", "wrong"
+
+
+class Verdict(NamedTuple):
+    """The result of a check: `state` is OK, WARNING or WRONG; `fix` is empty if none is needed."""
+
+    state: str
+    found: str
+    fix: str = ""
+
+
+def ok(found: str) -> Verdict:
+    """Return the verdict that nothing needs to be done."""
+    return Verdict(OK, found)
+
+
+def warning(found: str, fix: str) -> Verdict:
+    """Return the verdict that the server runs with limitations."""
+    return Verdict(WARNING, found, fix)
+
+
+def wrong(found: str, fix: str) -> Verdict:
+    """Return the verdict that the server does not start, or is useless."""
+    return Verdict(WRONG, found, fix)
+
+
+def megabytes(count: int) -> str:
+    """Format a number of bytes."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"

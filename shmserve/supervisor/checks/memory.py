@@ -1,29 +1,44 @@
-"""Checks of memory: /dev/shm, what is left in it, and what the server may use and lock."""
+"""Checks of host memory and of accelerators, and whether two processes can share device memory.
+
+`python -m shmserve.supervisor.checks.memory` tries the latter: the exit status is 0, or the reason
+is printed in one line.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
+import subprocess
+import sys
 import tempfile
+from importlib import metadata, util
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from shmserve.common.accelerators import cuda_devices
-from shmserve.common.host import cgroup_limit
+from shmserve.common.host import accelerators, cgroup_limit, cuda_devices
 from shmserve.config.server import ServerConfig
-from shmserve.supervisor.checks.verdict import Verdict, megabytes, ok, warning, wrong
+from shmserve.errors import ShmserveError
+from shmserve.ipc.memory.cuda_ipc import CudaError, DeviceAllocation, Driver
+from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 
 _SHM = Path("/dev/shm")
 _LITTLE = 64 * 2**20  # Docker's default for all of it
 _WORTH_TELLING = 2**20
 _MOUNT = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
 _LARGER = "mount -o remount,size=2G /dev/shm, docker run --shm-size=2g or --ipc=host, an emptyDir"
+_DRIVER = Path("/proc/driver/nvidia")
+_PROBE = [sys.executable, "-m", "shmserve.supervisor.checks.memory"]
+_PATIENCE_S = 60
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_HIDDEN = (None, "", "-1")  # values that name no device
+_PATTERN = bytes(range(256)) * 16
 
 
 class ShmFolder(NamedTuple):
-    """/dev/shm: `filesystem` is "" where there is none, `used` whether clients may share memory."""
+    """The state of /dev/shm. `filesystem` is "" if it is missing; `used`: clients may use it."""
 
     used: bool
     filesystem: str = ""
@@ -35,7 +50,7 @@ class ShmFolder(NamedTuple):
 
 
 def gather_shm(config: ServerConfig) -> ShmFolder:
-    """As this process sees it."""
+    """Return the state of /dev/shm in this process's mount namespace."""
     used = config.shm.allow is not False
     if not _SHM.is_dir():
         return ShmFolder(used)
@@ -50,13 +65,13 @@ def gather_shm(config: ServerConfig) -> ShmFolder:
 
 
 def room(folder: Path) -> tuple[int, int]:
-    """Of the filesystem of a folder: its size, and what is free; bytes. Raises OSError."""
+    """Return the size and the free space of a folder's filesystem in bytes."""
     found = os.statvfs(folder)
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def judge_shm(shm: ShmFolder) -> Verdict:
-    """The room for clients' regions."""
+    """Require a writable tmpfs with space for clients' regions."""
     if not shm.used:
         return ok("clients share none (--allow-client-shm=false)")
     if shm.filesystem != "tmpfs":
@@ -73,7 +88,7 @@ def judge_shm(shm: ShmFolder) -> Verdict:
 
 
 class ShmObject(NamedTuple):
-    """A file in /dev/shm: bytes, and whether a process that can be seen has it open or mapped."""
+    """A file in /dev/shm. `in_use`: a visible process has it open or mapped."""
 
     name: str
     byte_size: int
@@ -82,7 +97,7 @@ class ShmObject(NamedTuple):
 
 
 def gather_objects(_: ServerConfig) -> list[ShmObject]:
-    """Those that are worth telling of, the largest first."""
+    """Return the objects of 1 MiB and more, largest first."""
     large = []
     for entry in os.scandir(_SHM):
         with contextlib.suppress(OSError):
@@ -107,7 +122,7 @@ def _in_use() -> set[str]:
 
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
-    """What killed programs left takes memory until somebody deletes it."""
+    """Warn about objects of killed programs, which use memory until someone deletes them."""
     left = [each for each in objects if not each.in_use]
     total = megabytes(sum(each.byte_size for each in left or objects))
     if left:
@@ -120,15 +135,18 @@ def judge_objects(objects: list[ShmObject]) -> Verdict:
 
 
 def gather_memory(_: ServerConfig) -> tuple[int, int, int]:
-    """Bytes: the host's memory, this control group's limit (or the same), and /dev/shm's size."""
+    """Return in bytes the host's memory, the control group's limit, and the size of /dev/shm."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroup_limit("memory", "memory.max", "memory.limit_in_bytes")
     return host, min(host, limit or host), room(_SHM)[0] if _SHM.is_dir() else 0
 
 
 def judge_memory(facts: tuple[int, int, int]) -> Verdict:
-    """Pages of an object count for the control group of whoever touches them first: what the server
-    writes to a client's region is the server's."""
+    """Warn if /dev/shm may exceed the server's limit.
+
+    A page counts for the control group that touches it first, so pages of clients' regions may
+    count for the server.
+    """
     host, limit, shm = facts
     if limit < min(shm, host):
         found = f"{megabytes(limit)} for the server (memory.max), less than /dev/shm has: pages of "
@@ -138,16 +156,155 @@ def judge_memory(facts: tuple[int, int, int]) -> Verdict:
 
 
 def gather_locked(config: ServerConfig) -> tuple[int, bool]:
-    """How many bytes may be locked (-1: any), and whether there is a device to pin them for."""
+    """Return the limit on locked bytes (-1: none), and whether there is a CUDA device."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return hard, cuda_devices(config.visible_devices) > 0
 
 
 def judge_locked(facts: tuple[int, bool]) -> Verdict:
-    """Pinned regions are locked."""
+    """Require enough lockable memory for pinned regions."""
     limit, wanted = facts
     found = "any number of bytes" if limit < 0 else megabytes(limit)
     if wanted and 0 <= limit < _LITTLE:
         fix = "LimitMEMLOCK=infinity in the unit, ulimit -l unlimited, docker --ulimit memlock=-1"
         return warning(f"{found}: larger regions cannot be pinned for the device", fix)
     return ok(found)
+
+
+class DeviceList(NamedTuple):
+    """The accelerators of a host.
+
+    `visible` of `total` devices are allowed by CUDA_VISIBLE_DEVICES (`chosen`); this user cannot
+    open the `closed` ones. `named` are the driver's names, `partitions` the MIG instances.
+    """
+
+    kind: str = ""
+    total: int = 0
+    visible: int = 0
+    chosen: str | None = None
+    closed: tuple[str, ...] = ()
+    driver: str = ""
+    named: tuple[str, ...] = ()
+    partitions: int = 0
+    torch: str = ""
+
+
+def gather_devices(config: ServerConfig) -> DeviceList:
+    """Read the facts from files, without opening a device."""
+    chosen, found = config.visible_devices, accelerators()
+    nodes = map(str, Path("/dev").glob("nvidia[0-9]*" if found.kind == "cuda" else "davinci[0-9]*"))
+    version = _DRIVER / "version"
+    driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.is_file() else None
+    return DeviceList(
+        *(found.kind, found.count, accelerators(visible=chosen).count, chosen),
+        closed=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
+        driver=driver[0] if driver else "",
+        named=tuple(sorted(map(_named, _DRIVER.glob("gpus/*/information")))),
+        partitions=len(list(_DRIVER.glob("capabilities/gpu*/mig/gi*"))),
+        torch=metadata.version("torch"),
+    )
+
+
+def _named(information: Path) -> str:
+    said = dict(re.findall(r"^([^:]+?)\s*:\s*(.*?)\s*$", information.read_text(), re.MULTILINE))
+    return " ".join(said.get(key, "?") for key in ("Device Minor", "GPU UUID", "Model"))
+
+
+def judge_devices(devices: DeviceList) -> Verdict:
+    """Require that the devices, if any, can be used for models of KIND_GPU."""
+    if not devices.total:
+        return ok("none: models run on the processors")
+    found = f"{devices.total} of kind {devices.kind}"
+    if devices.closed:
+        fix = "DeviceAllow= in the unit and the files' group, docker run --gpus all"
+        return wrong(f"{found}; this user may not open {', '.join(devices.closed)}", fix)
+    if devices.kind == "cuda" and not devices.driver:
+        return wrong(f"{found}, and no driver", "load the module nvidia (modprobe nvidia)")
+    if devices.kind == "cuda" and devices.torch.endswith("+cpu"):
+        fix = "a torch built for CUDA (https://pytorch.org/get-started)"
+        return warning(f"{found}, which torch {devices.torch} cannot use", fix)
+    if devices.visible < devices.total:
+        found += f", {devices.visible} of them visible (CUDA_VISIBLE_DEVICES={devices.chosen})"
+        if not devices.visible and devices.chosen not in _HIDDEN:
+            return warning(found, "name devices by number or UUID, as nvidia-smi -L does")
+    shown = (f"driver {devices.driver}" if devices.driver else "", *devices.named)
+    parts = f"{devices.partitions} MIG instances" if devices.partitions else ""
+    return ok("; ".join(filter(None, (found, *shown, parts))))
+
+
+class DeviceSharing(NamedTuple):
+    """The requirements of sharing device memory.
+
+    `failed` is the reason why two processes could not share memory, "" if they could, and None if
+    there is no CUDA device.
+    """
+
+    bindings: bool
+    allocator: str
+    failed: str | None
+
+
+def gather_sharing(config: ServerConfig) -> DeviceSharing:
+    """Let one process export device memory, and another process open it."""
+    bindings = util.find_spec("cuda") is not None
+    failed = None
+    if cuda_devices(config.visible_devices):
+        done = subprocess.run(_PROBE, capture_output=True, text=True, timeout=_PATIENCE_S)
+        failed = done.stderr.strip()[-300:] if done.returncode else ""
+    return DeviceSharing(
+        bindings, ",".join(os.environ.get(name, "") for name in _ALLOCATOR), failed
+    )
+
+
+def judge_sharing(sharing: DeviceSharing) -> Verdict:
+    """Require CUDA IPC for clients' regions on a device."""
+    if sharing.failed is None:
+        return ok("no CUDA device to share memory of")
+    if not sharing.bindings:
+        return warning("refused: cuda-bindings is not installed", "pip install 'shmserve[cuda]'")
+    if sharing.failed:
+        fix = "docker run --ipc=host --pid=host; WSL and Jetson have no CUDA IPC"
+        return warning(f"two processes could not share some: {sharing.failed}", fix)
+    if "expandable_segments:true" in sharing.allocator.lower().replace(" ", ""):
+        fix = f"{_ALLOCATOR[0]} without it, or memory that shmserve.client allocates"
+        return warning("what torch allocates in expandable_segments cannot be shared", fix)
+    return ok("two processes shared some")
+
+
+def export() -> None:
+    """Print the handle of memory that contains the pattern, and hold it until stdin is closed."""
+    cuda = Driver()
+    memory = DeviceAllocation(cuda, 0, len(_PATTERN))
+    cuda.write(memory.pointer, memoryview(bytearray(_PATTERN)), 0)
+    print(memory.handle.raw.hex(), flush=True)
+    sys.stdin.read()
+
+
+def read(handle: bytes) -> bytes:
+    """Return the contents of the memory that a handle opens."""
+    cuda = Driver()
+    pointer = cuda.open(handle, 0)
+    found = bytearray(len(_PATTERN))
+    cuda.read(pointer, memoryview(found), 0)
+    cuda.close(pointer, 0)
+    return bytes(found)
+
+
+def probe() -> str | None:
+    """Return the argument of `sys.exit`: why device memory could not be shared, or None."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*_PROBE, "export"], stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        line = other.stdout.readline().strip()
+        try:
+            shared = bool(line) and read(bytes.fromhex(line)) == _PATTERN
+        except (ShmserveError, CudaError) as error:
+            return str(error)
+    return None if shared else "what was read is not what was written" if line else ""
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        export()
+    else:
+        sys.exit(probe())

@@ -1,4 +1,4 @@
-"""Checks of where a server is: its run directory, its ports, its model repositories."""
+"""Checks of a server's run directory, ports and repositories, and whether a process reaches it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.host import cuda_devices
+from shmserve.common.peers import credentials
 from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
+from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 from shmserve.supervisor.checks.memory import room
-from shmserve.supervisor.checks.verdict import Verdict, megabytes, ok, warning, wrong
 from shmserve.supervisor.host.listeners import listen, port_holders
 from shmserve.supervisor.host.run_directory import objection
 
@@ -24,13 +25,13 @@ _LITTLE = 16 * 2**20
 
 
 def wanted_run_directory(config: ServerConfig) -> Path:
-    """Where a server with these settings would be."""
+    """Return the run directory of a server with this configuration."""
     wanted = config.run_dir or endpoints.usual_run_directory(os.environ)
     return Path(os.path.abspath(wanted))
 
 
 def server_pid(run_dir: Path) -> int:
-    """The supervisor of the server that runs there; 0: none that can be asked."""
+    """Return the pid of the server that uses a run directory, or 0 if none can be reached."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.connect(os.fspath(endpoints.listener(run_dir)))
         return credentials(door)[0]
@@ -38,7 +39,7 @@ def server_pid(run_dir: Path) -> int:
 
 
 class RunPlace(NamedTuple):
-    """A run directory: what stands against it, the pid of its server, the bytes that are free."""
+    """A run directory: the objection to its use, the pid of its server, and its free bytes."""
 
     path: Path
     against: str = ""
@@ -47,7 +48,7 @@ class RunPlace(NamedTuple):
 
 
 def gather_run_directory(config: ServerConfig) -> RunPlace:
-    """By the rules of a server's start."""
+    """Apply the rules of a server's start."""
     path, against = wanted_run_directory(config), ""
     with contextlib.suppress(FileNotFoundError):
         against = objection(path, path.lstat(), through=0o010 if config.shm.group >= 0 else 0)
@@ -58,7 +59,7 @@ def gather_run_directory(config: ServerConfig) -> RunPlace:
 
 
 def judge_run_directory(place: RunPlace) -> Verdict:
-    """One server at a time has it."""
+    """Require a usable run directory; one server uses it at a time."""
     if place.against:
         return wrong(place.against, "another --run-dir, or mend this one")
     if place.server:
@@ -70,7 +71,7 @@ def judge_run_directory(place: RunPlace) -> Verdict:
 
 
 def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
-    """(protocol, address, port, the address's flag) of each place where a server is to listen."""
+    """Yield (protocol, address, port, the address's flag) of each TCP listener of a server."""
     if config.http.allow:
         yield "http", config.http.address, config.http.port, "--http-address"
     if config.allow_metrics:
@@ -80,8 +81,11 @@ def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
 
 
 class WantedPorts(NamedTuple):
-    """Where a server is to listen; of what it cannot have, why, and the pids of those that have it;
-    and the pid of the server that has the run directory already."""
+    """The addresses of a server's listeners.
+
+    `refused` contains the errors of listeners that cannot be opened, with the pids of the processes
+    that use their ports. `server` is the pid of the server that uses the run directory.
+    """
 
     wanted: tuple[str, ...]
     refused: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -89,7 +93,7 @@ class WantedPorts(NamedTuple):
 
 
 def gather_ports(config: ServerConfig) -> WantedPorts:
-    """Listens at each, for a moment."""
+    """Open each listener for a moment."""
     wanted, refused = [], []
     for _, address, port, flag in tcp_listeners(config):
         wanted.append(f"{address}:{port}")
@@ -102,7 +106,7 @@ def gather_ports(config: ServerConfig) -> WantedPorts:
 
 
 def judge_ports(ports: WantedPorts) -> Verdict:
-    """All of them, or no start."""
+    """Require all ports, since a server does not start without one of them."""
     lost = [text for text, pids in ports.refused if not ports.server or ports.server not in pids]
     if lost:
         return wrong("; ".join(lost), "end who listens there, or choose another port")
@@ -111,7 +115,7 @@ def judge_ports(ports: WantedPorts) -> Verdict:
 
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
-    """(path, folders in it, whether everybody may write there) of each; -1: it cannot be read."""
+    """Return (path, number of folders or -1 if unreadable, world-writable) of each repository."""
     found = []
     for path in config.model_repositories:
         folders, mode = -1, 0
@@ -123,7 +127,7 @@ def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
 
 
 def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
-    """Models are code, which runs as the server's user."""
+    """Require readable repositories that only the owner can write: models are code."""
     for path, folders, open_to_all in sorted(repositories, key=itemgetter(1)):
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {path}")
@@ -134,3 +138,133 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
             return warning(f"{path} has no model in it", "a folder for each model")
     shown = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)
     return ok(shown or "none were named (--model-repository)")
+
+
+class PeerFacts(NamedTuple):
+    """A process that may share memory with the server.
+
+    `sees` are the device and inode of its /dev/shm, of the server's run directory (None: missing)
+    and of its namespaces, by name. `visible` is its CUDA_VISIBLE_DEVICES.
+    """
+
+    uid: int
+    groups: frozenset[int]
+    sees: dict[str, tuple[int, int] | None]
+    visible: str | None = None
+
+
+class ServerFacts(NamedTuple):
+    """The server, or this process if no server `runs`.
+
+    `group` is its --shm-group (-1: none), `devices` the number of its CUDA devices.
+    """
+
+    process: PeerFacts
+    runs: bool
+    group: int
+    devices: int
+
+
+def gather_peer(config: ServerConfig, pid: int) -> tuple[ServerFacts, PeerFacts]:
+    """Collect the facts about the server and process `pid`.
+
+    Raises:
+        InvalidArgument: There is no such process, or this user may not inspect it.
+    """
+    run_dir = wanted_run_directory(config)
+    server = server_pid(run_dir)
+    devices = cuda_devices(config.visible_devices)
+    ours = _process(server or os.getpid(), run_dir)
+    return ServerFacts(ours, bool(server), config.shm.group, devices), _process(pid, run_dir)
+
+
+def _process(pid: int, run_dir: Path) -> PeerFacts:
+    folder = Path(f"/proc/{pid}")
+    try:
+        lines = (folder / "status").read_text().splitlines()
+        status = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+        words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        environment = dict(word.split("=", 1) for word in words if "=" in word)
+        paths = {"/dev/shm": "root/dev/shm", "run directory": f"root{run_dir}"}
+        paths |= {kind: f"ns/{kind}" for kind in ("user", "net", "ipc", "pid")}
+        return PeerFacts(
+            int(status["Uid"][1]),
+            frozenset(map(int, (status["Gid"][1], *status["Groups"]))),
+            {name: _identity(folder / path) for name, path in paths.items()},
+            environment.get("CUDA_VISIBLE_DEVICES"),
+        )
+    except PermissionError:
+        found = f"--peer: uid {os.geteuid()} may not look at process {pid}: be root, or its user"
+        raise InvalidArgument(found) from None
+    except (FileNotFoundError, ProcessLookupError):
+        raise InvalidArgument(f"--peer: there is no process {pid} here") from None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    return None
+
+
+def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verdict]]:
+    """Yield the name and verdict of each check of a peer."""
+    ours = server.process
+    apart = {name for name, seen in peer.sees.items() if seen != ours.sees[name]}
+    yield "peer's /dev/shm", _shm(apart)
+    yield "peer's user", _user(server, peer, apart)
+    yield "peer's run dir", _run_directory(server, apart)
+    yield "peer's network", _network(apart)
+    yield "peer's devices", _devices(server, peer, apart)
+
+
+def _shm(apart: set[str]) -> Verdict:
+    if "/dev/shm" not in apart:
+        return ok("the server's: regions are found by their keys")
+    return wrong(
+        "not the server's: regions are not found by their keys",
+        "docker run --ipc=host or --ipc=container:SERVER, one emptyDir for all of a pod; or "
+        "shmserve.client, which hands memory over without a name",
+    )
+
+
+def _user(server: ServerFacts, peer: PeerFacts, apart: set[str]) -> Verdict:
+    if "user" in apart:
+        return warning("in another user namespace: uids differ", "docker run --userns=host")
+    if peer.uid == server.process.uid:
+        return ok(f"uid {peer.uid}, as the server")
+    found = f"uid {peer.uid}, the server is uid {server.process.uid}"
+    if server.process.uid == 0:
+        return ok(f"{found}, which may open its objects")
+    if server.group in peer.groups:
+        return ok(f"{found}; it is of --shm-group, which its objects must let read and write")
+    return wrong(f"{found}, which may not open its objects", "one user for both, or --shm-group")
+
+
+def _run_directory(server: ServerFacts, apart: set[str]) -> Verdict:
+    if not server.runs:
+        return ok("no server runs there; one would be started as this user")
+    if "run directory" not in apart:
+        return ok("the server's: shmserve.client finds it")
+    fix = "docker run --volume, and SHMSERVE_RUN_DIR where it has another path"
+    return warning("the server's is not there: shmserve.client does not find it", fix)
+
+
+def _network(apart: set[str]) -> Verdict:
+    if "net" not in apart:
+        return ok("127.0.0.1 is the server's")
+    fix = "docker run --network=host, or --http-unix-socket and --grpc-unix-socket"
+    return warning("127.0.0.1 is another, and from elsewhere no memory is shared", fix)
+
+
+def _devices(server: ServerFacts, peer: PeerFacts, apart: set[str]) -> Verdict:
+    if not server.devices:
+        return ok("the server has no CUDA device")
+    if spaces := " and ".join(sorted(apart & {"ipc", "pid"})):
+        fix = "docker run --ipc=host --pid=host for both"
+        return warning(f"in another {spaces} namespace, so handles cannot be opened", fix)
+    if peer.visible != server.process.visible:
+        found = f"its CUDA_VISIBLE_DEVICES is {peer.visible}, the server's {server.process.visible}"
+        fix = "the same for both, or a device's UUID with its handle, as shmserve.client sends"
+        return warning(f"{found}: cuda:0 may be another device there", fix)
+    return ok("the server's")

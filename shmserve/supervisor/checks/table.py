@@ -1,4 +1,4 @@
-"""The table of checks, and how it is run."""
+"""The table of checks, and how they run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 
 from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
-from shmserve.supervisor.checks import devices, limits, memory, places, software
-from shmserve.supervisor.checks.verdict import OK, WRONG, Verdict, warning
+from shmserve.supervisor.checks import OK, WRONG, Verdict, host, memory, places, warning
 
 logger = logging.getLogger(__name__)
 
 
 class HostCheck(NamedTuple):
-    """`judge(gather(config))` is its verdict. At a server's start: "refuse" ends it where something
-    is wrong, "tell" logs what is not well, "" is for the doctor alone."""
+    """A check, whose verdict is `judge(gather(config))`.
+
+    `at_start` is "refuse" if a server with a WRONG verdict does not start, "tell" if it logs a
+    verdict that is not OK, and "" if only the doctor runs the check.
+    """
 
     name: str
     gather: Callable[[ServerConfig], Any]
@@ -25,31 +27,31 @@ class HostCheck(NamedTuple):
 
 
 CHECKS: tuple[HostCheck, ...] = (
-    HostCheck("packages", software.gather_packages, software.judge_packages),
-    HostCheck("HTTP parser", software.gather_parser, software.judge_parser),
-    HostCheck("open files", limits.gather_files, limits.judge_files, "refuse"),
-    HostCheck("processes", limits.gather_tasks, limits.judge_tasks, "tell"),
-    HostCheck("processors", limits.gather_processors, limits.judge_processors, "tell"),
+    HostCheck("packages", host.gather_packages, host.judge_packages),
+    HostCheck("HTTP parser", host.gather_parser, host.judge_parser),
+    HostCheck("open files", host.gather_files, host.judge_files, "refuse"),
+    HostCheck("processes", host.gather_tasks, host.judge_tasks, "tell"),
+    HostCheck("processors", host.gather_processors, host.judge_processors, "tell"),
     HostCheck("memory", memory.gather_memory, memory.judge_memory),
     HostCheck("locked memory", memory.gather_locked, memory.judge_locked),
     HostCheck("/dev/shm", memory.gather_shm, memory.judge_shm, "tell"),
     HostCheck("objects in it", memory.gather_objects, memory.judge_objects),
-    HostCheck("accelerators", devices.gather_devices, devices.judge_devices, "tell"),
-    HostCheck("device memory", devices.gather_sharing, devices.judge_sharing),
-    HostCheck("user", limits.gather_user, limits.judge_user, "tell"),
-    HostCheck("debuggers", limits.gather_tracing, limits.judge_tracing),
-    HostCheck("clock", limits.gather_clock, limits.judge_clock),
+    HostCheck("accelerators", memory.gather_devices, memory.judge_devices, "tell"),
+    HostCheck("device memory", memory.gather_sharing, memory.judge_sharing),
+    HostCheck("user", host.gather_user, host.judge_user, "tell"),
+    HostCheck("debuggers", host.gather_tracing, host.judge_tracing),
+    HostCheck("clock", host.gather_clock, host.judge_clock),
     HostCheck("run directory", places.gather_run_directory, places.judge_run_directory),
     HostCheck("ports", places.gather_ports, places.judge_ports),
     HostCheck("models", places.gather_repositories, places.judge_repositories),
-    HostCheck("systemd units", software.gather_units, software.judge_units),
+    HostCheck("systemd units", host.gather_units, host.judge_units),
 )
 
 
 def look(
     config: ServerConfig, checks: Iterable[HostCheck] = CHECKS
 ) -> Iterator[tuple[HostCheck, Verdict]]:
-    """Every check's verdict; of one that fails itself, that."""
+    """Yield the verdict of each check. A check that raises an exception yields a warning."""
     for check in checks:
         try:
             yield check, check.judge(check.gather(config))
@@ -58,8 +60,11 @@ def look(
 
 
 def look_at_start(config: ServerConfig) -> None:
-    """Log what is not well with this host; run directory and ports are looked at where they are
-    taken. Raises InvalidArgument where a server would be no use."""
+    """Log the problems of this host; run directory and ports are checked when they are opened.
+
+    Raises:
+        InvalidArgument: A server would be useless.
+    """
     for check, (state, found, fix) in look(config, (each for each in CHECKS if each.at_start)):
         text = f"{check.name}: {found} ({fix})"
         if state == WRONG and check.at_start == "refuse":

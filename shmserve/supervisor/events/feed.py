@@ -1,25 +1,28 @@
-"""The event stream: a publisher that serialises and sends only what somebody subscribes to, and a
-feed of derived events: changes of models' states, counters once a second, a snapshot for each new
-subscriber.
+"""The event stream: a publisher on a ZeroMQ XPUB socket, and a feed of derived events.
 
-Subscribers name the topics they want, which XPUB reports. Each has a bounded queue of its own: one
-that does not read loses events, and keeps nobody waiting. The events of a topic are numbered; by
-that a subscriber knows how many it lost.
+The feed derives changes of models' states, counters once a second, and a snapshot for each new
+subscriber. The publisher encodes and sends an event only if its topic has a subscriber, as XPUB
+reports. Each subscriber has a bounded queue: a subscriber that does not read loses events, and
+blocks nobody. The events of a topic are numbered, so that a subscriber can count lost events.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shmserve.ipc.messages.events import (
+import zmq
+
+from shmserve.ipc.messages.publications import (
     COUNTERS,
     RECENT,
     SEQUENCES,
@@ -35,23 +38,25 @@ from shmserve.ipc.transport.frames import pack
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.regions.region import OpenRegion
 
-if TYPE_CHECKING:
-    from shmserve.supervisor.events.xpub import Xpub
-
 logger = logging.getLogger(__name__)
 
-_MOST_RECENT = 50  # events of each topic that are remembered
+_MOST_RECENT = 50  # events of each topic that are kept
+MOST_QUEUED = 1000  # messages for each subscriber: later ones are lost
+_LONGEST_MESSAGE = 256  # bytes: subscribers send nothing but topics
 
 
 class Subscriptions:
-    """The prefixes of topics that somebody subscribes to, as XPUB reports them (pure)."""
+    """The set of subscribed topic prefixes, as XPUB reports them (pure)."""
 
     def __init__(self) -> None:
         self._prefixes: set[bytes] = set()
 
     def update(self, frame: bytes) -> tuple[str, bool] | None:
-        """Apply a subscriber's message: the prefix, and whether it is wanted from now on. None: it
-        is not a subscription."""
+        """Apply a subscriber's message.
+
+        Returns:
+            The prefix and whether it is subscribed now, or None if this is no subscription.
+        """
         if frame[:1] not in (b"\0", b"\1"):
             return None
         prefix, wanted = frame[1:], frame[:1] == b"\1"
@@ -62,27 +67,76 @@ class Subscriptions:
         return prefix.decode("utf-8", "replace"), wanted
 
     def want(self, topic: str) -> bool:
-        """Whether an event on this topic would reach anybody."""
+        """Return whether an event on this topic has a subscriber."""
         return any(topic.encode().startswith(prefix) for prefix in self._prefixes)
 
 
+class Xpub:
+    """A ZeroMQ XPUB socket on the event loop, at ipc://PATH, for programs of this user.
+
+    `on_message` is called with each message of a subscriber. The process must not fork after the
+    socket is created, since a child would not have the threads of libzmq.
+
+    Raises:
+        OSError: The socket cannot be created.
+    """
+
+    def __init__(self, endpoint: str, on_message: Callable[[bytes], None]) -> None:
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        try:
+            self._context.set(zmq.MAX_SOCKETS, 4)
+            self._socket = self._context.socket(zmq.XPUB)
+            self._socket.set(zmq.LINGER, 0)
+            self._socket.set(zmq.SNDHWM, MOST_QUEUED)
+            self._socket.set(zmq.MAXMSGSIZE, _LONGEST_MESSAGE)
+            self._socket.bind(endpoint)
+            os.chmod(endpoint.removeprefix("ipc://"), 0o600)
+        except (zmq.ZMQError, OSError) as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from None
+        self._fd = self._socket.fileno()
+        self._loop.add_reader(self._fd, self._take)
+
+    def send(self, topic: bytes, frame: bytes) -> None:
+        """Send a message to each subscriber of the topic whose queue is not full."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([topic, frame], zmq.NOBLOCK)
+        # The descriptor is edge-triggered, and sending may have consumed the edge.
+        if self._readable():
+            self._loop.call_soon(self._take)
+
+    def _take(self) -> None:
+        while not self._socket.closed and self._readable():
+            self._on_message(self._socket.recv(zmq.NOBLOCK))
+
+    def _readable(self) -> bool:
+        events = self._socket.get(zmq.EVENTS)
+        return isinstance(events, int) and bool(events & zmq.POLLIN)
+
+    def close(self) -> None:
+        """Disconnect all subscribers."""
+        self._loop.remove_reader(self._fd)
+        self._context.destroy(linger=0)
+
+
 class EventPublisher:
-    """Sends events to subscribers; before `open`, and after `close`, to nobody."""
+    """The sender of events. Before `open` and after `close` it has no subscribers."""
 
     def __init__(self) -> None:
         self._subscriptions = Subscriptions()
         self._sequences: Counter[str] = Counter()
-        # By topic: regions come and go with programs, and leave the others' where they are.
+        # By topic, so that frequent events of regions do not evict the other topics' events.
         self._recent: dict[str, deque[tuple[int, Any]]] = {}
         self._socket: Xpub | None = None
 
     def open(self, endpoint: str, on_subscription: Callable[[str, bool], None]) -> None:
-        """Listen at ipc://PATH; `on_subscription(prefix, wanted)` is called when the first wants
-        such topics, and when the last does not any more.
+        """Listen at ipc://PATH. An error is logged, and only disables the events.
 
-        Where that fails nothing but the events is missing, and the log says so.
+        `on_subscription(prefix, wanted)` is called for the first subscription of a prefix, and
+        when the last one ends.
         """
-        from shmserve.supervisor.events.xpub import Xpub  # has threads: not while others are forked
 
         def updated(frame: bytes) -> None:
             subscription = self._subscriptions.update(frame)
@@ -95,11 +149,11 @@ class EventPublisher:
             logger.error("no events can be listened to: %s", error)
 
     def wants(self, topic: str) -> bool:
-        """Whether anybody subscribes to a topic."""
+        """Return whether a topic has a subscriber."""
         return self._socket is not None and self._subscriptions.want(topic)
 
     def publish(self, event: Any) -> None:
-        """Send an event to the subscribers of its topic; but for counters it is remembered, too."""
+        """Send an event to the subscribers of its topic, and keep it unless it has counters."""
         topic = TOPICS[type(event)]
         if topic != COUNTERS:
             recent = self._recent.setdefault(topic, deque(maxlen=_MOST_RECENT))
@@ -109,19 +163,19 @@ class EventPublisher:
             self._send(topic, self._sequences[topic], (event,))
 
     def respond(self, topic: str, events: Iterable[Any]) -> None:
-        """Send a snapshot to the one who asked for it, by a topic that is its own."""
+        """Send a snapshot on the topic of the subscriber that requested it."""
         assert topic.startswith(SNAPSHOT)
         self._send(topic, 0, events)
 
     def repeat(self, topic: str) -> None:
-        """Send the latest events again, in order, to who asked for them, by a topic of its own."""
+        """Send the latest events again, in order, on the topic of the subscriber."""
         assert topic.startswith(RECENT)
         recent = sorted(chain(*self._recent.values()), key=itemgetter(0))
         for time_ns, event in recent:
             self._send(topic, 0, (event,), time_ns)
 
     def number(self, topic: str) -> None:
-        """Send how far each topic is to who asked for it, by a topic that is its own."""
+        """Send the sequence number of each topic on the topic of the subscriber."""
         assert topic.startswith(SEQUENCES)
         topics = sorted(set(TOPICS.values()))
         self._send(topic, 0, [SequenceReached(name, self._sequences[name]) for name in topics])
@@ -134,7 +188,7 @@ class EventPublisher:
             self._socket.send(topic.encode(), pack((header, *events)))
 
     def close(self) -> None:
-        """Disconnect everybody."""
+        """Disconnect all subscribers."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -148,10 +202,9 @@ States = Mapping[tuple[str, str], tuple[str, str]]
 
 @dataclass(slots=True, eq=False)
 class EventFeed:
-    """Derives events, while somebody subscribes to them.
+    """The source of derived events, which reads the server's state by callbacks.
 
-    models(): the state of each version; processes(), regions(), health(): what there is;
-    count(): have the counters of every model published.
+    `_count()` requests the publication of every model's counters.
     """
 
     _publisher: EventPublisher
@@ -164,7 +217,7 @@ class EventFeed:
     _timer: asyncio.TimerHandle | None = None
 
     def subscribed(self, prefix: str, wanted: bool) -> None:
-        """Serve a new subscription to topics that begin with `prefix` (not `wanted`: its end)."""
+        """Answer a new subscription to `prefix`, or note its end (not `wanted`)."""
         if wanted and prefix.startswith(SNAPSHOT):
             self._publisher.respond(prefix, self.snapshot())
         if wanted and prefix.startswith(SEQUENCES):
@@ -175,13 +228,13 @@ class EventFeed:
             self._tick()
 
     def models_changed(self) -> None:
-        """Publish the difference of the models' states since the last look."""
+        """Publish the changes of models' states since the last call."""
         before, self._known = self._known, self._models()
         for event in changes(before, self._known):
             self._publisher.publish(event)
 
     def snapshot(self) -> Iterator[Any]:
-        """The server's state, as events."""
+        """Yield the server's state as events."""
         yield self._health()
         yield from changes({}, self._models())
         for child in self._processes():
@@ -198,7 +251,7 @@ class EventFeed:
 
 
 def changes(before: States, after: States) -> Iterator[ModelChanged]:
-    """The difference of two snapshots of the models' states, as events."""
+    """Yield the differences of two snapshots of the models' states as events."""
     for name, version in before.keys() - after.keys():
         yield ModelChanged(name, version, "", "")
     for (name, version), state in after.items():
@@ -211,7 +264,7 @@ _DURATIONS = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_outpu
 
 
 def counted(name: str, version: str, statistics: dict[str, Any]) -> ModelCounted:
-    """The event for a scheduler's snapshot; times are those of all requests together, in ns."""
+    """Return the event for a scheduler's snapshot. Durations are sums over all requests in ns."""
     counters = {
         **{name: statistics[name] for name in _COUNTED},
         "request_ns": statistics["success_ns"],

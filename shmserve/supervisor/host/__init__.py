@@ -1,2 +1,1 @@
-"""The server on its host: listening sockets, the run directory, the log file, the terminal, the
-service manager, the connection to a server that takes the place of another."""
+"""The connection of the server to its host: sockets, run directory, console, service manager."""

@@ -1,5 +1,4 @@
-"""The operator's console: stderr of all of the server's processes, redirected to a log file
-(--log-file), and the start-up report."""
+"""The operator's console: stderr, which --log-file redirects, and the start-up report."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from shmserve.errors import refused
 
 @contextlib.contextmanager
 def written_to(path: str) -> Iterator[None]:
-    """Append what this process, and those that it starts, write to stderr to the file at `path`;
-    an empty path changes nothing.
+    """Redirect stderr of this process and its children to the file at `path`, unless it is empty.
 
-    Raises InvalidArgument when the file cannot be written.
+    Raises:
+        InvalidArgument: The file cannot be written.
     """
     if not path:
         yield
@@ -38,7 +37,7 @@ def written_to(path: str) -> Iterator[None]:
 
 
 def has_terminal() -> bool:
-    """Whether a terminal controls this process, and has not been closed."""
+    """Return whether this process has an open controlling terminal."""
     with contextlib.suppress(OSError):
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
         return True
@@ -49,8 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 class StartupReport:
-    """Reports, while it is entered, the progress of what is loaded at the start: `progress()` has
-    that of each model by name, and `update` is called when it may have changed."""
+    """The report of the loads at the start, while the context is entered.
+
+    `progress()` returns the progress by model. `update` is called when it may have changed.
+    """
 
     def __init__(self, progress: Callable[[], dict[str, str]]) -> None:
         self._progress = progress
@@ -67,7 +68,7 @@ class StartupReport:
         self._write("")
 
     def update(self) -> None:
-        """Report what has changed."""
+        """Report the changes."""
         if not self._entered:
             return
         before, self._known = self._known, self._progress()
@@ -88,31 +89,23 @@ class StartupReport:
             logger.log(level, "model %s: %s (%.2f s)", model, now, time.monotonic() - began)
 
     def _write(self, line: str) -> None:
-        """Have this be the last line of a terminal."""
+        """Replace the last line of a terminal."""
         if self._live:
             sys.stderr.write(f"\r\x1b[K{line}")
             sys.stderr.flush()
 
 
 def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
-    """The lines of a table of models and states, as Triton prints it."""
+    """Format a table of models and states as Triton prints it."""
     rows = [("Model", "Version", "Status")]
     for item in index:
-        state = item.get("state", "")
-        reason = item.get("reason", "")
-        rows.append(
-            (
-                item["name"],
-                item.get("version", "-"),
-                f"{state}: {reason}" if reason else state or "-",
-            )
-        )
+        status = ": ".join(filter(None, (item.get("state", ""), item.get("reason", ""))))
+        rows.append((item["name"], item.get("version", "-"), status or "-"))
     flat = [[" ".join(cell.split()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in flat) for i in range(3)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
-    lines = [rule]
-    for number, row in enumerate(flat):
-        lines.append("|" + "|".join(f" {c:<{w}} " for c, w in zip(row, widths, strict=True)) + "|")
-        if number == 0:
-            lines.append(rule)
-    return [*lines, rule]
+    head, *lines = (
+        "|" + "|".join(f" {c:<{w}} " for c, w in zip(row, widths, strict=True)) + "|"
+        for row in flat
+    )
+    return [rule, head, rule, *lines, rule]

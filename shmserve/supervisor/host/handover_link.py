@@ -1,10 +1,10 @@
-"""The connection between a server and the one that takes its place, in the same run directory:
+"""The connection between a server and its successor in the same run directory.
 
-    new ── connects to RUN_DIR/handover ──> old      of the same user, says the kernel
-        <── its listening sockets ────────           or why it cannot be: {"refused": reason}
-    either ── [number, verb, name], descriptors ──> [number] of the other, once that is done
+    new ── connects to RUN_DIR/handover ──> old      must be of the same user
+        <── its listening sockets ────────           or {"refused": reason}
+    either ── [number, verb, name], descriptors ──> [number] from the other, once that is done
 
-Where one of them ends, so does the connection.
+The connection ends with either of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.peers import credentials
 from shmserve.common.tasks import settle
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
@@ -28,7 +28,7 @@ from shmserve.ipc import endpoints
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-_PATIENCE_S = 10.0  # of a server that answers at once
+_PATIENCE_S = 10.0  # a server answers at once
 _PACKET = 64 * 1024
 _MOST_SOCKETS = 253  # SCM_MAX_FD
 _DOOR = "door"
@@ -36,8 +36,11 @@ _DOOR = "door"
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """What a running server has for the one that takes its place: its listening sockets, by what
-    they are for, and where local clients come in; those that are `lent` are not its own."""
+    """The listening sockets that a running server passes to its successor.
+
+    `sockets` are by protocol, `door` is the listener of local clients, and `lent` are the sockets
+    that the server itself has inherited.
+    """
 
     link: socket.socket
     sockets: dict[str, list[socket.socket]]
@@ -46,7 +49,11 @@ class Offer:
 
     @classmethod
     def of(cls, run_dir: Path) -> Offer:
-        """That of the server of a run directory. Raises InvalidArgument where there is none."""
+        """Receive the offer of the server that uses a run directory.
+
+        Raises:
+            InvalidArgument: No server runs there, or it refuses.
+        """
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(_PATIENCE_S)
         try:
@@ -73,28 +80,29 @@ class Offer:
         return cls(link, sockets, lent, *sockets.pop(_DOOR))
 
     def served(self, protocols: set[str]) -> dict[str, list[socket.socket]]:
-        """The sockets of these protocols, and of local clients; the others are closed."""
+        """Return the sockets of these protocols and of local clients, and close the others."""
         for name in self.sockets.keys() - protocols - {"local"}:
             for sock in self.sockets.pop(name):
                 sock.close()
         return self.sockets
 
     def make(self) -> None:
-        """Tell whoever is at the other end of the link. Raises OSError."""
-        told = [(name, each) for name, sockets in self.sockets.items() for each in sockets]
-        told.append((_DOOR, self.door))
-        said = {"version": _VERSION, "sockets": [(name, each in self.lent) for name, each in told]}
-        socket.send_fds(self.link, [json.dumps(said).encode()], [each.fileno() for _, each in told])
+        """Send the offer over the link. Raises OSError."""
+        sent = [(name, each) for name, sockets in self.sockets.items() for each in sockets]
+        sent.append((_DOOR, self.door))
+        offer = {"version": _VERSION, "sockets": [(name, each in self.lent) for name, each in sent]}
+        fds = [each.fileno() for _, each in sent]
+        socket.send_fds(self.link, [json.dumps(offer).encode()], fds)
 
 
 def refuse(link: socket.socket, reason: str) -> None:
-    """Turn away who would take over, with a reason that goes on from "the server there"."""
+    """Refuse a successor; the reason continues "the server there cannot be followed: "."""
     with link, contextlib.suppress(OSError):
         link.send(json.dumps({"refused": reason}).encode())
 
 
 def _receive(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
-    """A packet and its descriptors, which no other process is to have; raises OSError."""
+    """Receive a packet and its descriptors, which are not inherited. Raises OSError."""
     data, fds, _, _ = socket.recv_fds(link, _PACKET, most)
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -117,8 +125,11 @@ def _why_not(run_dir: Path, error: OSError) -> str:
 
 
 class HandoverLink:
-    """One end of the connection, in the event loop. `take(verb, name, fds)` does what the other one
-    asks, one after the other; the descriptors are its own."""
+    """One end of the connection, in the event loop.
+
+    `take(verb, name, fds)` executes the requests of the other end in order, and owns their
+    descriptors.
+    """
 
     def __init__(
         self, link: socket.socket, take: Callable[[str, str, list[int]], Awaitable[None]]
@@ -135,7 +146,7 @@ class HandoverLink:
         self._loop.add_reader(link.fileno(), self._read)
 
     def ask(self, verb: str, name: str = "", fds: Sequence[int] = ()) -> asyncio.Future[None]:
-        """Have the other one do something; done when that is, or when the other one is gone."""
+        """Send a request; the future resolves when it is done, or when the other end is gone."""
         done: asyncio.Future[None] = self._loop.create_future()
         number = next(self._numbers)
         self._asked[number] = done
@@ -143,7 +154,7 @@ class HandoverLink:
         return done
 
     async def settled(self) -> None:
-        """Wait until all is done that was asked so far."""
+        """Wait until all requests so far are done."""
         if self._asked:
             await asyncio.wait(self._asked.copy().values())
 
@@ -152,7 +163,7 @@ class HandoverLink:
             try:
                 socket.send_fds(self._link, [json.dumps(message).encode()], fds)
                 return
-            except OSError as error:  # it has ended, or does not read
+            except OSError as error:  # the other server has ended, or does not read
                 logger.warning("the other server is not told any more: %s", error.strerror)
                 self._end()
         self._settle_all()
@@ -169,7 +180,12 @@ class HandoverLink:
                 settle(self._asked.pop(number, None), None)
         except BlockingIOError:
             return
-        except (OSError, ValueError, TypeError, RecursionError):  # it has ended, or is no server
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            RecursionError,
+        ):  # ended, or garbage
             for fd in fds:
                 os.close(fd)
             self._end()
@@ -196,6 +212,6 @@ class HandoverLink:
         self._asked.clear()
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self._end()
         self._work.cancel()

@@ -1,5 +1,7 @@
-"""Listening sockets: bound once, by the supervisor, and inherited by gateways, so that no death of
-a gateway refuses a connection; and who else has a port that is wanted."""
+"""Listening sockets, which the supervisor binds and gateways inherit.
+
+The death of a gateway therefore refuses no connection.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.access.peer_credentials import is_loopback
-from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.common.peers import NO_GROUP, is_loopback
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.transport.router import refuse_descriptors
 from shmserve.supervisor.host.handover_link import Offer
 
-# Of the addresses that a name has, those of a family that this host does without.
+# The errors of an address family that this host does not have.
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -27,28 +28,34 @@ _BACKLOG = 1024
 
 
 def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
-    """The socket addresses of `address`, as getaddrinfo has them.
+    """Return the socket addresses of `address`, as getaddrinfo returns them.
 
-    Raises InvalidArgument naming `flag` when nobody knows it, or when other hosts reach it and it
-    is not `guarded`.
+    Raises:
+        InvalidArgument: The address is unknown, or other hosts reach it and it is not `guarded`.
+            The message names `flag`.
     """
     with refused(f"{flag}: cannot resolve '{address}'", "not a host's name"):
         found = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     if not guarded and not all(is_loopback(str(where[0])) for *_, where in found):
-        raise InvalidArgument(
-            f"{flag}: other hosts reach '{address}', so clients must show a token "
-            "(--auth-token-file FILE), or everybody may do everything (--insecure)"
-        )
+        raise _unguarded(flag, f"'{address}'")
     return found
 
 
-def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
-    """Listening TCP sockets on every address that `address` names; port 0 picks one.
+def _unguarded(flag: str, address: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{flag}: other hosts reach {address}, so clients must show a token "
+        "(--auth-token-file FILE), or everybody may do everything (--insecure)"
+    )
 
-    Raises InvalidArgument naming `flag` when the address cannot be had, or other hosts reach it and
-    it is not `guarded`.
+
+def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
+    """Open listening TCP sockets on every address of a name; port 0 selects a free port.
+
+    Raises:
+        InvalidArgument: An address is not available, or other hosts reach it and it is not
+            `guarded`. The message names `flag`.
     """
     made: list[socket.socket] = []
     missing: OSError | None = None
@@ -89,26 +96,28 @@ def _bound_to(family: int, where: Any) -> socket.socket:
 
 
 def lend(sock: socket.socket, guarded: bool, by: str = "LISTEN_FDS") -> socket.socket:
-    """A socket that listens already, of the service manager's, or a server's before; raises
-    InvalidArgument where other hosts reach it and it is not `guarded`."""
+    """Prepare an inherited listening socket.
+
+    Raises:
+        InvalidArgument: Other hosts reach it and it is not `guarded`.
+    """
     if sock.family == socket.AF_UNIX:
-        if sock.type == socket.SOCK_STREAM:  # descriptors are for shmserve.client's alone
+        if sock.type == socket.SOCK_STREAM:  # only local clients send descriptors
             refuse_descriptors(sock)
         return sock
     host, port = sock.getsockname()[:2]
     if not guarded and not is_loopback(host):
-        raise InvalidArgument(
-            f"{by}: other hosts reach {host}:{port}, so clients must show a token "
-            "(--auth-token-file FILE), or everybody may do everything (--insecure)"
-        )
+        raise _unguarded(by, f"{host}:{port}")
     return sock
 
 
 def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
-    """A listening unix socket at `path` for this process's user, and for `group` if there is one.
+    """Open a listening unix socket at `path` for this user, and for `group` if there is one.
 
-    What a server that was killed left at `path` is removed. Raises InvalidArgument naming `flag`
-    when the path cannot be had.
+    The socket of a killed server at `path` is removed.
+
+    Raises:
+        InvalidArgument: The path is not available. The message names `flag`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -141,8 +150,10 @@ def _is_left_behind(path: Path) -> bool:
 
 
 def close(sock: socket.socket) -> None:
-    """Close a socket, if it is open. Of a unix socket the path goes first: while it is listened on,
-    no other server has taken it."""
+    """Close a socket if it is open.
+
+    The path of a unix socket is removed first: no other server can use it while this one listens.
+    """
     if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
         with contextlib.suppress(OSError):
             os.unlink(sock.getsockname())
@@ -156,26 +167,26 @@ class Listeners:
     http: list[socket.socket] = field(default_factory=list)
     metrics: list[socket.socket] = field(default_factory=list)
     grpc: list[socket.socket] = field(default_factory=list)
-    local: list[socket.socket] = field(default_factory=list)  # closed by who accepts there
-    lent: list[socket.socket] = field(default_factory=list)  # of them: others go on with these
-    kept: dict[str, list[int]] = field(default_factory=dict)  # registrations of a server before
-    offer: Offer | None = None  # of a server that runs, whose place this one takes
+    local: list[socket.socket] = field(default_factory=list)  # closed by `LocalClientConnections`
+    lent: list[socket.socket] = field(default_factory=list)  # used by other servers, too
+    kept: dict[str, list[int]] = field(default_factory=dict)  # registrations of a previous server
+    offer: Offer | None = None  # of the predecessor in a handover
 
     def have(self, path: Path) -> bool:
-        """Whether one listens at a path."""
+        """Return whether a socket listens at a path."""
         return any(sock.getsockname() == os.fspath(path) for sock in (*self.http, *self.grpc))
 
     @property
     def door(self) -> socket.socket | None:
-        """Where local clients come in at a server before."""
+        """The listener of the predecessor's local clients."""
         return None if self.offer is None else self.offer.door
 
     def lend_all(self) -> None:
-        """Others go on with all of them."""
+        """Mark all sockets as used by a successor."""
         self.lent = [*self.http, *self.metrics, *self.grpc]
 
     def close(self) -> None:
-        """Close every one, again if need be."""
+        """Close all sockets that are open."""
         for sock in (*self.http, *self.metrics, *self.grpc):
             if sock in self.lent:
                 sock.close()
@@ -183,7 +194,7 @@ class Listeners:
                 close(sock)
 
     def addresses(self) -> Iterator[str]:
-        """A line for the log for each."""
+        """Yield a line for the log for each socket."""
         for name, sockets, start, path in (
             ("HTTP", self.http, "http://", ""),
             ("gRPC", self.grpc, "", ""),
@@ -193,8 +204,7 @@ class Listeners:
                 yield f"{name} service at {_address(sock, start, 'unix socket ')}{path}"
 
     def publish(self, file: Path, *, tls: bool) -> None:
-        """Write the URLs of HTTP, and those of gRPC, which may have TLS, for programs on this host;
-        where there is no room for them, these find none."""
+        """Write the URLs of HTTP and gRPC to a file for programs on this host, if possible."""
         urls = [_address(sock, "http://") for sock in self.http]
         start = "grpcs://" if tls else "grpc://"
         urls += [_address(sock, start) for sock in self.grpc if sock.family != socket.AF_UNIX]
@@ -213,8 +223,7 @@ _LISTENS = "0A"
 
 
 def port_holders(port: int) -> list[tuple[int, str]]:
-    """The processes (pid, name) that listen at a TCP port, those that can be seen, the eldest
-    first; a listening socket may be several processes'."""
+    """Return the visible processes (pid, name) that listen at a TCP port, by pid."""
     sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):

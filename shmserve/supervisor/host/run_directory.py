@@ -1,5 +1,7 @@
-"""The run directory: the private folder of a server's sockets. Locked by one server at a time, and
-cleared of what a killed one left."""
+"""The run directory, the private folder of a server's sockets.
+
+One server at a time locks it, and removes the files of a killed server.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +17,43 @@ import time
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from shmserve.common.access.peer_credentials import admit_group
+from shmserve.common.peers import admit_group
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
-# A server that was just killed is followed by its last process, which clears the folder; that
-# takes milliseconds.
+# The last process of a killed server clears the folder within milliseconds.
 _LOCK_PATIENCE_S = 3.0
-_USUAL_PATIENCE_S = 0.5  # a second server has another folder to go to
-_LOCK_PAUSE_S = 0.02  # flock has no timeout, and this waits only for a server that is ending
-# What says that a folder is a server's, and that all in it may be deleted.
+_USUAL_PATIENCE_S = 0.5  # a second server can use another folder
+_LOCK_PAUSE_S = 0.02  # flock has no timeout
+# The contents of the lock file of a server's folder, whose files may be deleted.
 _MARK = b"shmserve run directory\n"
-# What clients, and a server that takes over, find in the folder.
+# The files that clients and a successor use.
 _SHOWN = ("events", "handover", "guests/addresses")
 
 
 class RunDirectory:
-    """Opened by the supervisor, one server at a time; `path` is absolute, `lock_fd` holds the
-    lock. Clients look in `shared`: the same, or, of a server that takes over from another one, the
-    folder around it."""
+    """A locked run directory at the absolute `path`; `lock_fd` holds the lock.
+
+    Clients use `shared`: the same folder, or the parent folder for a successor in a handover.
+    """
 
     def __init__(
         self, wanted: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
     ) -> None:
-        """Use `wanted` (created 0700 if missing), or a fresh folder of our own. With a `group`,
-        its programs may pass through, and nothing more. A server that is ending has `patience_s`
-        seconds to leave it.
+        """Lock `wanted` (created with mode 0700 if it is missing), or a new temporary folder.
 
-        Raises InvalidArgument when the folder cannot be made, is a link, somebody else's, open to
-        others, too long a name, in use, or holds anything that no server left there, and for a
-        group that is not this user's to let in.
+        Args:
+            wanted: The folder.
+            group: A group whose programs may traverse the folder, or -1.
+            patience_s: The time in seconds to wait for a server that ends.
+
+        Raises:
+            InvalidArgument: The folder cannot be created, is a link, is owned by another user,
+                accessible to others, too long, in use, or contains foreign files; or this user may
+                not admit the group.
         """
         if wanted is None:
             with refused("--run-dir: is needed, no folder for temporary files can be used"):
@@ -55,7 +61,7 @@ class RunDirectory:
         else:
             self.path = Path(os.path.abspath(wanted))
             made = refused(f"--run-dir: cannot make '{self.path}'")
-            with made, contextlib.suppress(FileExistsError):  # as what, is checked next
+            with made, contextlib.suppress(FileExistsError):  # its type is checked next
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         through = 0o010 if group >= 0 else 0
         if against := objection(self.path, self.path.lstat(), through):
@@ -74,15 +80,14 @@ class RunDirectory:
 
     @classmethod
     def inside(cls, shared: Path, group: int = -1) -> RunDirectory:
-        """A folder for a server that takes over from that of `shared`. Raises InvalidArgument."""
+        """Create a folder for the successor of the server in `shared`. Raises InvalidArgument."""
         made = cls(shared / f"g{os.getpid()}", group)
         made.shared = made.path.parent
         return made
 
     @classmethod
     def usual(cls, group: int = -1) -> RunDirectory:
-        """The folder where clients look; when it cannot be had a fresh one beside it, where they
-        look too, or among temporary files."""
+        """Lock the default folder of clients, or else a new one beside it or a temporary one."""
         usual = endpoints.usual_run_directory(os.environ)
         try:
             return cls(usual, group, _USUAL_PATIENCE_S)
@@ -100,7 +105,7 @@ class RunDirectory:
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
             if self._is_foreign():
-                # Or the killed server's last process has removed the lock already, but not all.
+                # The last process of a killed server may have removed the lock, but not all files.
                 if time.monotonic() > deadline:
                     raise InvalidArgument(
                         f"--run-dir: '{self.path}' holds files that are no server's; it must be "
@@ -110,15 +115,14 @@ class RunDirectory:
                 continue
             try:
                 fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # the folder was removed just now
+            except FileNotFoundError:  # the folder was just removed
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_LOCK_PAUSE_S)
                 continue
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The killed server's last process may have removed the file between our open and
-                # the lock.
+                # The last process of a killed server may have removed the file before the lock.
                 with contextlib.suppress(FileNotFoundError):
                     if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
                         self._mark(fd)
@@ -139,7 +143,6 @@ class RunDirectory:
             raise
 
     def _is_foreign(self) -> bool:
-        # Whether something is in the folder that must not be deleted.
         with contextlib.suppress(OSError):
             if not set(os.listdir(self.path)) - {"lock"}:
                 return False
@@ -147,8 +150,7 @@ class RunDirectory:
         return True
 
     def take(self) -> None:
-        """Be whom clients find in the shared folder: the lock there is ours from now on. Raises
-        OSError."""
+        """Replace the predecessor in the shared folder, including its lock. Raises OSError."""
         os.replace(self.path / "lock", self.shared / "lock")
         self._show()
 
@@ -159,22 +161,24 @@ class RunDirectory:
             os.replace(link, self.shared / file)
 
     def clear_before(self) -> None:
-        """Delete what the server before has left, which has ended. Raises OSError."""
+        """Delete the files of the predecessor, which has ended. Raises OSError."""
         shown = map(os.path.basename, _SHOWN)
         ours = {"lock", "guests", "door", self.path.name, *shown}
         for folder in (self.shared, self.shared / "guests"):
             _empty(folder, ours)
-        self._show()  # its own were there, and it has removed them
+        self._show()  # the predecessor has removed its own
 
     def remove(self) -> None:
-        """Delete the folder and all in it."""
+        """Delete the folder and its contents."""
         with contextlib.suppress(OSError), alone(self.lock_fd):
             clear(self.path, self.lock_fd)
 
 
 def objection(path: Path, status: os.stat_result, through: int) -> str:
-    """What stands against a folder as a run directory, "" where nothing does; `through` are bits of
-    its mode that it may have beside its owner's."""
+    """Return the objection to a folder as a run directory, or "".
+
+    `through` are the mode bits that are allowed in addition to the owner's.
+    """
     if not stat.S_ISDIR(status.st_mode):
         return f"'{path}' is not a directory"
     if status.st_uid != os.geteuid():
@@ -194,7 +198,7 @@ def objection(path: Path, status: os.stat_result, through: int) -> str:
 
 @contextlib.contextmanager
 def alone(lock_fd: int) -> Iterator[None]:
-    """Mutual exclusion among processes that have inherited a server's own lock, `lock_fd`."""
+    """Exclude the other processes that have inherited a server's lock, `lock_fd`."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
         yield
@@ -203,17 +207,17 @@ def alone(lock_fd: int) -> Iterator[None]:
 
 
 def clear(path: Path, lock_fd: int) -> None:
-    """Delete a server's folder and all in it; called, while it is `alone`, by each process that
-    outlives the server, with the lock that it has inherited. Raises OSError.
+    """Delete a server's folder and its contents. Raises OSError.
 
-    Who comes second finds nothing, or another server that has the same folder by now: its files
-    are not touched. One that has taken over has its lock in the folder around its own.
+    Each process that outlives the server calls this while it is `alone`, with the inherited lock.
+    The second one finds nothing, or another server's lock, whose files are kept. A successor's lock
+    is in the parent folder.
     """
     for folder in (path, path.parent):
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(folder / "lock"), os.fstat(lock_fd)):
                 _empty(folder)
-                # Last, because nobody starts in a folder that has files and no lock.
+                # Last, since no server starts in a folder that has files and no lock.
                 if os.listdir(folder) == ["lock"]:
                     (folder / "lock").unlink()
                     folder.rmdir()
@@ -222,7 +226,7 @@ def clear(path: Path, lock_fd: int) -> None:
 def _empty(path: Path, but: Container[str] = ("lock",)) -> None:
     for entry in path.iterdir():
         if entry.name not in but:
-            # What is not there any more was removed by its own process, which is ending too.
+            # A process that is ending, too, may have removed its own files.
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:

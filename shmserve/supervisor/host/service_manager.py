@@ -1,8 +1,6 @@
-"""The service manager that started the server, where one did: systemd, which is told how the server
-is (sd_notify(3)), and gives sockets on which it listens already (sd_listen_fds(3)).
+"""The service manager that started the server: the protocols sd_notify(3) and sd_listen_fds(3).
 
-What it says in the environment is for the supervisor alone: processes of the server are not to
-speak for it.
+Its environment variables are removed, since the server's processes must not send notifications.
 """
 
 from __future__ import annotations
@@ -22,22 +20,20 @@ from shmserve.errors import InvalidArgument
 logger = logging.getLogger(__name__)
 
 _FIRST_FD = 3
-# What a socket's FileDescriptorName= may say that it is for.
+# The allowed values of FileDescriptorName= of a socket.
 LISTENERS = ("http", "grpc", "metrics", "local")
-_KEPT = "kept-"  # what the names begin with of the descriptors that it keeps
-_EXTENDED_S = 60  # from each sign of life on, while the server starts or ends
+_KEPT = "kept-"  # the prefix of the names of kept descriptors
+_EXTENDED_S = 60  # after each sign of life, while the server starts or ends
 _SIGN_OF_LIFE_S = 10.0
-_HEARD_WITHIN_S = 5.0  # it hangs, or starts itself anew: who registers does not wait for that
+_HEARD_WITHIN_S = 5.0  # a registration does not wait longer for a manager that hangs
 _MOST_NAMED = 5
 
 
 class ServiceManager:
-    """The one that listens at `address`, a path or an abstract name behind "@"; None: there is
-    none, and nobody is told anything. It waits `watchdog_s` seconds for a sign of life; 0: it asks
-    for none.
+    """The service manager at `address`, a path or "@" with an abstract name; None: there is none.
 
-    What it has no room for (some ten messages) waits until it reads: a descriptor that it is to
-    keep would be missed after the next restart.
+    It requires a sign of life every `watchdog_s` seconds (0: none). Messages that its socket cannot
+    hold (about ten) are queued, since a lost descriptor would be missing after the next restart.
     """
 
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:
@@ -60,65 +56,64 @@ class ServiceManager:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is one that hears."""
+        """Whether there is a service manager."""
         return self._socket is not None
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
-        """The one that the environment names, which is taken out of it."""
+        """Return the service manager that the environment names, and remove its variables."""
         said = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
         asked = said["USEC"].isdecimal() and said["PID"] in ("", str(os.getpid()))
         watchdog_s = int(said["USEC"]) / 1e6 if asked else 0.0
         return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
     def ready(self, state: str) -> None:
-        """The server has started, and this is how it is."""
+        """Report that the server has started, with its status."""
         self._said = state
         self._tell("READY=1", f"STATUS={state}")
 
     def reloading(self) -> None:
-        """The server reads its configuration again; it is `ready` once it has."""
+        """Report that the server reloads its configuration, until `ready`."""
         now_us = time.monotonic_ns() // 1000
         self._tell("RELOADING=1", f"MONOTONIC_USEC={now_us}", "STATUS=reloading")
 
     def alive(self) -> None:
-        """A sign of life."""
+        """Send a sign of life."""
         self._tell_for_now("WATCHDOG=1")
 
     def stopping(self, state: str) -> None:
-        """The server ends, and this is its last state."""
+        """Report that the server ends, with its last status."""
         self._stopping = True
         self._tell("STOPPING=1", f"STATUS={state}")
 
     def status(self, state: str) -> None:
-        """How the server is, in a line for `systemctl status`."""
+        """Report the status line for `systemctl status` if it has changed."""
         if state != self._said and not self._stopping:
             self._said = state
             self._tell(f"STATUS={state}")
 
     async def keep_waiting(self) -> None:
-        """Have it wait for a start or an end that takes its time, until this is cancelled."""
+        """Extend the timeout of a long start or end until the task is cancelled."""
         while self._socket is not None:
             self._tell_for_now(f"EXTEND_TIMEOUT_USEC={_EXTENDED_S * 1_000_000}")
             await asyncio.sleep(_SIGN_OF_LIFE_S)
 
     def keep(self, name: str, fds: list[int]) -> None:
-        """Have copies of descriptors kept by a name, and given to the next server."""
+        """Store descriptors by a name for the next server."""
         self._tell("FDSTORE=1", f"FDNAME={_KEPT}{name}", "FDPOLL=0", fds=fds)
 
     def drop(self, name: str) -> None:
-        """Keep those of this name no longer."""
+        """Remove the stored descriptors of a name."""
         self._tell("FDSTOREREMOVE=1", f"FDNAME={_KEPT}{name}")
 
     async def heard(self) -> None:
-        """Return once it has all that it was told, which outlives this process from then on; or
-        after some seconds, where it does not read."""
+        """Wait until it has received all messages, or for some seconds if it does not read."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEARD_WITHIN_S):
                 await self._all_said.wait()
 
     def _tell_for_now(self, line: str) -> None:
-        """Nothing, where others wait: there is another one before long."""
+        """Send a periodic message, unless other messages are queued."""
         if not self._waiting:
             self._tell(line)
 
@@ -132,18 +127,18 @@ class ServiceManager:
         self._waiting.append((said, [os.dup(fd) for fd in fds]))
 
     def _send(self, said: bytes, fds: Sequence[int]) -> bool:
-        """Whether there was room for it, or nobody is there to hear it."""
+        """Send a message; return False if the socket is full."""
         assert self._socket is not None
         try:
             socket.send_fds(self._socket, [said], fds)  # its flags are ignored
         except BlockingIOError:
             return False
         except OSError:
-            pass  # it has ended
+            pass  # the service manager has exited
         return True
 
     def _go_on(self) -> None:
-        """It has read something."""
+        """Send queued messages, since the socket is writable."""
         while self._waiting and self._send(*self._waiting[0]):
             self._forget()
         if not self._waiting and self._socket is not None:
@@ -155,7 +150,7 @@ class ServiceManager:
             os.close(fd)
 
     def close(self) -> None:
-        """Tell it nothing any more; what waits still has a last chance."""
+        """Close the socket after a last attempt to send the queued messages."""
         if self._socket is None:
             return
         if self._waiting:
@@ -169,7 +164,7 @@ class ServiceManager:
 
 
 def progress_line(progress: Mapping[str, str]) -> str:
-    """The progress of loads, by model, in one line."""
+    """Format the progress of loads by model in one line."""
     kinds = [now.partition(":")[0] for now in progress.values()]
     line = f"{kinds.count('ready')}/{len(progress)} models ready"
     for kind in ("loading", "failed"):
@@ -184,10 +179,13 @@ Sockets = dict[str, list[socket.socket]]
 
 
 def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str, list[int]]]:
-    """The listening sockets that the service manager gave, by their names, of `LISTENERS`, and the
-    descriptors that it has kept, by theirs; what says so is taken out of the environment.
+    """Take the inherited descriptors, and remove their variables from the environment.
 
-    Raises InvalidArgument for one of another name, or that does not listen.
+    Returns:
+        The listening sockets by their names in `LISTENERS`, and the kept descriptors by name.
+
+    Raises:
+        InvalidArgument: A socket has another name, or does not listen.
     """
     said = {name: environment.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")}
     if said["PID"] != str(os.getpid()) or not said["FDS"].isdecimal():

@@ -1,12 +1,10 @@
-"""The connections of local clients: accepted within limits, read, written, and ended with their
-process.
+"""The connections of local clients, which end with the process that opened them.
 
-The connection is the process's that made it: a child that inherited it does not keep it.
+A child process that inherited a connection does not keep it open.
 
-Untrusted programs send descriptors, too (SCM_RIGHTS). Closing the last one of a socket that
-lingers, or of a file in a file system that hangs, blocks for as long as its owner likes. So no
-event loop does it: what is no memory is closed in a thread, and so is what nobody has read of a
-link.
+Untrusted programs can send descriptors (SCM_RIGHTS). Closing the last descriptor of a lingering
+socket, or of a file in a hanging file system, can block for any time. Descriptors that are no
+memory are therefore closed in a thread, including unread ones of a connection.
 """
 
 from __future__ import annotations
@@ -29,12 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.common import fd_limits
-from shmserve.common.access.peer_credentials import admit_group, credentials
-from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.common.peers import NO_GROUP, admit_group, credentials
 from shmserve.errors import Unsupported
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import FIRST
-from shmserve.ipc.messages.supervision import Refused
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
+from shmserve.ipc.messages.control_requests import Refused
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import Listener, listening, no_room
@@ -43,22 +40,25 @@ logger = logging.getLogger(__name__)
 
 
 _MESSAGE = 64 * 1024
-_MOST = 253  # SCM_MAX_FD; the kernel would close what there is no room for, and we would wait
+_MOST = 253  # SCM_MAX_FD; the kernel would close the others, which may block
 _MOST_TAKEN = 4
 _CREDENTIALS = 12
 _NO_LINGER = struct.pack("ii", 0, 0)
 
 _MOST_CLIENTS = 1024
-_MOST_UNWELCOMED = 256  # who have not said hello; who has not for longest makes room
+_MOST_UNWELCOMED = 256  # clients before their Hello; then the oldest is disconnected
 _BACKLOG = 128
-_AT_ONCE = 64  # so many are accepted before those who were are read
-_MOST_UNREAD = 4096  # messages for a local client that does not read; then it is disconnected
-_OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot have
+_AT_ONCE = 64  # connections accepted before others are read
+_MOST_UNREAD = 4096  # unread messages; then the local client is disconnected
+_OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot use
 
 
 def receive(link: socket.socket) -> tuple[bytes, list[int]]:
-    """One message and its descriptors; b"" at the end, or for more than anybody needs. Raises
-    OSError."""
+    """Receive a packet and its descriptors; b"" at the end, or if the packet is too large.
+
+    Raises:
+        OSError: Nothing can be received.
+    """
     received = _received(link, _MESSAGE)
     if not received.whole or len(received.fds) > _MOST_TAKEN:
         close_all(received.fds)
@@ -70,7 +70,7 @@ class _Received(NamedTuple):
     data: bytes
     fds: list[int]
     whole: bool
-    any: bool  # with data or something beside it
+    any: bool  # has data or ancillary data
 
 
 def _received(link: socket.socket, size: int) -> _Received:
@@ -85,7 +85,7 @@ def _received(link: socket.socket, size: int) -> _Received:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors that were received."""
+    """Close received descriptors."""
     slow = []
     for fd in fds:
         if is_memory(fd):
@@ -97,7 +97,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def is_memory(fd: int) -> bool:
-    """Whether it is memory, and no file system and no program has a say in what is done with it."""
+    """Return whether a descriptor is a memfd, so that no file system or program can block it."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -106,11 +106,11 @@ def is_memory(fd: int) -> bool:
 
 
 def disconnect(link: socket.socket) -> None:
-    """End a link, and close it with what of it was not read."""
+    """Close a link and its unread descriptors."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):
-        # So that an empty message, which has a sender, does not look like the end.
+        # Credentials distinguish an empty message from the end of the connection.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         while (received := _received(link, 1)).any:
             close_all(received.fds)
@@ -122,7 +122,7 @@ def _close(fds: Iterable[int]) -> None:
         try:
             sock = socket.socket(fileno=fd)
         except OSError:  # not a socket
-            with contextlib.suppress(OSError):  # what a file system says; it is closed
+            with contextlib.suppress(OSError):  # the descriptor is closed anyway
                 os.close(fd)
             continue
         with contextlib.suppress(OSError):
@@ -134,16 +134,16 @@ def _close(fds: Iterable[int]) -> None:
 def _in_thread(action: Callable[[], None]) -> None:
     try:
         threading.Thread(target=action, name="close", daemon=True).start()
-    except RuntimeError:  # no thread can be had
+    except RuntimeError:  # no thread can be started
         action()
 
 
 @dataclass(slots=True, eq=False)
 class LocalClient:
-    """A program that has connected; `welcomed` once it has said hello, by which it has a number."""
+    """A connected program, which is `welcomed` after its Hello."""
 
     number: int
-    pid: int  # 0 where it cannot be seen from here
+    pid: int  # 0 if it is in another namespace
     uid: int
     link: socket.socket
     process: int  # a pidfd, or -1
@@ -152,11 +152,10 @@ class LocalClient:
 
 
 class LocalClientConnections:
-    """The listener, and who has connected, by number.
+    """The listener, and the connected clients by number.
 
-    on_message(client, message, fds) handles a message, with the descriptors that came beside it: it
-    takes those that it keeps out of the list. on_disconnect(number): one that was welcomed has
-    disconnected.
+    `on_message(client, message, fds)` handles a message, and removes the descriptors that it keeps
+    from the list. `on_disconnect(number)` is called when a welcomed client has disconnected.
     """
 
     def __init__(
@@ -168,16 +167,17 @@ class LocalClientConnections:
         lent: Iterable[socket.socket],
         door: socket.socket | None,
     ) -> None:
-        """Open the listener: to programs of this user, or also of a group. At those that are
-        `lent`, which listen already, who comes waits until `accept`; so it is at the `door`, which
-        is the listener then, of a server before.
+        """Open the listener for programs of this user, and of a group if there is one.
 
-        Raises Unavailable when the run directory has no room for it.
+        Clients wait at the `lent` listeners, and at the `door` of a predecessor, until `accept`.
+
+        Raises:
+            Unavailable: The run directory has no space for the listener.
         """
         self._on_message = on_message
         self._on_disconnect = on_disconnect
         self._clients: dict[int, LocalClient] = {}
-        self._numbers = itertools.count(FIRST)
+        self._numbers = itertools.count(FIRST_LOCAL_CLIENT)
         self._loop = asyncio.get_running_loop()
         self._most = min(_MOST_CLIENTS, fd_limits.for_local_clients())
         path = endpoints.listener(run_dir)
@@ -188,7 +188,6 @@ class LocalClientConnections:
         if group != NO_GROUP:
             admit_group(path.parent, group)
         self._door = Listener(door or _opened(path, group))
-        # That of every link, too.
         buffer = self._door.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self.largest_packet = buffer - _OVERHEAD
         self._lent = list(map(Listener, lent))
@@ -200,19 +199,19 @@ class LocalClientConnections:
         return number in self._clients
 
     def welcomed(self) -> list[LocalClient]:
-        """Those who have said hello."""
+        """Return the welcomed clients."""
         return [client for client in self._clients.values() if client.welcomed]
 
-    # --- coming and going
+    # --- connections
 
     def _accept_at(self, listeners: list[Listener]) -> None:
         for listener in listeners:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def accept(self) -> None:
-        """Let in who waits at a lent listener."""
+        """Accept the clients that wait at lent listeners."""
         for listener in self._before:
-            listener.sock.listen(_BACKLOG)  # who asks whose it is, is told of this process
+            listener.sock.listen(_BACKLOG)  # sets the credentials that peers read to this process
         self._accept_at([*self._before, *self._lent])
         self._own, self._before = [*self._own, *self._before], []
 
@@ -226,11 +225,11 @@ class LocalClientConnections:
         return [each.sock for each in self._lent]
 
     def lend(self) -> None:
-        """Have another server go on with all listeners once this one leaves them: see `refuse`."""
+        """Leave all listeners to a successor at the next `refuse`."""
         self._lent, self._own = [*self._lent, *self._own], []
 
     def refuse(self) -> bool:
-        """Leave who comes at the lent listeners to another server; whether there are any."""
+        """Close the lent listeners, where another server serves; return whether there are any."""
         lent, self._lent = self._lent, []
         self._close(lent)
         return bool(lent)
@@ -254,7 +253,7 @@ class LocalClientConnections:
                 continue
             try:
                 process = os.pidfd_open(pid) if pid else -1
-            except OSError:  # gone already, or no descriptor left
+            except OSError:  # it has exited, or no descriptor is free
                 disconnect(link)
                 continue
             client = LocalClient(next(self._numbers), pid, uid, link, process)
@@ -264,12 +263,12 @@ class LocalClientConnections:
                 self._loop.add_reader(process, self.disconnect, client)
 
     def _has_room(self, uid: int) -> bool:
-        """One user's programs do not take all the places."""
+        """Return whether a user may open another connection; one user cannot use all."""
         of_one = sum(client.uid == uid for client in self._clients.values())
         return len(self._clients) < self._most and of_one < fd_limits.share_of(self._most)
 
     def disconnect(self, client: LocalClient) -> None:
-        """End a connection; again does nothing."""
+        """Close a connection, unless it is closed."""
         if self._clients.pop(client.number, None) is None:
             return
         self._loop.remove_reader(client.link.fileno())
@@ -277,13 +276,13 @@ class LocalClientConnections:
         if client.process >= 0:
             self._loop.remove_reader(client.process)
             os.close(client.process)
-        # Before the schedulers cut it off: so it sees why they do.
+        # Before the schedulers close its links, so that the client detects the reason first.
         disconnect(client.link)
         if client.welcomed:
             self._on_disconnect(client.number)
 
     def close(self) -> None:
-        """Disconnect everybody and close the listener."""
+        """Disconnect all clients and close the listeners."""
         self._close([*self._own, *self._before, *self._lent])
         for client in list(self._clients.values()):
             self.disconnect(client)
@@ -291,7 +290,7 @@ class LocalClientConnections:
     # --- out
 
     def send(self, client: LocalClient, data: bytes) -> None:
-        """Send a packet, now or when it is taken; who leaves too many unread is disconnected."""
+        """Send a packet now or when the client reads; disconnect it if too many are unread."""
         client.unsent.append(data)
         if len(client.unsent) > _MOST_UNREAD:
             logger.warning("a client program does not read what it is told: disconnected")
@@ -328,7 +327,7 @@ class LocalClientConnections:
                 return
             for message in frames.unpack(data):
                 if client.number not in self._clients:
-                    return  # it left before its response: what it shares now, nobody gives back
+                    return  # disconnected meanwhile, so nothing would release what it shares
                 self._on_message(client, message, fds)
         except MalformedMessage as error:
             logger.warning("a client program sent what is no message: %s", error)

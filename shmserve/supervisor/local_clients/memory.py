@@ -1,4 +1,4 @@
-"""Memory that local clients share for their requests: checked, named by a MAC, and kept open."""
+"""The memory that local clients share for their requests, identified by MACs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shmserve.common.access.shm_access import Peer
+from shmserve.common.peers import Peer
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.memory.posix_shm import SharedObject, described
-from shmserve.ipc.messages.events import RegionUnregistered
-from shmserve.ipc.messages.local_clients import ShareDeviceMemory
-from shmserve.ipc.messages.memory import MemoryDropped, RegionDrained, RegionPublished
+from shmserve.ipc.messages.control_requests import ShareDeviceMemory
+from shmserve.ipc.messages.publications import (
+    MemoryDropped,
+    RegionDrained,
+    RegionPublished,
+    RegionUnregistered,
+)
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import fits, whole
 from shmserve.supervisor.local_clients.connections import LocalClient, is_memory
@@ -29,12 +33,11 @@ from shmserve.supervisor.regions.registry import Processes
 
 @dataclass(slots=True, eq=False)
 class LocalMemory:
-    """Regions by memory id: each is its client's alone until it is released or the client
-    disconnects, which workers are told. Gateways list them, under names that no request can use;
-    `publish_event` is for subscribers of events.
+    """The shared regions by memory id, each of which only its client can use.
 
-    What shares returns the memory as clients and workers name it, and raises ShmserveError, with
-    nothing kept, for what cannot be.
+    A region ends when it is released or its client disconnects; workers then unmap it. Gateways
+    list the regions under names that no request can use. Methods that share memory return it as
+    clients and workers encode it, and raise ShmserveError if it is rejected.
     """
 
     _capabilities: Capabilities
@@ -49,16 +52,16 @@ class LocalMemory:
         return len(self._regions)
 
     def all(self) -> list[OpenRegion]:
-        """Every one."""
+        """Return every region."""
         return list(self._regions.values())
 
     def published(self) -> Iterator[RegionPublished]:
-        """The messages that bring a new gateway up to date."""
+        """Yield the messages that bring a new gateway up to date."""
         for region in self._regions.values():
             yield region.listed_only(0)
 
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
-        """A memfd of a client's; its descriptor is taken out of `fds`."""
+        """Share a memfd of a client, and take its descriptor out of `fds`."""
         if len(fds) != 1:
             raise InvalidArgument("one descriptor must come with the memory to share")
         (fd,) = fds
@@ -75,8 +78,10 @@ class LocalMemory:
         return Memory(memory_id, *rest, copied=False, pinned=pin).packed
 
     async def share_device(self, client: LocalClient, asked: ShareDeviceMemory) -> bytes:
-        """Memory on a device, by its handle, which a worker looks at. A local client that leaves
-        meanwhile is the caller's to look after."""
+        """Share device memory by its handle, which a worker checks.
+
+        The caller handles a disconnection of the client meanwhile.
+        """
         handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
         if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
             raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
@@ -99,8 +104,7 @@ class LocalMemory:
         self._processes.broadcast(region.listed_only(0), "gateway")
 
     def release(self, number: int, memory_id: int = 0) -> None:
-        """Close a memory that a local client needs no more, or (without `memory_id`) all of one
-        that has disconnected."""
+        """Release a memory of a local client, or all of a client that has disconnected."""
         reason = "" if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
             if region.lessor == number and memory_id in (0, region.memory_id):
@@ -111,18 +115,18 @@ class LocalMemory:
                 self._opener.close(region)
 
     def close(self) -> None:
-        """Close every one."""
+        """Close every region."""
         for region in self._regions.values():
             self._opener.close(region)
         self._regions.clear()
 
 
 def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
-    """The memfd `fd`, for workers to map the first `byte_size` bytes of.
+    """Check that workers can map the first `byte_size` bytes of the memfd `fd` safely.
 
-    Raises InvalidArgument when they could die of touching it: when it can shrink, is smaller, has
-    no memory behind it yet, or is of huge pages and of who is not `trusted` to leave them in place:
-    the host may have no others.
+    Raises:
+        InvalidArgument: An access could kill a worker: the memfd can shrink, is too small, has no
+            memory yet, or has huge pages, which only a `trusted` user is expected to keep.
     """
     if not is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")

@@ -1,14 +1,14 @@
 """The service for local clients: programs on this host that use `shmserve.client`.
 
-    program ── Hello ──────────────> listener     a unix socket; the kernel says whose program it is
-            <── Welcome, models ───           a number, a token, where each model's scheduler is
-            ── ShareMemory + fd ──>           a memfd of its own, sealed
-            ── ShareDeviceMemory ──>          or memory on a device, by its handle
-            <── news of models ────           acknowledged, so that a reload loses no request
-            ── end of connection ──>          everything it had is dropped, at once
+    program ── Hello ──────────────> listener  a unix socket, with the credentials of the program
+            <── Welcome, models ───            a number, a token, the scheduler of each model
+            ── ShareMemory + fd ──>            a sealed memfd of the program
+            ── ShareDeviceMemory ──>           or device memory, by its handle
+            <── changes of models ──           acknowledged, so that a reload loses no request
+            ── end of connection ──>           all of its memory is released
 
-A local client can submit requests, and share its own memory for them; it manages nothing. Requests
-do not come here: they go to the schedulers, which check them (scheduler/hosting/local_clients.py).
+A local client can submit requests and share memory for them, but manages nothing. It sends requests
+to the schedulers, which check them (scheduler/hosting/local_clients.py).
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.local_clients import (
+from shmserve.ipc.endpoints import Capabilities
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import (
+    Answered,
     Hello,
-    OwnerExited,
-    ServerEnding,
+    Refused,
     ShareDeviceMemory,
     ShareMemory,
+    WantModel,
     Welcome,
     WithdrawMemory,
 )
+from shmserve.ipc.messages.publications import OwnerExited, ServerEnding
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
@@ -44,8 +47,8 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 1.0  # a local client that is stopped must not hold up a reload for longer
-# What a local client needs of a model's configuration, and of each input and output.
+_PATIENCE_S = 1.0  # the longest delay of a reload by a stopped local client
+# The fields of a model's configuration and of its tensors that local clients need.
 _MODEL_FIELDS = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
 _TENSOR_FIELDS = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
 _LARGEST_PACKET = 4 * 1024 * 1024  # bytes of a packet
@@ -64,15 +67,16 @@ class LocalClientServer:
         snapshot: Callable[[], Iterable[Any]],
         acknowledgements: Acknowledgements,
         on_disconnect: Callable[[int], None],
+        load_on_demand: Callable[[str, float], Awaitable[None]],
         lent: Iterable[socket.socket] = (),
         door: socket.socket | None = None,
     ) -> None:
-        """Open the listener, as `LocalClientConnections` does."""
+        """Open the listener."""
         self._capabilities = capabilities
         self._memory = memory
         self._snapshot = snapshot
         self._on_disconnect = on_disconnect
-        self.want: Callable[[str, float], Awaitable[None]]  # of models on demand; is set later
+        self._load_on_demand = load_on_demand
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
@@ -81,8 +85,10 @@ class LocalClientServer:
         self._largest = min(self.connections.largest_packet, _LARGEST_PACKET)
 
     async def leave(self) -> None:
-        """Have programs go to the server that comes next, where there will be one at the lent
-        listeners; returns when they know."""
+        """Send clients to the successor that serves at the lent listeners, if there are any.
+
+        It returns when all clients have acknowledged that.
+        """
         if not self.connections.refuse():
             return
         number = self._acknowledgements.begin(self.numbers())
@@ -97,12 +103,11 @@ class LocalClientServer:
     # --- models and health, to all
 
     def numbers(self) -> list[int]:
-        """Of those who are told."""
+        """Return the numbers of the welcomed clients."""
         return [client.number for client in self.connections.welcomed()]
 
     def announce(self, message: Any) -> None:
-        """Send every local client a message that it is to acknowledge: for a second that is waited
-        for."""
+        """Send a message that every local client has to acknowledge within a second."""
         told, number = self.numbers(), message.acknowledge
         self.tell(message)
         loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.acknowledged
@@ -110,14 +115,17 @@ class LocalClientServer:
             loop.call_later(_PATIENCE_S, acknowledged, client, number)
 
     def tell(self, message: Any) -> None:
-        """Send every local client a message."""
+        """Send a message to every local client."""
         data = self._packet(message, logging.WARNING)
         for client in self.connections.welcomed():
             self.connections.send(client, data)
 
     def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
-        """A message as one packet. A model whose description no packet can carry is withdrawn from
-        them, and costs nobody the connection; `level` is that of the log line."""
+        """Encode a message as one packet.
+
+        A model whose description exceeds a packet is withdrawn from local clients, which is logged
+        with `level`.
+        """
         data = frames.pack([_for_local_clients(message)])
         if len(data) <= self._largest or not isinstance(message, m.ModelPublished):
             return data
@@ -140,21 +148,20 @@ class LocalClientServer:
                     self.connections.send(client, self._packet(item))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.OtherVersion(version)
-            case m.Acknowledged(number=number) if client.welcomed:
+            case Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.acknowledged(client.number, number)
             case ShareMemory(number, size, pin) if client.welcomed:
-                response: Any
+                # At once, since `fds` are closed afterwards.
+                response: Answered | Refused
                 try:
-                    response = m.Answered(
-                        number,
-                        {"memory": self._memory.share(client, size, pin, fds)},
-                    )
+                    memory = self._memory.share(client, size, pin, fds)
+                    response = Answered(number, {"memory": memory})
                 except ShmserveError as error:
-                    response = m.Refused(number, error.code, error.message)
+                    response = Refused.of(number, error)
                 self.connections.send(client, frames.pack([response]))
             case ShareDeviceMemory() if client.welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
-            case m.WantModel(number, name, patience_s) if client.welcomed:
+            case WantModel(number, name, patience_s) if client.welcomed:
                 self._respond(client, number, self._want(name, patience_s))
             case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
@@ -164,14 +171,14 @@ class LocalClientServer:
     def _respond(
         self, client: LocalClient, number: int, work: Coroutine[Any, Any, dict[str, Any]]
     ) -> None:
-        """Respond with what a coroutine returns, or is refused."""
+        """Respond with the result or the error of a coroutine."""
 
         async def respond() -> None:
-            response: Any
+            response: Answered | Refused
             try:
-                response = m.Answered(number, await work)
+                response = Answered(number, await work)
             except ShmserveError as error:
-                response = m.Refused(number, error.code, error.message)
+                response = Refused.of(number, error)
             if client.number in self.connections:
                 self.connections.send(client, frames.pack([response]))
 
@@ -186,7 +193,7 @@ class LocalClientServer:
         return {"memory": memory}
 
     async def _want(self, name: str, patience_s: float) -> dict[str, Any]:
-        await self.want(name, patience_s)
+        await self._load_on_demand(name, patience_s)
         return {}
 
 
@@ -210,5 +217,5 @@ def _for_local_clients(message: Any) -> Any:
 
 
 def _brief(tensor: dict[str, Any]) -> dict[str, Any]:
-    """An input or output without what is not set."""
+    """Return the set fields of an input or output."""
     return {key: tensor[key] for key in _TENSOR_FIELDS if tensor.get(key, False) is not False}

@@ -1,1 +1,21 @@
-"""Model management: from a folder of the repository to a version that serves, and back."""
+"""Model management: from a folder of the repository to versions that serve, and back.
+
+A load passes through these modules:
+
+    manager.py             receives the request, and executes what the lifecycle decides
+    lifecycle.py           the state machine that executes the orders of each model in turn (pure)
+    orders.py              orders, the state of a model, and the steps of a load (pure)
+    load_planner.py        reads folder and configuration, and completes the configuration
+    repository.py          folders, versions and fingerprints on disk
+    model_version.py       a version: a scheduler, and instances or an ensemble's steps
+    scheduler_process.py   its scheduler, in a host process
+    instance_processes.py  its worker processes
+    instances.py           the version to load, the states of instances, changes of instances
+    registry.py            the models by name, their statuses, readiness checks
+
+Orders also come from these modules:
+
+    repository_poller.py   loads and unloads models as the repositories change
+    on_demand.py           loads models by their first request, and unloads them to free memory
+    autoscaler.py          changes the number of instances with the load
+"""

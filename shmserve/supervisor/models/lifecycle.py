@@ -1,23 +1,28 @@
-"""The lifecycle of models: orders are followed, one after the other of each model, until what
-serves is as the last of them has it (pure: whoever carries out what is decided is told to, and
-says later what came of it).
+"""The lifecycle of models: a state machine that executes the orders of each model in turn (pure: it
+decides, `LifecycleActions` executes the decisions and reports back by events).
 
-load:    read -> what it needs is there -> what differs is started, or nothing -> offered to all ->
-         all know that it is ready -> it serves, what served retires -> ensembles load again
-unload:  loads before it are given up -> ensembles that need it are unloaded -> all are told
+load:    read -> the step models are loaded -> versions that differ start, or instances are added ->
+         published -> every client knows them as ready -> they serve, the replaced versions retire
+         -> ensembles with the model reload if its shape has changed
+unload:  earlier loads are cancelled -> ensembles with the model are unloaded -> every client knows
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
-from shmserve.supervisor.models.loads import UPDATES, LifecycleActions, Loads, keep_wish, refusal
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
     FOLDER,
     UNLOADED,
+    UPDATES,
+    LifecycleActions,
     LoadOutcome,
     LoadPlan,
     LoadSource,
@@ -26,44 +31,49 @@ from shmserve.supervisor.models.orders import (
     OrderKind,
     OrderPhase,
 )
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.statuses import statuses
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """Follows the orders about a registry's models. `hosted`: the models of an ensemble's steps are
-    scheduled beside it."""
+    """Executes the orders about a registry's models."""
 
-    def __init__(self, registry: ModelRegistry, executor: LifecycleActions, hosted: bool) -> None:
+    def __init__(self, registry: ModelRegistry, actions: LifecycleActions, hosted: bool) -> None:
+        """Create a lifecycle without orders.
+
+        Args:
+            registry: The models.
+            actions: Executes the decisions.
+            hosted: Whether the schedulers of an ensemble and of its steps share a process.
+        """
         self._registry = registry
-        self._executor = executor
+        self._actions = actions
         self._hosted = hosted
-        self._loads = Loads(registry, executor)
-        self._open: list[Order] = []  # that were not answered
+        self._open: list[Order] = []  # orders without an answer
         self._running = self._news = self._published = False
         self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
             OrderPhase.WAITING: self._go_on,
             OrderPhase.OFFERED: self._take_over,
-            OrderPhase.TELLING: self._settle_once_known,
+            OrderPhase.PUBLISHING: self._settle_once_known,
             OrderPhase.DROPPING: self._settle_once_known,
         }
 
     # --- orders
 
     def expect(self, steps: Mapping[str, list[str]]) -> None:
-        """Enter what is loaded at the start, each with the models that it needs: where one is
-        scheduled depends on these."""
+        """Register the models that are loaded at the start, with the steps of each.
+
+        The steps determine the process of each model's scheduler.
+        """
         for name, needs in steps.items():
             model = self._registry.model(name)
             model.needs, model.expected = needs, True
 
     def offer(self, names: Iterable[str]) -> None:
-        """Have everybody know that these models are on demand."""
+        """Publish models as loaded on demand."""
         for name in names:
             model = self._registry.model(name)
             model.on_demand = True
@@ -71,18 +81,17 @@ class Lifecycle:
         self._run()
 
     def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> Order:
-        """Have a model loaded, or loaded again. `pins`: it is not on demand any more once it is."""
+        """Order a model to be loaded or reloaded; `pins` ends that it is loaded on demand."""
         order = self._load(self._registry.model(name), source)
         order.pins |= pins
         order.model.for_others = False
         self._run()
         return order
 
-    def want(self, name: str) -> Order | None:
-        """Have a model on demand loaded; None where it serves. Where it loads already, that is the
-        order."""
+    def load_on_demand(self, name: str) -> Order | None:
+        """Return the open load of a model, or a new one; None if the model serves."""
         model = self._registry.model(name)
-        last = next((o for o in reversed(model.orders) if o.kind is not OrderKind.MOVE), None)
+        last = model.last_order
         if last is not None and last.may_come:
             return last
         if last is None and model.serving:
@@ -90,8 +99,14 @@ class Lifecycle:
         return self.load(name, pins=False)
 
     def unload(self, name: str, on_demand: bool = False) -> Order:
-        """Give up all loads of a model that are open, and have what serves end; ensembles that need
-        it before that, until it is loaded again. `on_demand`: it is loaded when it is asked for."""
+        """Order a model to be unloaded, and cancel its open loads.
+
+        Ensembles that need the model are unloaded before it, until it is loaded again.
+
+        Args:
+            name: The model; it may be unknown.
+            on_demand: Whether the next request loads the model again.
+        """
         model = self._registry.model(name)
         order = self._unload(model, {}, on_demand)
         group = self._group(name)
@@ -100,24 +115,13 @@ class Lifecycle:
         self._run()
         return order
 
-    def loaded_for(self, name: str) -> list[str]:
-        """The models of an ensemble's steps that were loaded for it, and are no other's."""
-        models = self._registry.models
-        others = {step for each in models.values() if each.name != name for step in each.needs}
-        needs = models[name].needs if name in models else []
-        return [
-            step
-            for step in needs
-            if step not in others and step in models and models[step].for_others
-        ]
-
     def _load(
         self, model: ModelEntry, source: LoadSource, asked: bool = True, again: bool = False
     ) -> Order:
         return self._enter_once(Order(model, OrderKind.LOAD, source, asked, again))
 
     def _enter_once(self, order: Order) -> Order:
-        """Enter an order, unless the last is such a one, and has not begun."""
+        """Enter an order, or return the last order of the model if it has the same effect."""
         last = order.model.orders[-1] if order.model.orders else None
         if last is None or not last.repeats(order):
             return self._enter(order)
@@ -139,60 +143,41 @@ class Lifecycle:
         again = bool(entered)
         entered[model] = None
         model.on_demand = on_demand
-        model.outdated = False  # what serves is not to be loaded again
-        for order in [*model.orders, *self._waiting_for(model)]:
+        model.outdated = False  # the serving versions are not reloaded
+        for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
             if order.kind is OrderKind.LOAD:
                 self._give_up(order)
-        before = []
-        for user in self._users(model):
+        users = self._registry.users_of(model)
+        for user in users:
             if user not in entered:
                 entered[user] = self._unload(user, entered, on_demand)
-            before.append(entered[user])
-        ends = [order for order in before if order is not None]
-        order = entered[model] = self._enter(
-            Order(model, OrderKind.UNLOAD, asked=not again, again=again, before=ends)
-        )
+        ends = [end for user in users if (end := entered[user]) is not None]
+        order = Order(model, OrderKind.UNLOAD, asked=not again, again=again, before=ends)
+        entered[model] = self._enter(order)
         return order
-
-    def _users(self, model: ModelEntry) -> list[ModelEntry]:
-        """The ensembles that need it; a generation on its way out needs nothing for long."""
-        return [
-            user
-            for user in self._registry.models.values()
-            if any(v.uses(model.name) for v in (*user.serving.values(), *user.coming.values()))
-        ]
-
-    def _waiting_for(self, model: ModelEntry) -> list[Order]:
-        """The loads of ensembles that need it and have not started: it may serve until they do."""
-        followed = [each.orders[0] for each in self._registry.models.values() if each.orders]
-        return [
-            order
-            for order in followed
-            if order.phase is OrderPhase.WAITING and model.name in order.needs
-        ]
 
     def _group(self, name: str) -> Group:
         return self._registry.group(name, self._hosted)
 
     def _regroup(self, group: Group) -> None:
-        """Models that belong to an ensemble's process, or not any more, move."""
+        """Order the moves of the models in a group, which share one process from now on."""
         for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
                 self._enter_once(Order(self._registry.models[name], OrderKind.MOVE))
 
-    # --- what came of it
+    # --- events
 
     def was_read(self, order: Order, plan: LoadPlan) -> None:
-        """Folder and configuration of a load were read."""
-        if order.phase is not OrderPhase.READING:  # it was given up
-            self._executor.discard(plan.specs)
+        """Handle the plan of a load whose folder and configuration were read."""
+        if order.phase is not OrderPhase.READING:  # cancelled meanwhile
+            self._actions.discard(plan.specs)
             return
         model = order.model
         model.fingerprint = order.fingerprint = plan.fingerprint
         order.specs = plan.specs
         if plan.error is not None:
-            # Nothing is kept of what a request has sent wrong, or of a name that no repository has:
-            # anybody may have mistyped it, or may not know that it has gone.
+            # Errors of sent configurations and of names without a folder are not stored: clients
+            # may have mistyped them.
             kept = plan.known or model.failed or model.on_demand
             if kept and not model.serving and order.source == FOLDER:
                 failed = DUPLICATE if plan.ambiguous else LoadOutcome(plan.error.message)
@@ -206,14 +191,15 @@ class Lifecycle:
                 self._fail(order, InvalidArgument(text))
             else:
                 order.phase = OrderPhase.WAITING
-                self._have_steps(order)
+                self._load_steps(order)
         self._publish(model)
         self._run()
 
-    def _have_steps(self, order: Order) -> None:
+    def _load_steps(self, order: Order) -> None:
+        """Load the step models of an ensemble that do not serve."""
         for name in order.needs:
             step = self._registry.model(name)
-            last = next((o for o in reversed(step.orders) if o.kind is not OrderKind.MOVE), None)
+            last = step.last_order
             if last is not None and last.kind is OrderKind.UNLOAD and last.number > order.number:
                 return self._give_up(order)
             coming = last if last is not None and last.may_come else None
@@ -225,64 +211,94 @@ class Lifecycle:
                 order.before.append(coming)
         return None
 
+    def config_completed(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """Handle the configuration that the first worker of a version has completed.
+
+        An ensemble has no worker: its configuration is completed with the models that serve.
+
+        Args:
+            spec: The version that is loaded, or that a serving version may be updated to.
+            completed: The properties that the model has reported.
+
+        Returns:
+            The final configuration.
+
+        Raises:
+            InvalidArgument: The configuration is invalid.
+        """
+        if not spec.steps:
+            return self._actions.complete(spec, completed)
+        find = self._registry.serving
+        models = [find(*step) for step in spec.steps]
+        elsewhere = [find(step.name, "") is not None for step in spec.steps]
+        configs = [None if model is None else model.config for model in models]
+        return self._actions.complete(spec, {"steps": configs, "elsewhere": elsewhere})
+
     def started(self, version: ModelVersion, error: BaseException | None) -> None:
-        """A version was started, or could not be: then it has ended."""
+        """Handle a version that has started, or that has failed and ended."""
         model = self._registry.model(version.spec.name)
         order = model.orders[0] if model.orders else None
         if order is None or model.coming.get(version.spec.version) is not version:
-            return  # it was given up
+            return  # cancelled meanwhile
         order.starting.discard(version.spec.version)
         if error is not None:
             order.failures[version.spec.version] = error
         self._offer_once_started(order)
-        self._run()
 
     def updated(self, order: Order, errors: Mapping[str, BaseException]) -> None:
-        """The instances of an order's updates were added, but for those with an error."""
+        """Handle the end of an order's updates; `errors` has those that failed, by version."""
         order.starting.discard(UPDATES)
         order.failures |= errors
         self._offer_once_started(order)
+
+    def _offer_once_started(self, order: Order) -> None:
+        if order.phase is OrderPhase.STARTING and not order.starting:
+            if order.failures:
+                self._fail(order, order.refusal())
+            else:
+                order.offer()
+                self._publish(order.model)
         self._run()
 
     def moved(self, order: Order) -> None:
-        """A model is scheduled where it belongs, or stays where it is."""
+        """Handle the end of a move, whether or not the schedulers have moved."""
         self._settle(order)
         self._run()
 
     def ended(self, version: ModelVersion) -> None:
-        """A version has no process any more."""
+        """Handle a version whose processes have all ended."""
         model, number = self._registry.model(version.spec.name), version.spec.version
         if version in model.dropping:
             model.dropping.remove(version)
         elif version in model.retiring:
             logger.info("successfully unloaded '%s' version %s", model.name, number)
-            self._executor.forward(version, model.serving.get(number))
+            self._actions.forward(version, model.serving.get(number))
             model.retiring.remove(version)
         model.draining.discard(version)
-        self._executor.discard([version.spec])
+        self._actions.discard([version.spec])
         self._publish(model)
         self._run()
 
     def changed(self, version: ModelVersion) -> None:
-        """The readiness, endpoint or failure of a version has changed."""
+        """Handle a change of a version's readiness, endpoint or failure."""
         model = self._registry.models.get(version.spec.name)
         if model is not None and model.shown.get(version.spec.version) is version:
             self._publish(model)
             self._run()
 
     def acknowledged(self) -> None:
-        """Something that was announced is known everywhere."""
+        """Handle the acknowledgement of a publication."""
         self._run()
 
     def publish(self, model: ModelEntry) -> None:
-        """Have everybody know what serves of a model, which has changed."""
+        """Publish a model that has changed."""
         self._publish(model)
         self._run()
 
-    # --- following
+    # --- execution
 
     def _run(self) -> None:
-        """Follow all orders as far as they can be; what happens meanwhile is looked at, too."""
+        """Advance all orders as far as possible, including changes that happen meanwhile."""
         self._news = True
         if self._running:
             return
@@ -295,7 +311,7 @@ class Lifecycle:
             self._running = False
         if self._published:
             self._published = False
-            self._executor.changed()
+            self._actions.changed()
 
     def _look(self) -> None:
         for model in list(self._registry.models.values()):
@@ -303,13 +319,10 @@ class Lifecycle:
                 self._advance(model)
         for order in self._open[:]:
             if order.settled and all(each.answered for each in order.after):
-                self._answer(order)
-
-    def _answer(self, order: Order) -> None:
-        self._open.remove(order)
-        order.answered = self._news = True
-        self._registry.forget(order.model)
-        self._executor.answer(order)
+                self._open.remove(order)
+                order.answered = self._news = True
+                self._registry.forget(order.model)
+                self._actions.answer(order)
 
     def _advance(self, model: ModelEntry) -> None:
         try:
@@ -317,13 +330,13 @@ class Lifecycle:
                 self._news = True
                 self._publish(model)
             self._retire(model)
-        except Exception:  # of this one model: the others go on
+        except Exception:  # the orders of the other models continue
             logger.exception("model '%s' could not be followed", model.name)
             if model.orders and not model.orders[0].settled:
                 self._fail(model.orders[0], Internal("internal error"))
 
     def _follow(self, order: Order) -> bool:
-        """Go on with an order, if it can be; whether it was."""
+        """Execute the next step of an order, and return whether it could be executed."""
         step = self._steps.get(order.phase)
         return step is not None and step(order)
 
@@ -331,19 +344,19 @@ class Lifecycle:
         model = order.model
         if order.kind is OrderKind.LOAD:
             order.phase, model.may_pass = OrderPhase.READING, False
-            self._executor.read(order)
+            self._actions.read(order)
         elif order.kind is OrderKind.UNLOAD:
             order.phase = OrderPhase.WAITING
         else:
             order.phase = OrderPhase.MOVING
-            self._executor.move(order, self._group(model.name))
+            self._actions.move(order, self._group(model.name))
         return True
 
     def _go_on(self, order: Order) -> bool:
         if not all(each.settled for each in order.before):
             return False
         if order.kind is OrderKind.LOAD:
-            self._loads.start(order, self._group(order.model.name))
+            order.start(self._actions, self._group(order.model.name))
         else:
             self._withdraw(order)
         return True
@@ -354,30 +367,24 @@ class Lifecycle:
         model.outcomes = dict.fromkeys({*old, *model.outcomes} - {""}, UNLOADED)
         model.fingerprint, model.loaded_of = "", None
         model.retiring += old.values()
-        order.phase = OrderPhase.TELLING
-
-    def _offer_once_started(self, order: Order) -> None:
-        if order.starting or order.phase is not OrderPhase.STARTING:
-            return
-        if order.failures:
-            self._fail(order, refusal(order))
-        else:
-            self._loads.offer(order)
-            self._publish(order.model)
+        order.phase = OrderPhase.PUBLISHING
 
     def _take_over(self, order: Order) -> bool:
-        if self._loads.lost(order):
-            self._fail(order, refusal(order))
-        elif self._loads.accepted(order):
-            self._load_users(order, self._loads.take_over(order))
+        coming = order.model.coming.values()
+        if order.has_lost():
+            self._fail(order, order.refusal())
+        elif self._actions.is_known(order.model) and all(version.ready for version in coming):
+            self._load_users(order, order.take_over())
             self._regroup(self._group(order.model.name))
         else:
             return False
         return True
 
     def _load_users(self, order: Order, other_shape: bool) -> None:
-        """Have the ensembles loaded again that lacked a model, or know it in another shape; one
-        that is only about to look at it will know it."""
+        """Reload the ensembles that lacked a model or use it in another shape.
+
+        Loads that have not read the model yet are left alone.
+        """
         name = order.model.name
         for user in list(self._registry.models.values()):
             loads = [each for each in user.orders if each.kind is OrderKind.LOAD]
@@ -395,7 +402,7 @@ class Lifecycle:
 
     def _settle_once_known(self, order: Order) -> bool:
         model = order.model
-        if model.dropping or order.starting or not self._registry.known(model):
+        if model.dropping or order.starting or not self._actions.is_known(model):
             return False
         self._settle(order, order.error)
         return True
@@ -406,37 +413,34 @@ class Lifecycle:
         model, order.error, order.phase = order.model, error, OrderPhase.SETTLED
         model.orders.remove(order)
         if error is not None and model.expected and not statuses(model):
-            model.outcomes[""] = LoadOutcome(error.message)  # not even there
+            model.outcomes[""] = LoadOutcome(error.message)  # no repository has the model
         if error is not None and order.again and order.kind is OrderKind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
-            if model.serving:  # else there is nothing to unload, and why it failed is to be known
+            if model.serving:  # otherwise the reason of the failure stays visible
                 order.after.append(self._unload(model, {model: None}, model.on_demand))
         elif error is not None and order.kind is OrderKind.LOAD:
             self._load_outdated(order)
         self._news = self._published = True
 
     def _load_outdated(self, order: Order) -> None:
-        """What serves goes on serving where a load has failed, and is loaded again if it was that
-        load which was to know the shape that a step has now."""
+        """Reload the serving versions if the failed load was expected to adopt a step's shape."""
         model = order.model
-        later = any(each.kind is not OrderKind.MOVE for each in model.orders)
-        if model.outdated and model.serving and not later:
+        if model.outdated and model.serving and model.last_order is None:
             model.outdated = False
             order.after.append(self._load(model, model.source, again=True))
 
-    # --- giving up
+    # --- failures
 
     def _give_up(self, order: Order) -> None:
-        """An order is not to be followed any more: its model is unloaded, or nobody waits for
-        it."""
+        """Cancel an order because its model is unloaded or no other order needs it."""
         order.again = False
         text = f"failed to load '{order.model.name}', no version is available"
         self._fail(order, InvalidArgument(text), given_up=True)
 
     def _fail(self, order: Order, error: ShmserveError, given_up: bool = False) -> None:
-        """Drop what an order has started; what served goes on serving."""
+        """End the versions that an order has started; the serving versions continue."""
         model, phase = order.model, order.phase
-        if phase in (OrderPhase.TELLING, OrderPhase.DROPPING, OrderPhase.SETTLED):
+        if phase in (OrderPhase.PUBLISHING, OrderPhase.DROPPING, OrderPhase.SETTLED):
             return
         steps, order.before = order.before, []
         for step in steps:
@@ -444,29 +448,28 @@ class Lifecycle:
                 self._give_up(step)
         if order.waits:
             if phase is OrderPhase.WAITING and order.kind is OrderKind.LOAD and not model.serving:
-                keep_wish(order)
-            self._executor.discard(order.specs)
+                order.keep_source()
+            self._actions.discard(order.specs)
             self._settle(order, error)
             return
         order.error = error
-        self._loads.drop(order, given_up)
+        order.drop(self._actions, given_up)
         self._publish(model)
 
     # --- the end of versions
 
     def _retire(self, model: ModelEntry) -> None:
-        """Have those finish what they have that all know to be replaced, and that nobody needs who
-        has not ended."""
+        """Drain versions that every client has replaced and that no ensemble needs."""
         waiting = [version for version in model.retiring if version not in model.draining]
-        if not waiting or not self._registry.known(model):
+        if not waiting or not self._actions.is_known(model):
             return
         for version in waiting:
             if model.serving or not self._registry.has_users(version):
                 model.draining.add(version)
-                self._executor.retire(version)
+                self._actions.retire(version)
 
     def _publish(self, model: ModelEntry) -> None:
         self._published = True
-        self._registry.publish(model)
+        self._actions.publish(model)
         for ensemble in self._registry.ensembles_of(model.name):
             ensemble.changed()

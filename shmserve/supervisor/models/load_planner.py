@@ -1,5 +1,6 @@
-"""The load planner: finds a model's folder, reads its configuration, chooses the versions to load.
-The folder of a load request that carries files is written to disk until nothing of it runs.
+"""The load planner: finds a model's folder, reads its configuration and selects its versions.
+
+The files of a load request are written to a folder, which is removed when no process uses it.
 """
 
 from __future__ import annotations
@@ -10,35 +11,31 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf import text_format
 
 from shmserve import model_config
+from shmserve.common.host import Accelerators
 from shmserve.common.model_names import check_model_name
+from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.model_config import GraphProblem, read_json
+from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.repository import CONFIG_FILE
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
-
-if TYPE_CHECKING:
-    from shmserve.common.accelerators import Accelerators
-    from shmserve.config.server import ServerConfig
-    from shmserve.model_config import ModelConfig, Source
-    from shmserve.supervisor.models.repository import ModelFolder
+from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
+from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder, ReadConfig
 
 logger = logging.getLogger(__name__)
 
 
 class LoadPlanner:
-    """Reads the repositories of a server. Its methods touch the disk and may run in a thread."""
+    """Reads the repositories of a server. The methods access the disk and may run in a thread."""
 
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
+        """Create a planner; raises InvalidArgument for models that were given as files."""
         self._config = config
         self._overrides = run_dir / "overrides"
         self._accelerators = accelerators
@@ -50,26 +47,21 @@ class LoadPlanner:
             self._inline[folder.name] = folder
 
     def scan(self) -> dict[str, ModelFolder]:
-        """Every model that the repositories hold now, by name."""
+        """Return the models of the repositories by name."""
         return {**repository.scan(*self._where()), **self._inline}
 
     def fingerprint(self, name: str) -> str:
-        """A text that changes with any file of the model; "" when there is no such model."""
+        """Return a text that changes with any file of a model; "" if there is no such model."""
         try:
             folder = self._find(name)
         except InvalidArgument:  # no model can have this name
             return ""
         return repository.fingerprint(folder) if folder is not None else ""
 
-    def has(self, name: str) -> bool:
-        """Whether there is such a model, loadable or not."""
+    def count(self, name: str) -> int:
+        """Return the number of repositories with a model; it is loaded only from a single one."""
         roots = self._config.model_repositories
-        return name in self._inline or any(os.path.isdir(root / name) for root in roots)
-
-    def is_ambiguous(self, name: str) -> bool:
-        """Whether several repositories have a model of this name: none is loaded then."""
-        roots = self._config.model_repositories
-        return name not in self._inline and sum(os.path.isdir(root / name) for root in roots) > 1
+        return 1 if name in self._inline else sum(os.path.isdir(root / name) for root in roots)
 
     def _find(self, name: str) -> ModelFolder | None:
         roots, config_name = self._where()
@@ -79,10 +71,15 @@ class LoadPlanner:
         return self._config.model_repositories, self._config.model_config_name
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
-        """A plan for each version to load, which is at least one.
+        """Return the versions to load, at least one.
 
-        `override` is a configuration in JSON that replaces config.pbtxt, `files` ("1/model.py")
-        replace the folder. Raises ShmserveError with Triton's texts.
+        Args:
+            name: The model.
+            override: A configuration in JSON that replaces config.pbtxt, or "".
+            files: Files, such as "1/model.py", that replace the model's folder.
+
+        Raises:
+            ShmserveError: The model cannot be loaded; the text is Triton's.
         """
         try:
             folder = self._folder(name, override, files)
@@ -109,12 +106,9 @@ class LoadPlanner:
         for other, reason in repository.ignored_folders(folder).items():
             logger.warning("model %s: ignore version directory '%s' which %s", name, other, reason)
         versions = repository.versions_to_load(config, folder.versions)
+        text = "version %d is specified for model '%s', but the version directory is not present"
         for version in repository.missing_versions(config, folder.versions):
-            logger.error(
-                "version %d is specified for model '%s', but the version directory is not present",
-                version,
-                name,
-            )
+            logger.error(text, version, name)
         if not versions:
             text = f"load failed for model '{name}': {repository.no_version(folder)}\n"
             raise InvalidArgument(text)
@@ -122,32 +116,20 @@ class LoadPlanner:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")
         spec = ModelSpec.of(model_config.to_dict(config))
-        ensemble = config.HasField("ensemble_scheduling")
-        complete = partial(
-            self._complete_ensemble if ensemble else partial(self._complete, written),
-            *(config, folder, source),
-        )
+        read, path = ReadConfig(folder, written, config, source), folder.path
+        prints = {version: repository.version_fingerprint(folder, version) for version in versions}
         return [
-            VersionSpec(
-                name=name,
-                version=str(version),
-                model_dir=folder.path,
-                repository=folder.path.parent,
-                config=spec,
-                complete=complete,
-                labels=labels,
-                files=repository.version_fingerprint(folder, version),
-            )
-            for version in versions
+            VersionSpec(name, str(version), path, path.parent, spec, labels, files, read)
+            for version, files in prints.items()
         ]
 
     def discard(self, plan: VersionSpec) -> None:
-        """Remove the folder that a load request's files were written to: nothing of `plan` runs."""
+        """Remove the folder of a load request's files when no process uses it."""
         self._remove(plan.model_dir)
 
     def _remove(self, folder: Path) -> None:
         if folder.is_relative_to(self._overrides):
-            discard_override(folder)
+            shutil.rmtree(folder.parent, ignore_errors=True)
 
     def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
         if files:
@@ -165,7 +147,7 @@ class LoadPlanner:
         return folder
 
     def _filled(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
-        """The configuration with what the folder's files and the host say."""
+        """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
         return model_config.normalise(config, folder.name, self._accelerators.count)
@@ -173,23 +155,27 @@ class LoadPlanner:
     def _validate(
         self, config: ModelConfig, folder: ModelFolder, source: Source, *, complete: bool
     ) -> None:
+        gpus, where = self._accelerators.count, folder.path
         model_config.validate(
-            config,
-            gpu_count=self._accelerators.count,
-            complete=complete,
-            model_dir=folder.path,
-            source=source,
+            config, gpu_count=gpus, complete=complete, model_dir=where, source=source
         )
 
-    def _complete(
-        self,
-        written: ModelConfig,
-        config: ModelConfig,
-        folder: ModelFolder,
-        source: Source,
-        completed: dict[str, Any],
-    ) -> ModelSpec:
-        """The final configuration, after the model said its part; raises InvalidArgument."""
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """Return the final configuration of a version.
+
+        Args:
+            spec: The version, from `plan`.
+            completed: The properties that the model reported. An ensemble's are {"steps": the
+                configuration of each step's model or None, "elsewhere": whether any version of
+                each model serves}.
+
+        Raises:
+            InvalidArgument: The configuration is invalid.
+        """
+        assert spec.read is not None
+        folder, written, config, source = spec.read
+        if spec.steps:
+            return self._complete_ensemble(config, folder, source, completed)
         count = self._accelerators.count
         merged = config
         if config.backend == "native":
@@ -210,8 +196,6 @@ class LoadPlanner:
     def _complete_ensemble(
         self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
     ) -> ModelSpec:
-        """The final configuration of an ensemble, after a look at its steps' models; raises
-        InvalidArgument."""
         self._validate(config, folder, source, complete=True)
         steps = [each and model_config.from_json(each.source) for each in completed["steps"]]
         try:
@@ -222,8 +206,10 @@ class LoadPlanner:
         return ModelSpec.of(model_config.to_dict(composed))
 
     def steps(self, name: str) -> list[StepModel]:
-        """The models that an ensemble needs, and that are to be loaded before it; none of any other
-        model, and of one that cannot be read: loading it will say why."""
+        """Return the models that an ensemble needs.
+
+        The result is empty for other models and for unreadable ones: their load reports the error.
+        """
         try:
             folder = self._find(name)
             if folder is None or folder.problem:
@@ -239,7 +225,7 @@ def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
     within = Path(str(folder.versions[-1]), file)
     try:
         text = (folder.path / within).read_text(encoding="utf-8")
-    except (OSError, ValueError):  # who loads it says so
+    except (OSError, ValueError):  # the load reports the error
         return None
     name = config.parameters["class"].string_value if "class" in config.parameters else ""
     return model_config.class_source(text, name or "Model", f"{folder.name}/{within}")
@@ -259,11 +245,21 @@ def _unavailable(versions: list[int], problem: str) -> str:
 def materialise_override(
     base_dir: Path, name: str, config_json: str, files: Mapping[str, bytes]
 ) -> Path:
-    """Write a model's folder from a load request and return it: `base_dir`/<unique>/`name`.
+    """Write the folder of a load request.
 
-    `files` maps "1/model.py" to contents; `config_json` becomes its config.pbtxt. `base_dir` is the
-    server's own. A path begins in that folder, also where a slash is before it. Raises
-    InvalidArgument for one that has a ".." or is used twice, and as `read_json` does.
+    Args:
+        base_dir: A folder of the server.
+        name: The model.
+        config_json: The configuration, which becomes config.pbtxt.
+        files: The contents by path, such as "1/model.py". Paths are relative to the model's folder
+            even if they start with a slash.
+
+    Returns:
+        The model's folder, `base_dir`/<unique>/`name`.
+
+    Raises:
+        InvalidArgument: The configuration cannot be parsed, or a path contains ".." or is used
+            twice.
     """
     check_model_name(name)
     config, _ = read_json(config_json)
@@ -278,11 +274,6 @@ def materialise_override(
         shutil.rmtree(unique, ignore_errors=True)
         raise
     return unique / name
-
-
-def discard_override(path: Path) -> None:
-    """Remove what `materialise_override` returned."""
-    shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _write(root: Path, relative: str, content: bytes) -> None:

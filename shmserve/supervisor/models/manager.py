@@ -1,55 +1,348 @@
-"""The model manager: start-up, load, reload without downtime, unload, end; the doors of the
-lifecycle, in which orders are given and waited for.
+"""The model manager: the operations on models, the execution of the lifecycle's decisions, and the
+publication of models to every client.
+
+`ModelManager` gives orders to the `Lifecycle` and waits for them. `LifecycleExecutor` runs what the
+lifecycle decides: threads that read, processes that start and end, messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 from shmserve.common.model_names import check_model_name
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.messages.supervision import SchedulerLost
+from shmserve.ipc.messages.publications import (
+    LoadRefused,
+    ModelNews,
+    ModelPublished,
+    ModelWithdrawn,
+    ReadinessChanged,
+    SchedulerLost,
+)
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.executor import LifecycleExecutor
+from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.on_demand import OnDemand
-from shmserve.supervisor.models.orders import FOLDER, LoadSource
+from shmserve.supervisor.models.orders import (
+    FOLDER,
+    LoadPlan,
+    LoadSource,
+    ModelEntry,
+    Order,
+    OrderKind,
+    OrderPhase,
+)
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import CONFIG_FILE
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+News = ModelNews | ModelWithdrawn
 
-class ModelManager:
-    """Loads and unloads. `on_change` is called when a state has changed, and readiness may have."""
+
+class Audience(Protocol):
+    """The clients that submit requests."""
+
+    def announce(self, news: News) -> int:
+        """Send a publication; returns the number that the clients acknowledge."""
+
+    def know(self, number: int) -> bool:
+        """Check whether every client has acknowledged a number or has disconnected."""
+
+    def tell_readiness(self, news: ReadinessChanged) -> None:
+        """Send a change of readiness to the clients that show it."""
+
+
+class _Sent(NamedTuple):
+    news: News
+    number: int
+
+
+class Publications:
+    """The last publications of all models, from which the next differences are computed.
+
+    A change of readiness alone is sent as a smaller message without acknowledgement, because
+    gateways then keep the requests that they have prepared.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, dict[str, _Sent]] = {}
+
+    def update(
+        self,
+        audience: Audience,
+        name: str,
+        published: Mapping[str, ModelNews],
+        absent: Iterable[str],
+    ) -> None:
+        """Send the differences between the last and the current publications of a model.
+
+        Args:
+            audience: The receivers.
+            name: The model.
+            published: The current publications by version, see `ModelRegistry.news`.
+            absent: Versions to withdraw even if they were never published.
+        """
+        sent = self._sent.setdefault(name, {})
+        for version, news in published.items():
+            last = sent.get(version)
+            if last is None or last.news != news:
+                sent[version] = _publish(audience, last, news)
+        # Withdrawals follow, so that a request for the latest version always finds one.
+        for version in sorted({*sent, *absent} - published.keys()):
+            if version not in sent or not isinstance(sent[version].news, ModelWithdrawn):
+                withdrawn = ModelWithdrawn(name, version, 0)
+                sent[version] = _Sent(withdrawn, audience.announce(withdrawn))
+        if not sent:
+            del self._sent[name]
+
+    def known(self, audience: Audience, name: str) -> bool:
+        """Check whether every client has acknowledged the publications of a model."""
+        sent = self._sent.get(name, {})
+        return all(audience.know(number) for _, number in sent.values())
+
+    def snapshot(self) -> Iterator[Any]:
+        """Yield every publication, for a new client."""
+        for sent in self._sent.values():
+            for news, _ in sent.values():
+                yield news
+
+
+def _publish(audience: Audience, last: _Sent | None, news: ModelNews) -> _Sent:
+    if (
+        last is not None
+        and isinstance(news, ModelPublished)
+        and isinstance(last.news, ModelPublished)
+        and (news == replace(last.news, ready=news.ready))
+    ):
+        audience.tell_readiness(ReadinessChanged(news.name, news.version, news.ready))
+        return last._replace(news=news)
+    return _Sent(news, audience.announce(news))
+
+
+def _in_background(
+    method: Callable[Concatenate[LifecycleExecutor, P], Coroutine[Any, Any, None]],
+) -> Callable[Concatenate[LifecycleExecutor, P], None]:
+    """Turn a coroutine method into one that starts a task and returns at once."""
+
+    @wraps(method)
+    def begin(self: LifecycleExecutor, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self.context.background(method(self, *args, **kwargs))
+
+    return begin
+
+
+class LifecycleExecutor:
+    """The `LifecycleActions` of a server."""
 
     def __init__(
         self,
         context: SupervisorContext,
         planner: LoadPlanner,
         registry: ModelRegistry,
+        publications: Publications,
         on_change: Callable[[], None],
     ) -> None:
-        self._context = context
+        """Create the lifecycle of a registry's models, and its executor.
+
+        Args:
+            context: The shared parts of the supervisor; its clients receive the publications.
+            planner: Reads the repositories.
+            registry: The models.
+            publications: The publications that were sent.
+            on_change: Called when the status of a model may have changed.
+        """
+        self.context = context
         self._planner = planner
         self._registry = registry
+        self._publications = publications
         self._on_change = on_change
-        self._executor = LifecycleExecutor(context, planner, registry, self._changed)
-        self._lifecycle = self._executor.lifecycle
-        self.on_demand = OnDemand(context, registry, self._executor)
+        self._audience: Audience = context
+        self._answers: dict[Order, asyncio.Event] = {}
+        self._starts: dict[ModelVersion, asyncio.Task[None]] = {}
+        hosted = context.config.ensemble_scheduling == "hosted"
+        self.lifecycle = Lifecycle(registry, self, hosted)
+        self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for)
+        self._follow_acknowledgements()
 
-    def _changed(self) -> None:
+    async def wait_for(self, order: Order) -> None:
+        """Wait until an order is answered; raises the ShmserveError with which it failed."""
+        if not order.answered:
+            await self._answers.setdefault(order, asyncio.Event()).wait()
+        if order.error is not None:
+            raise order.error
+
+    def answer(self, order: Order) -> None:
+        if order.kind is OrderKind.LOAD and order.error is not None:
+            self.context.events.publish(LoadRefused(order.model.name, order.error.message))
+        event = self._answers.pop(order, None)
+        if event is not None:
+            event.set()
+
+    def changed(self) -> None:
         self.on_demand.changed()
         self._on_change()
 
-    # --- requests
+    # --- publications
+
+    def publish(self, model: ModelEntry) -> None:
+        self._publications.update(self._audience, model.name, *self._registry.news(model))
+
+    def is_known(self, model: ModelEntry) -> bool:
+        return self._publications.known(self._audience, model.name)
+
+    @_in_background
+    async def _follow_acknowledgements(self) -> None:
+        while True:
+            await self.context.control.acknowledgements.news()
+            self.lifecycle.acknowledged()
+
+    def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
+        same = successor is not None and (
+            successor.config.immutable_config == version.config.immutable_config
+        )
+        endpoint = successor.endpoint if successor is not None and same else ""
+        broadcast = self.context.broadcast
+        broadcast(SchedulerLost(version.endpoint, endpoint), "gateway", "ensemble")
+        broadcast(SchedulerLost(version.endpoint, ""), "caller", LOCAL_CLIENT)
+
+    # --- files
+
+    @_in_background
+    async def read(self, order: Order) -> None:
+        plan = await asyncio.to_thread(self._plan, order)
+        if plan.ambiguous:
+            text = "failed to poll model '%s': not unique across all model repositories"
+            logger.error(text, order.model.name)
+        self.lifecycle.was_read(order, plan)
+
+    def _plan(self, order: Order) -> LoadPlan:
+        name, planner = order.model.name, self._planner
+        # The fingerprint is taken first, so that the next poll detects a change during the read.
+        fingerprint = ""
+        try:
+            fingerprint = planner.fingerprint(name)
+            specs = planner.plan(name, *order.source)
+        except ShmserveError as error:
+            count = planner.count(name)
+            return LoadPlan(fingerprint, [], {}, error, count > 0, count > 1)
+        steps: dict[str, list[str]] = {}
+        waiting = [step.name for spec in specs for step in spec.steps]
+        while waiting:
+            step = waiting.pop()
+            if step not in steps:
+                steps[step] = [each.name for each in planner.steps(step)]
+                waiting += steps[step]
+        return LoadPlan(fingerprint, specs, steps)
+
+    def discard(self, specs: Iterable[VersionSpec]) -> None:
+        used = {version.spec.model_dir for version in self._registry.live}
+        for spec in {spec.model_dir: spec for spec in specs}.values():
+            if spec.model_dir not in used:
+                self._planner.discard(spec)
+
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        return self._planner.complete(spec, completed)
+
+    # --- processes
+
+    def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
+        events = self.lifecycle.changed, self.lifecycle.config_completed
+        return ModelVersion(self.context, spec, group, self._registry.serving, *events)
+
+    def start(self, version: ModelVersion) -> None:
+        self._starts[version] = self.context.background(self._start(version))
+
+    async def _start(self, version: ModelVersion) -> None:
+        error: Exception | None = None
+        try:
+            await self.on_demand.free_memory()
+            await version.start()
+        except Exception as raised:
+            error = raised
+            if not isinstance(raised, ShmserveError):
+                logger.exception("loading failed")
+        del self._starts[version]
+        self.lifecycle.started(version, error)
+
+    @_in_background
+    async def update(self, order: Order) -> None:
+        updates = order.updates if order.phase is OrderPhase.STARTING else {}
+        coming = order.model.coming
+        adding = (coming[number].instances.add(update) for number, update in updates.items())
+        results = await asyncio.gather(*adding, return_exceptions=True)
+        errors = {
+            number: result
+            for number, result in zip(updates, results, strict=True)
+            if isinstance(result, BaseException)
+        }
+        self.lifecycle.updated(order, errors)
+
+    @_in_background
+    async def move(self, order: Order, group: Group) -> None:
+        model = order.model
+        for version in list(model.serving.values()):
+            try:
+                await version.regroup(group, partial(self._publish_move, model))
+            except ShmserveError as error:
+                logger.error("model '%s' stays where it is: %s", model.name, error.message)
+        self.lifecycle.moved(order)
+
+    async def _publish_move(self, model: ModelEntry) -> None:
+        """Publish a moved model and wait until every client has acknowledged the publication."""
+        self.lifecycle.publish(model)
+        while not self.is_known(model):
+            await self.context.control.acknowledgements.news()
+
+    @_in_background
+    async def kill(self, version: ModelVersion) -> None:
+        start = self._starts.get(version)
+        await version.kill()
+        if start is not None:
+            await asyncio.wait({start})
+        self.lifecycle.ended(version)
+
+    @_in_background
+    async def retire(self, version: ModelVersion) -> None:
+        await version.stop()
+        self.lifecycle.ended(version)
+
+
+class ModelManager:
+    """The operations on the models of a server."""
+
+    def __init__(
+        self,
+        context: SupervisorContext,
+        planner: LoadPlanner,
+        registry: ModelRegistry,
+        publications: Publications,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Create a manager; the parameters are those of `LifecycleExecutor`."""
+        self._context = context
+        self._planner = planner
+        self._registry = registry
+        executor = LifecycleExecutor(context, planner, registry, publications, on_change)
+        self._lifecycle, self._wait_for = executor.lifecycle, executor.wait_for
+        self.on_demand = executor.on_demand
 
     async def start(self) -> bool:
-        """Load what the control mode says, or have it on demand; whether all could be loaded."""
+        """Load the models of the control mode, or publish them as loaded on demand.
+
+        Returns:
+            Whether every model could be loaded.
+        """
         config = self._context.config
         for root in config.model_repositories:
             if (root / CONFIG_FILE).is_file():
@@ -68,9 +361,9 @@ class ModelManager:
             wanted = wanted if config.model_control_mode == "explicit" else []
             self._lifecycle.offer(found.keys() - set(wanted))
         self._lifecycle.expect(await asyncio.to_thread(self._steps, wanted))
-        # All at once: whoever needs one of them waits for it.
+        # All orders are given before any is waited for: ensembles wait for their steps.
         orders = [self._lifecycle.load(name) for name in wanted]
-        await asyncio.gather(*map(self._executor.over, orders), return_exceptions=True)
+        await asyncio.gather(*map(self._wait_for, orders), return_exceptions=True)
         return all(order.error is None for order in orders)
 
     def _steps(self, names: list[str]) -> dict[str, list[str]]:
@@ -79,8 +372,10 @@ class ModelManager:
             for name in names
         }
 
+    # --- requests
+
     async def load_on_request(self, name: str, config: str, files: dict[str, bytes]) -> None:
-        """POST /v2/repository/models/NAME/load."""
+        """Handle POST /v2/repository/models/NAME/load."""
         self._require_explicit()
         check_model_name(name)
         try:
@@ -90,11 +385,15 @@ class ModelManager:
             raise
 
     async def unload_on_request(self, name: str, dependents: bool) -> None:
-        """POST /v2/repository/models/NAME/unload; an unknown model is fine. `dependents`: of an
-        ensemble, the models that were loaded for it alone, too."""
+        """Handle POST /v2/repository/models/NAME/unload; the model may be unknown.
+
+        Args:
+            name: The model.
+            dependents: Whether the models that were loaded only for this ensemble are unloaded.
+        """
         self._require_explicit()
         check_model_name(name)
-        alone = self._lifecycle.loaded_for(name) if dependents else []
+        alone = self._registry.loaded_for(name) if dependents else []
         await self.unload(name)
         for step in alone:
             await self.unload_on_request(step, dependents)
@@ -108,39 +407,45 @@ class ModelManager:
             )
 
     async def index(self, ready: bool) -> list[dict[str, Any]]:
-        """The repository index: what the repositories hold and what is loaded."""
-        # In a thread: a file system that does not respond must not hold up the process table.
+        """Return the repository index: the models of the repositories and the loaded models."""
+        # In a thread: a file system that does not respond must not block the process table.
         found = await asyncio.to_thread(self._planner.scan)
         return self._registry.index(found, ready)
 
     # --- load and unload
 
     def offer(self, name: str) -> None:
-        """Have a model be one on demand."""
+        """Publish a model as loaded on demand."""
         self._lifecycle.offer([name])
 
     async def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> None:
-        """Load or reload a model, which is not on demand any more then, if that `pins` it.
+        """Load or reload a model, its steps before it and its ensembles after it.
 
-        What it needs is loaded before it, and ensembles that lacked it, or know it in another
-        shape, after it. Raises ShmserveError with Triton's texts; what served goes on serving then.
+        Args:
+            name: The model.
+            source: The configuration and files of a request.
+            pins: Whether the model is no longer loaded on demand.
+
+        Raises:
+            ShmserveError: The load failed, with Triton's texts; the versions that serve continue.
         """
-        await self._executor.over(self._lifecycle.load(name, source, pins))
+        await self._wait_for(self._lifecycle.load(name, source, pins))
 
     async def unload(self, name: str) -> None:
-        """Give up what loads, and have what serves finish what it has; an unknown model is fine.
-        Ensembles that need it are unloaded before it, until it is loaded again. Returns once
-        everybody knows that it does not serve."""
-        await self._executor.over(self._lifecycle.unload(name))
+        """Unload a model, which may be unknown, and the ensembles that need it before it.
+
+        Returns once every client has acknowledged that the model does not serve.
+        """
+        await self._wait_for(self._lifecycle.unload(name))
 
     # --- end
 
     async def finish_sequences(self) -> None:
-        """Begin no sequence any more; returns when those that are open have ended."""
+        """Reject new sequences and wait until the open sequences have ended."""
         await asyncio.gather(*(version.finish_sequences() for version in self._registry.live))
 
     async def stop(self) -> None:
-        """Drain and stop everything; what loads is given up."""
+        """Drain and stop every version; loads are cancelled."""
         ends: dict[ModelVersion, asyncio.Task[None]] = {}
 
         def end(version: ModelVersion) -> asyncio.Task[None]:
@@ -152,7 +457,7 @@ class ModelManager:
         await asyncio.gather(*map(end, self._registry.live))
 
     async def kill(self) -> None:
-        """End everything now; what was in flight is refused."""
+        """End every version at once; the requests in flight are rejected."""
         live = self._registry.live
         await asyncio.gather(*(version.kill() for version in live))
         for version in live:
@@ -160,6 +465,6 @@ class ModelManager:
 
 
 async def _stop(version: ModelVersion, before: list[asyncio.Task[None]]) -> None:
-    """Drain and stop a version once those have ended that need it."""
+    """Stop a version after the ensembles that need it."""
     await asyncio.gather(*before)
     await (version.stop() if version.loaded else version.kill())

@@ -1,41 +1,133 @@
-"""Models on demand (--load-on-demand): loaded when they are asked for, and unloaded when they were
-idle for too long, or others need their memory.
+"""Models that are loaded by their first request and unloaded when they are idle or when others need
+their memory (--load-on-demand).
 
-When a model was used, and whether it has requests in flight, its schedulers say; residency.py
-decides, and the lifecycle loads and unloads as for anybody else.
+Schedulers report when a model was used and whether it has requests in flight. `to_unload` decides
+from these reports and the measured memory, without any I/O. The lifecycle executes the decision.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from shmserve.common.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.common.tasks import either
-from shmserve.errors import ShmserveError, Unavailable
+from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.ipc.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.executor import LifecycleExecutor
-from shmserve.supervisor.models.orders import ModelEntry
+from shmserve.supervisor.models.autoscaler import private_bytes
+from shmserve.supervisor.models.lifecycle import Lifecycle
+from shmserve.supervisor.models.model_version import ModelVersion
+from shmserve.supervisor.models.orders import ModelEntry, Order
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.residency import MemoryUse, Resident, leaving
-from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
 _FOREVER_S = 1e6
 _LOOK_EVERY_S = 1.0
-_REPORT_WITHIN_S = 1.0  # a scheduler that does not say what it has has something
-# A model that leaves finishes what reached it too late, which may wait for the one that comes.
+_REPORT_WITHIN_S = 1.0  # a scheduler that sends no report counts as busy
+# An unloaded model finishes requests that reached it late; these may wait for the model to come.
 _GONE_WITHIN_S = 2.0
+_MEASURE_EVERY_S = 10.0
+
+
+class Resident(NamedTuple):
+    """A model that uses memory.
+
+    Attributes:
+        name: The model.
+        byte_size: The bytes of its memory.
+        used_ns: The time of its last request, on the monotonic clock.
+        held: Whether it must stay, because of requests in flight, of open orders or of an operator.
+        idle_ns: The time without requests after which it is unloaded; 0 is no limit.
+        users: The ensembles with the model as a step, which must be unloaded before it.
+    """
+
+    name: str
+    byte_size: int
+    used_ns: int
+    held: bool = False
+    idle_ns: int = 0
+    users: frozenset[str] = frozenset()
+
+
+def to_unload(residents: Iterable[Resident], bound: int, now_ns: int) -> list[str]:
+    """Return the models to unload, ensembles before their steps.
+
+    Models that are idle for longer than their limit are unloaded. The least recently used models
+    follow until the total is at most `bound` bytes (0 is no bound).
+    """
+    left = sorted(residents, key=attrgetter("used_ns"))
+    chosen: list[str] = []
+
+    def is_free(each: Resident) -> bool:
+        return not (each.held or each.users.difference(chosen))
+
+    def is_due(each: Resident) -> bool:
+        if bound and sum(other.byte_size for other in left) > bound:
+            return True
+        return 0 < each.idle_ns <= now_ns - each.used_ns
+
+    # The search restarts after each choice: a step is free once its ensembles are chosen.
+    while due := next((each for each in left if is_free(each) and is_due(each)), None):
+        left.remove(due)
+        chosen.append(due.name)
+    return chosen
+
+
+class MemoryUse:
+    """The memory of versions as it was measured last."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[ModelVersion, int] = {}
+        self._measured: dict[ModelVersion, float] = {}
+        self._usual: dict[str, int] = {}  # of a model's version, kept after it is unloaded
+
+    async def measure(self, live: Iterable[ModelVersion], again: bool = False) -> None:
+        """Measure the loaded versions whose size is not known; this takes milliseconds for each.
+
+        Args:
+            live: The versions with processes.
+            again: Whether sizes that are older than `_MEASURE_EVERY_S` are measured again.
+        """
+        now = time.monotonic()
+        loaded = [version for version in live if version.loaded]
+        last = {each: self._measured.get(each, -math.inf) for each in loaded}
+        old = {each for each in loaded if again and now - last[each] >= _MEASURE_EVERY_S}
+        wanted = old | {each for each in loaded if each.spec.name not in self._usual}
+        if not wanted:
+            return
+        pids = {each: each.pids() for each in loaded}
+        shared = Counter(pid for each in loaded for pid in pids[each])
+        asked = {pid for each in wanted for pid in pids[each]}
+        found = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in asked})
+        self._measured = last | dict.fromkeys(wanted, now)
+        self._sizes = {each: self._sizes[each] for each in loaded if each in self._sizes}
+        for each in wanted:
+            # The memory of a process that hosts several schedulers is divided among their models.
+            host_size = sum(found[pid] // shared[pid] for pid in pids[each])
+            size = host_size + each.instances.device_byte_size
+            self._sizes[each] = self._usual[each.spec.name] = size
+
+    def byte_size(self, model: ModelEntry) -> int:
+        """Return the bytes of a model's versions.
+
+        The size of an unmeasured version is estimated by the model's last size, or else by the mean
+        of all models.
+        """
+        known = self._usual.values()
+        expected = self._usual.get(model.name, sum(known) // (len(known) or 1))
+        return sum(self._sizes.get(version, expected) for version in model.versions)
 
 
 class _Use(NamedTuple):
-    """What a version's scheduler said last: how many requests it has answered, when it executed the
-    last, and whether it has some; and when the version was used, by that."""
+    """The last report of a version's scheduler, and the time of use that follows from it."""
 
     answered: int
     executed_ns: int
@@ -44,84 +136,96 @@ class _Use(NamedTuple):
 
 
 class OnDemand:
-    """Those of a registry's models."""
+    """Loads and unloads the models of a registry that are on demand."""
 
     def __init__(
-        self, context: SupervisorContext, registry: ModelRegistry, executor: LifecycleExecutor
+        self,
+        context: SupervisorContext,
+        registry: ModelRegistry,
+        lifecycle: Lifecycle,
+        wait_for: Callable[[Order], Awaitable[None]],
     ) -> None:
+        """Create it with no load in flight; `wait_for(order)` waits until an order is answered."""
         self._context = context
         self._registry = registry
-        self._executor = executor
+        self._lifecycle = lifecycle
+        self._wait_for = wait_for
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
-        self._failures: dict[str, tuple[RestartBackoff, float]] = {}  # and when to try again
-        self._leaving = asyncio.Lock()
+        self._failures: dict[str, tuple[RestartBackoff, float]] = {}  # and the time of a retry
+        self._unloading = asyncio.Lock()
         self._memory = MemoryUse()
         self._uses: dict[ModelVersion, _Use] = {}
         self._news = asyncio.Event()
-        executor.make_room = self.make_room
-        context.local_clients.want = self.want
 
     def changed(self) -> None:
-        """A model's state has changed."""
+        """Handle a change of a model's status."""
         self._news.set()
 
     # --- loading
 
-    async def want(self, name: str, patience_s: float) -> None:
-        """Have a model loaded that is on demand; returns once it serves, or is no such model.
+    async def load(self, name: str, patience_s: float) -> None:
+        """Load a model that is on demand; returns at once for any other model.
 
-        Raises the ShmserveError that the load fails with, Unavailable after `patience_s` seconds,
-        0: any time. Whoever comes while it loads waits for the same load.
+        Concurrent callers wait for the same load.
+
+        Args:
+            name: The model.
+            patience_s: The seconds to wait; 0 is no limit.
+
+        Raises:
+            ShmserveError: The load failed.
+            Unavailable: The model was not loaded in time.
         """
         model = self._registry.models.get(name)
         if model is None or not model.on_demand or (model.serving and not model.orders):
             return
-        over = self._loads.get(name)
-        if over is None:
-            over = self._loads[name] = asyncio.get_running_loop().create_future()
-            self._context.background(self._load(name, over))
-        await either(over, timeout_s=patience_s if 0 < patience_s < _FOREVER_S else None)
-        if not over.done():
+        loaded = self._loads.get(name)
+        if loaded is None:
+            loaded = self._loads[name] = asyncio.get_running_loop().create_future()
+            self._context.background(self._load(name, loaded))
+        await either(loaded, timeout_s=patience_s if 0 < patience_s < _FOREVER_S else None)
+        if not loaded.done():
             raise Unavailable(f"model '{name}' was not loaded within the time of the request")
-        error = over.result()
+        error = loaded.result()
         if error is not None:
             raise error
 
-    async def _load(self, name: str, over: asyncio.Future[ShmserveError | None]) -> None:
-        backoff, again_at = self._failures.pop(name, (RestartBackoff(), 0.0))
-        outcome: ShmserveError | None = Unavailable("the server ends")
+    async def _load(self, name: str, loaded: asyncio.Future[ShmserveError | None]) -> None:
+        backoff, retry_at = self._failures.pop(name, (RestartBackoff(), 0.0))
+        outcome: ShmserveError | None = Unavailable("the server ends")  # if this is cancelled
         try:
-            await asyncio.sleep(again_at - time.monotonic())
-            order = self._executor.lifecycle.want(name)
+            await asyncio.sleep(retry_at - time.monotonic())
+            order = self._lifecycle.load_on_demand(name)
             if order is not None:
-                await self._executor.over(order)
+                await self._wait_for(order)
             outcome = None
-        except ShmserveError as error:
+        except Exception as error:
             self._failures[name] = backoff, time.monotonic() + backoff.pause_s(0)
-            outcome = error
+            outcome = error if isinstance(error, ShmserveError) else Internal("internal error")
+            if outcome is not error:
+                logger.exception("model '%s' could not be loaded on demand", name)
         finally:
             del self._loads[name]
-            over.set_result(outcome)
+            loaded.set_result(outcome)
 
     # --- unloading
 
     async def run(self) -> None:
-        """Have models leave when they are to, until this is cancelled."""
+        """Unload models that are idle or too large, until this is cancelled."""
         while True:
             if self._context.config.max_loaded_byte_size:
                 await self._memory.measure(self._registry.live, again=True)
-            await self.make_room()
+            await self.free_memory()
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    async def make_room(self) -> None:
-        """Have models leave that are to, which leaves room for what is coming; returns when they
-        have ended."""
-        async with self._leaving:
-            names = await self._to_leave()
+    async def free_memory(self) -> None:
+        """Unload the models that are due, and wait until their processes have ended."""
+        async with self._unloading:
+            names = await self._due()
             gone = {version for name in names for version in self._registry.models[name].versions}
             for name in names:
                 logger.info("model '%s' is unloaded until it is asked for", name)
-                self._executor.lifecycle.unload(name, on_demand=True)
+                self._lifecycle.unload(name, on_demand=True)
             try:
                 async with asyncio.timeout(_GONE_WITHIN_S):
                     while not gone.isdisjoint(self._registry.live):
@@ -130,14 +234,14 @@ class OnDemand:
             except TimeoutError:
                 logger.warning("unloading takes long: what is loaded in its place does not wait")
 
-    async def _to_leave(self) -> list[str]:
+    async def _due(self) -> list[str]:
         bound = self._context.config.max_loaded_byte_size
         if bound:
             await self._memory.measure(self._registry.live)
-        if not leaving(self._residents(), bound, time.monotonic_ns()):
-            return []  # by what was known before: the schedulers are not asked for nothing
-        await self._ask()
-        return leaving(self._residents(), bound, time.monotonic_ns())
+        if not to_unload(self._residents(), bound, time.monotonic_ns()):
+            return []  # by the last reports; new ones can only show more recent use
+        await self._update_uses()
+        return to_unload(self._residents(), bound, time.monotonic_ns())
 
     def _residents(self) -> list[Resident]:
         models = list(self._registry.models.values())
@@ -153,50 +257,47 @@ class OnDemand:
 
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
         uses = [self._use(version) for version in model.serving.values()]
+        used_ns = max((use.used_ns for use in uses), default=0)
         held = model.orders or model.retiring or model.name in self._loads or not model.on_demand
-        idle_s = min(map(self._idle_s, model.serving.values()), default=0.0)
-        return Resident(
-            model.name,
-            self._memory.byte_size(model),
-            max((use.used_ns for use in uses), default=0),
-            bool(held) or any(use.busy for use in uses),
-            int(idle_s * 1e9),
-            users,
-        )
+        held = bool(held) or any(use.busy for use in uses)
+        idle_ns = int(1e9 * min(map(self._idle_s, model.serving.values()), default=0.0))
+        size = self._memory.byte_size(model)
+        return Resident(model.name, size, used_ns, held, idle_ns, users)
 
     def _idle_s(self, version: ModelVersion) -> float:
         given = idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
         return self._context.config.idle_unload_s if given is None else given
 
-    # --- what schedulers say
+    # --- reports of schedulers
 
     def _use(self, version: ModelVersion) -> _Use:
         return self._uses.get(version) or _Use(0, 0, version.loaded_ns, False)
 
-    async def _ask(self) -> None:
-        """Ask the schedulers of all models on demand that serve."""
+    async def _update_uses(self) -> None:
+        """Request reports from the schedulers of all serving models that are on demand."""
         versions = [
             version
             for model in self._registry.models.values()
             if model.on_demand and not model.orders
             for version in model.serving.values()
         ]
-        said = [version.scheduler.snapshot() for version in versions]
-        if said:
-            await asyncio.wait(said, timeout=_REPORT_WITHIN_S)
+        reports = [version.scheduler.snapshot() for version in versions]
+        if reports:
+            await asyncio.wait(reports, timeout=_REPORT_WITHIN_S)
         self._uses = {
-            version: self._updated(self._use(version), future.result() if future.done() else None)
-            for version, future in zip(versions, said, strict=True)
+            version: _updated(self._use(version), report.result() if report.done() else None)
+            for version, report in zip(versions, reports, strict=True)
         }
 
-    @staticmethod
-    def _updated(use: _Use, said: Mapping[str, Any] | None) -> _Use:
-        if said is None:
-            return use._replace(busy=True)
-        answered, executed_ns = said["success"] + said["fail"], said["last_ns"]
-        used_ns = use.used_ns
-        if executed_ns > use.executed_ns:
-            used_ns = max(used_ns, executed_ns)
-        elif answered != use.answered:  # from a cache, or with an error: lately
-            used_ns = time.monotonic_ns()
-        return _Use(answered, executed_ns, used_ns, bool(said["live"] or said["open_sequences"]))
+
+def _updated(use: _Use, report: Mapping[str, Any] | None) -> _Use:
+    if report is None:
+        return use._replace(busy=True)
+    answered, executed_ns = report["success"] + report["fail"], report["last_ns"]
+    used_ns = use.used_ns
+    if executed_ns > use.executed_ns:
+        used_ns = max(used_ns, executed_ns)
+    elif answered != use.answered:  # from the cache, or with an error
+        used_ns = time.monotonic_ns()
+    busy = bool(report["live"] or report["open_sequences"])
+    return _Use(answered, executed_ns, used_ns, busy)

@@ -1,29 +1,33 @@
-"""Orders to load, unload and move models, the row of each model that they change, and the policy
-that says what a load touches (pure).
+"""Orders to load, unload and move models, the state of each model, and the steps of a load (pure:
+no step waits, reads files or starts processes).
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.model_config import GraphProblem
+from shmserve.supervisor.models.instances import InstanceUpdate, VersionSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.repository import IN_SEVERAL
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
-if TYPE_CHECKING:
-    from shmserve.supervisor.models.version.instances import InstanceUpdate
-    from shmserve.supervisor.models.version.model_version import ModelVersion
-    from shmserve.supervisor.models.version.spec import VersionSpec
+logger = logging.getLogger(__name__)
+
+UPDATES = "updates"  # an entry of `Order.starting`
 
 
 class LoadSource(NamedTuple):
-    """The source of a load: a request's configuration and files, or the model's folder where there
-    are none."""
+    """The configuration and the files of a load request; both empty for the model's folder."""
 
     config: str
     files: dict[str, bytes]
@@ -33,11 +37,11 @@ FOLDER = LoadSource("", {})
 
 
 class OrderKind(Enum):
-    """The end of an order: that a model is there, or is not, or is in another process."""
+    """The purpose of an order."""
 
     LOAD = auto()
     UNLOAD = auto()
-    MOVE = auto()  # its scheduler, to where those of its group are
+    MOVE = auto()  # the schedulers move to the process of the model's group
 
 
 class OrderPhase(Enum):
@@ -45,21 +49,25 @@ class OrderPhase(Enum):
 
     QUEUED = auto()
     READING = auto()  # folder and configuration
-    WAITING = auto()  # for the models of an ensemble's steps; for the ends of ensembles
-    STARTING = auto()  # what differs
-    OFFERED = auto()  # is published, and takes over once all know that it is ready
-    TELLING = auto()  # all are told what serves now, or that nothing does
-    DROPPING = auto()  # it failed: what was started ends
+    WAITING = auto()  # for the models of an ensemble's steps, or for the ends of ensembles
+    STARTING = auto()  # new versions and instances
+    OFFERED = auto()  # new versions are published, and serve once every client knows them as ready
+    PUBLISHING = auto()  # every client is notified of the versions that serve now
+    DROPPING = auto()  # the load failed, and the versions that it started end
     MOVING = auto()
     SETTLED = auto()
 
 
 class LoadPlan(NamedTuple):
-    """The versions to load, as folder and configuration have them, or why there are none.
+    """The versions to load, or the error of a load that cannot be planned.
 
-    `fingerprint` is that of the files from before they were read; `steps` are those of the models
-    that an ensemble needs, by name, as their folders have them. `known`: there is such a model;
-    `ambiguous`: in several repositories.
+    Attributes:
+        fingerprint: The fingerprint of the files before they were read.
+        specs: The versions.
+        steps: The steps of each ensemble below the model, by name, according to its folder.
+        error: The reason why there is no plan.
+        known: Whether a repository has the model.
+        ambiguous: Whether several repositories have the model.
     """
 
     fingerprint: str
@@ -71,16 +79,60 @@ class LoadPlan(NamedTuple):
 
 
 class LoadOutcome(NamedTuple):
-    """The end of a version, or of a load that had none: it was unloaded, or for which `reason` it
-    failed."""
+    """The reason why a version does not serve: its load failed, or it was unloaded."""
 
     reason: str
     failed: bool = True
 
 
 UNLOADED = LoadOutcome("unloaded", failed=False)
-# The repositories are at fault, and no load is.
-DUPLICATE = LoadOutcome(IN_SEVERAL, failed=False)
+DUPLICATE = LoadOutcome(IN_SEVERAL, failed=False)  # a fault of the repositories, not of a load
+
+
+class LifecycleActions(Protocol):
+    """Executes the decisions of the lifecycle. Actions return at once and report by events."""
+
+    def read(self, order: Order) -> None:
+        """Read a model's folder and configuration; reports `Lifecycle.was_read`."""
+
+    def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
+        """Create a version without processes; it reports `Lifecycle.changed`."""
+
+    def start(self, version: ModelVersion) -> None:
+        """Start a version; reports `Lifecycle.config_completed`, then `Lifecycle.started`."""
+
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        """Return the final configuration of a version; raises InvalidArgument."""
+
+    def update(self, order: Order) -> None:
+        """Add the instances of an order's updates; reports `Lifecycle.updated`."""
+
+    def move(self, order: Order, group: Group) -> None:
+        """Move the serving versions to a group's process; reports `Lifecycle.moved`."""
+
+    def kill(self, version: ModelVersion) -> None:
+        """End a version that no client knows; reports `Lifecycle.ended`."""
+
+    def retire(self, version: ModelVersion) -> None:
+        """Drain a version and end it; reports `Lifecycle.ended`."""
+
+    def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
+        """Redirect requests that reached an ended version too late to its successor."""
+
+    def discard(self, specs: Iterable[VersionSpec]) -> None:
+        """Remove the folders that were written for these specs, unless a process uses them."""
+
+    def publish(self, model: ModelEntry) -> None:
+        """Publish what has changed of a model to every client."""
+
+    def is_known(self, model: ModelEntry) -> bool:
+        """Check whether every client has acknowledged the publications of a model."""
+
+    def answer(self, order: Order) -> None:
+        """Report the end of an order to the callers that wait for it."""
+
+    def changed(self) -> None:
+        """Report that the status of a model may have changed."""
 
 
 _numbers = itertools.count(1)
@@ -88,13 +140,16 @@ _numbers = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """An order about one model; orders have the numbers of their arrival.
+    """An order about one model. The orders of a model are executed in the order of arrival.
 
-    `asked`: somebody wants just this, and not an ensemble of which it is a step. `again`: an
-    ensemble is loaded because a step was, or (an unload) is to be when one is. `pins`: the model is
-    not on demand any more once it is loaded. `before` are orders that are to be settled before it
-    goes on, `after` those that are part of its answer. `outdated`: a step has got another shape
-    since it looked.
+    Attributes:
+        asked: Whether a caller asked for this order, rather than an ensemble with the model.
+        again: Whether an ensemble is reloaded because of a step, or unloaded until a step returns.
+        pins: Whether the model is no longer on demand once it is loaded.
+        before: Orders that must be settled before this order continues.
+        after: Orders that are part of the answer of this order.
+        starting: The versions that have not started yet, and `UPDATES`.
+        outdated: Whether a step's model has changed its shape since the order was planned.
     """
 
     model: ModelEntry
@@ -119,37 +174,163 @@ class Order:
 
     @property
     def settled(self) -> bool:
-        """Whether the model is as it was to be, or will not be."""
+        """Whether the order has been executed or has failed."""
         return self.phase is OrderPhase.SETTLED
 
     def repeats(self, later: Order) -> bool:
-        """Whether it has not begun, and a later one would only be this again."""
+        """Check whether the order has not begun and a later order would only repeat it."""
         same = (self.kind, self.source) == (later.kind, later.source)
         return same and self.phase is OrderPhase.QUEUED
 
     @property
     def may_come(self) -> bool:
-        """Whether it is a load that has not failed."""
+        """Whether the order is a load that has not failed."""
         return self.kind is OrderKind.LOAD and self.phase is not OrderPhase.DROPPING
 
     @property
     def waits(self) -> bool:
-        """Whether it has looked at nothing but the model's own files yet."""
+        """Whether the order has used nothing but the model's own files so far."""
         return self.phase in (OrderPhase.QUEUED, OrderPhase.READING, OrderPhase.WAITING)
+
+    # --- the steps of a load
+
+    def start(self, actions: LifecycleActions, group: Group) -> None:
+        """Start the versions that differ from the serving ones, and add their new instances."""
+        model = self.model
+        model.outcomes.pop("", None)
+        anew = model.loaded_of == (self.fingerprint, self.source.config)
+        self.updates, fresh = differs(model.serving, self.specs, anew)
+        new = {spec.version: actions.create(spec, group) for spec in fresh}
+        latest = model.serving.get(model.latest)
+        for number, version in new.items():
+            before = model.serving.get(number, latest)
+            if before is not None:
+                version.instances.begin_like(before.instances)
+        model.coming = {number: model.serving[number] for number in self.updates} | new
+        self.phase = OrderPhase.STARTING
+        self.starting = {*new} | ({UPDATES} if self.updates else set())
+        for number, version in new.items():
+            logger.info("loading: %s:%s", model.name, number)
+            actions.start(version)
+        if self.updates:
+            actions.update(self)
+
+    def offer(self) -> None:
+        """Offer the started versions, which are then published in place of the serving ones."""
+        for number, version in self.model.coming.items():
+            old = self.model.serving.get(number)
+            if old is not None and old is not version:
+                old.hand_counts_to(version)
+        self.phase = OrderPhase.OFFERED
+
+    def has_lost(self) -> bool:
+        """Check whether an offered version will never be ready; its failure is stored."""
+        for number, version in self.model.coming.items():
+            if not version.ready and version.hopeless:
+                self.failures[number] = Unavailable(version.hopeless)
+        return bool(self.failures)
+
+    def take_over(self) -> bool:
+        """Replace the serving versions by the offered ones.
+
+        Returns:
+            Whether the configurations of the model have changed.
+        """
+        model, new, before = self.model, self.model.coming, self.model.configurations
+        for number, update in self.updates.items():
+            new[number].commit(update)
+        old, model.serving = model.serving, new
+        model.coming, model.outdated = {}, self.outdated
+        model.on_demand &= not self.pins
+        # Failures of versions that are no longer configured are not shown any more.
+        model.outcomes = {
+            number: outcome
+            for number, outcome in model.outcomes.items()
+            if number not in new and not outcome.failed
+        } | dict.fromkeys(old.keys() - new.keys(), UNLOADED)
+        model.retiring += [v for number, v in old.items() if new.get(number) is not v]
+        self.keep_source()
+        model.loaded_of = self.fingerprint, self.source.config
+        self.phase = OrderPhase.PUBLISHING
+        logger.info("successfully loaded '%s'", model.name)
+        return before != model.configurations
+
+    def drop(self, actions: LifecycleActions, given_up: bool) -> None:
+        """End the versions that were started; the serving versions continue."""
+        model, was_offered = self.model, self.model.offered
+        coming, model.coming, self.phase = model.coming, {}, OrderPhase.DROPPING
+        reasons = _reasons(self.failures)
+        for number, version in coming.items():
+            old = model.serving.get(number)
+            if old is version:
+                continue
+            if old is None:
+                failed = LoadOutcome(reasons.get(number, "another version failed"))
+                model.outcomes[number] = UNLOADED if given_up else failed
+            else:
+                old.hand_counts_to(None)
+            if was_offered:
+                model.retiring.append(version)
+            else:
+                model.dropping.append(version)
+                actions.kill(version)
+        self.starting &= {UPDATES}  # the actions report an update's end even if it is taken back
+        for number, update in self.updates.items():
+            model.serving[number].instances.retire(update.added)
+        if not model.serving:
+            self.keep_source()
+
+    def keep_source(self) -> None:
+        """Store the source of an ensemble, so that a change of a step reloads it from there."""
+        self.model.needs = self.needs
+        self.model.source = self.source if self.needs else FOLDER
+
+    def refusal(self) -> InvalidArgument:
+        """Return the error of a load whose versions have failed, and log the reasons."""
+        name, reasons = self.model.name, _reasons(self.failures)
+        for number, reason in reasons.items():
+            logger.error("failed to load '%s' version %s: %s", name, number, reason)
+        logger.error("failed to load '%s'", name)
+        errors = self.failures.values()
+        self.model.may_pass = all(isinstance(error, Unavailable) for error in errors)
+        graph_problem = next((e for e in errors if isinstance(e, GraphProblem)), None)
+        if graph_problem is not None:
+            text = f"load failed for model '{name}': {graph_problem.message}\n"
+            return InvalidArgument(text)
+        failed = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
+        return InvalidArgument(f"load failed for model '{name}': {''.join(failed)}")
+
+
+def _reasons(failures: Mapping[str, BaseException]) -> dict[str, str]:
+    def reason(error: BaseException) -> str:
+        known = error if isinstance(error, ShmserveError) else Internal("internal error")
+        return f"{known.title}: {known.message}"
+
+    return {number: reason(error) for number, error in failures.items()}
 
 
 @dataclass(slots=True, eq=False)
 class ModelEntry:
-    """Everything about one name. `orders` are followed one after the other. `serving` by version;
-    `coming` are those of the load that is followed, which take over once they are `offered` and
-    everybody knows it; `outcomes` are those of what is not there.
+    """The state of one model.
 
-    `source`, `needs` (the models of an ensemble's steps) are of what serves, or is to when it can;
-    `loaded_of`: the files' fingerprint and the sent configuration of the last load. `for_others`:
-    nobody asked for it but ensembles. `expected`: it is loaded at the start, and to be ready from
-    then on. `on_demand`: it is loaded when it is asked for, and unloaded where others need its
-    memory; what an operator loads or unloads is not, from then on. `outdated`: a step of what
-    serves has another shape by now, and an open load was to know it.
+    Attributes:
+        orders: The open orders; the first one is executed.
+        serving: The versions that serve, by number.
+        coming: The versions of the executed load, which serve after they are offered.
+        dropping: The versions of a failed load that have not ended.
+        retiring: The versions that finish their requests.
+        draining: The versions of `retiring` that drain.
+        outcomes: The reasons why versions do not serve, by number.
+        loaded_of: The fingerprint and the sent configuration of the last load.
+        source: The source of the last load of an ensemble.
+        needs: The models of an ensemble's steps.
+        for_others: Whether only ensembles asked for the model.
+        expected: Whether the model is loaded at the start and required for readiness.
+        on_demand: Whether the model is loaded by its first request and unloaded to free memory.
+            An operator's load or unload ends this.
+        outdated: Whether a step of the serving ensemble has another shape, and an open load was
+            expected to adopt it.
+        may_pass: Whether the last load failed for a reason that may be temporary.
     """
 
     name: str
@@ -158,7 +339,7 @@ class ModelEntry:
     coming: dict[str, ModelVersion] = field(default_factory=dict)
     dropping: list[ModelVersion] = field(default_factory=list)
     retiring: list[ModelVersion] = field(default_factory=list)
-    draining: set[ModelVersion] = field(default_factory=set)  # those of `retiring` that are told
+    draining: set[ModelVersion] = field(default_factory=set)
     outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
     fingerprint: str = ""
     loaded_of: tuple[str, str] | None = None
@@ -168,48 +349,53 @@ class ModelEntry:
     expected: bool = False
     on_demand: bool = False
     outdated: bool = False
-    may_pass: bool = False  # the reason for which the last load failed: another may succeed
+    may_pass: bool = False
 
     @property
     def versions(self) -> Iterable[ModelVersion]:
-        """Those that may have a process, serving or not."""
+        """The versions that may have a process, serving or not."""
         found = (*self.serving.values(), *self.coming.values(), *self.dropping, *self.retiring)
-        return dict.fromkeys(found)  # what stays is also among what is coming
+        return dict.fromkeys(found)  # a version that is kept is serving and coming
 
     @property
     def offered(self) -> bool:
-        """Whether what is coming is published."""
+        """Whether the coming versions are published."""
         return bool(self.orders) and self.orders[0].phase is OrderPhase.OFFERED
 
     @property
     def shown(self) -> dict[str, ModelVersion]:
-        """What is published."""
+        """The versions that are published."""
         return {**self.serving, **self.coming} if self.offered else self.serving
 
     @property
-    def leaving(self) -> set[str]:
-        """The versions of which something finishes what it has."""
-        return {version.spec.version for version in self.retiring}
-
-    @property
     def latest(self) -> str:
-        """The version that serves requests that name none; "" when there is none."""
+        """The version for requests that name none; "" if no version serves."""
         return max(self.coming if self.offered else self.serving, key=int, default="")
 
     @property
+    def configurations(self) -> dict[str, dict[str, Any]]:
+        """The configurations of the serving versions, without the parts that may change."""
+        return {number: each.config.immutable_config for number, each in self.serving.items()}
+
+    @property
     def failed(self) -> bool:
-        """Whether it, or a version of it, could not be loaded."""
+        """Whether the model or a version could not be loaded."""
         return any(outcome != UNLOADED for outcome in self.outcomes.values())
 
     @property
+    def last_order(self) -> Order | None:
+        """The last open order that loads or unloads the model."""
+        return next((o for o in reversed(self.orders) if o.kind is not OrderKind.MOVE), None)
+
+    @property
     def wanted_steps(self) -> list[str]:
-        """The models that it needs, or will once the load is over that is followed."""
+        """The models that this ensemble needs, or will need after the executed load."""
         order = self.orders[0] if self.orders else None
         return order.needs if order is not None and order.needs else self.needs
 
     @property
     def possible_steps(self) -> list[str]:
-        """Those, and what it needs now: the load that is followed may fail."""
+        """The wanted steps and the current steps, which stay if the executed load fails."""
         now = [step.name for version in self.serving.values() for step in version.spec.steps]
         return [*self.wanted_steps, *now]
 
@@ -217,10 +403,16 @@ class ModelEntry:
 def differs(
     serving: Mapping[str, ModelVersion], specs: Sequence[VersionSpec], anew: bool
 ) -> tuple[dict[str, InstanceUpdate], list[VersionSpec]]:
-    """The difference of `specs` to what serves: the update of each version that stays, and what is
-    started. A version stays where neither its files nor its configuration differ, but for its
-    instances. With `anew`, no file of the model differs from what was loaded: whoever loads it
-    again means to start all of it."""
+    """Return the updates of the versions that are kept, and the specs that must be started.
+
+    A version is kept if its files and its configuration, except for the instances, are the same.
+
+    Args:
+        serving: The serving versions by number.
+        specs: The versions to load.
+        anew: Whether the model's files are the same as at its last load. The load is then a request
+            to restart every version, unless its instances differ.
+    """
     updates: dict[str, InstanceUpdate] = {}
     fresh: list[VersionSpec] = []
     for spec in specs:

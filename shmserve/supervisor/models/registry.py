@@ -1,42 +1,45 @@
-"""The model registry: which versions serve, the state of each, and what is published of them (no
-process is started or ended here).
+"""The model registry: the models by name, the status of each version, and readiness checks.
+
+The registry starts and ends no process. A status is derived from the state of its model whenever it
+is needed, and is stored nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from shmserve.errors import NotFound
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.supervisor.models.orders import ModelEntry
-from shmserve.supervisor.models.publications import Audience, Publications
-from shmserve.supervisor.models.repository import ModelFolder, lacks_version
-from shmserve.supervisor.models.statuses import index_rows, is_ready, progress, statuses
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import StepModel
+from shmserve.ipc.messages.publications import ModelNews, ModelOnDemand
+from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
+from shmserve.supervisor.models.model_version import ModelVersion
+from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry, Order, OrderPhase
+from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder, lacks_version
 from shmserve.supervisor.processes.scheduler_hosts import Group
+
+PATIENCE_S = 5.0  # for a readiness check
+_RESTARTING = "a process that ended is started again"
 
 
 class ModelRegistry:
     """The models by name."""
 
     def __init__(self) -> None:
-        self.publications = Publications()
-        self.audience: Audience  # is told; it needs the registry itself when somebody comes
         self.models: dict[str, ModelEntry] = {}
 
     def model(self, name: str) -> ModelEntry:
-        """The model of this name, entered if need be."""
+        """Return the entry of a model; create it if needed."""
         return self.models.setdefault(name, ModelEntry(name))
 
     def forget(self, model: ModelEntry) -> None:
-        """Remove a model of which nothing is known any more."""
+        """Remove a model without orders and statuses."""
         if not (model.orders or statuses(model)) and self.models.get(model.name) is model:
             del self.models[model.name]
 
-    # --- processes
+    # --- versions
 
     @property
     def live(self) -> list[ModelVersion]:
@@ -44,20 +47,26 @@ class ModelRegistry:
         return [version for model in self.models.values() for version in model.versions]
 
     def workers_on(self, device_id: int) -> list[int]:
-        """The worker processes that serve on an accelerator now."""
+        """Return the worker processes that serve on a GPU."""
         return [pid for version in self.live for pid in version.instances.pids_on(device_id)]
 
-    # --- what is published
+    def serving(self, name: str, version: str) -> ModelVersion | None:
+        """Return the published version of a model, or None; version "" is the latest."""
+        model = self.models.get(name)
+        return None if model is None else model.shown.get(version or model.latest)
 
     def find(self, name: str, version: str) -> dict[str, Any]:
-        """The destination of a model's requests, for a model that calls it; raises NotFound."""
+        """Return the destination of requests for a model that calls another model.
+
+        Raises:
+            NotFound: The model or the version does not serve.
+        """
         model = self.models.get(name)
         if model is None or not statuses(model):
             raise NotFound(f"Request for unknown model: '{name}' is not found")
-        shown = model.shown
-        if not shown:
+        if not model.shown:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        found = shown.get(version or model.latest)
+        found = self.serving(name, version)
         if found is None:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         return {
@@ -68,41 +77,66 @@ class ModelRegistry:
             "checks_ready": found.instances.checks_ready,
         }
 
-    def _serving(self, name: str, version: str) -> ModelVersion | None:
-        model = self.models.get(name)
-        return None if model is None else model.shown.get(version or model.latest)
+    def news(self, model: ModelEntry) -> tuple[dict[str, ModelNews], list[str]]:
+        """Return the publications of a model by version, and the versions that do not serve.
 
-    def published_now(self, step: StepModel) -> m.ModelPublished | None:
-        """The publication of a model version now, or None where it does not serve."""
-        found = self._serving(*step)
-        return None if found is None else _publication(self.models[step.name], found)
+        The publication of version "" is that the model is loaded on demand.
+        """
+        published: dict[str, ModelNews] = {
+            number: each.publication(number == model.latest) for number, each in model.shown.items()
+        }
+        if model.on_demand:
+            published[""] = ModelOnDemand(model.name, 0)
+        known = statuses(model).items()
+        return published, [number for number, s in known if number or lacks_version(s.reason)]
 
-    def failure_now(self, step: StepModel) -> str:
-        """Why a model version serves no request, and will not; empty: it does, or will."""
-        found = self._serving(*step)
-        if found is None:
-            return f"model '{step.name}' is not available"
-        problem = found.instances.problem
-        return f"model '{step.name}' failed: {problem}" if problem else ""
+    def readiness_pids(self, name: str, version: str) -> list[int]:
+        """Return the workers that check the readiness of a version; empty if it is not ready."""
+        found = self.serving(name, version)
+        return found.instances.checking_ready() if found is not None and found.ready else []
 
-    def ready_now(self, step: StepModel) -> bool:
-        """Whether a model version takes requests now."""
-        found = self._serving(*step)
-        return found is not None and found.ready
+    def publish_counters(self) -> None:
+        """Publish the counters of every serving version as events."""
+        for model in self.models.values():
+            for version in model.serving.values():
+                version.scheduler.publish_counters()
 
-    def configurations(self, name: str) -> dict[str, dict[str, Any]]:
-        """Of the versions that serve, apart from what may change while they do."""
-        model = self.models.get(name)
-        serving = {} if model is None else model.serving
-        return {v: each.config.immutable_config for v, each in serving.items()}
+    # --- ensembles
 
     def ensembles_of(self, name: str) -> list[ModelVersion]:
-        """The ensembles with a process, serving or not, that have this model as a step."""
+        """Return the ensembles with a step that runs a model, if they may have a process."""
         return [version for version in self.live if version.uses(name)]
 
+    def loaded_for(self, name: str) -> list[str]:
+        """Return the step models of an ensemble that were loaded only for this ensemble."""
+        models = self.models
+        others = {step for each in models.values() if each.name != name for step in each.needs}
+        needs = models[name].needs if name in models else []
+        return [
+            step
+            for step in needs
+            if step not in others and step in models and models[step].for_others
+        ]
+
+    def users_of(self, model: ModelEntry) -> list[ModelEntry]:
+        """Return the ensembles whose serving or coming versions need a model."""
+        return [
+            user
+            for user in self.models.values()
+            if any(v.uses(model.name) for v in (*user.serving.values(), *user.coming.values()))
+        ]
+
+    def loads_waiting_for(self, model: ModelEntry) -> list[Order]:
+        """Return the loads of ensembles that need a model and have not started versions yet."""
+        first = [each.orders[0] for each in self.models.values() if each.orders]
+        waiting = (order for order in first if order.phase is OrderPhase.WAITING)
+        return [order for order in waiting if model.name in order.needs]
+
     def has_users(self, version: ModelVersion) -> bool:
-        """Whether an ensemble with a process needs a version, and has to end before it; not where
-        generations need one another, and would wait for ever."""
+        """Check whether an ensemble needs a version and must end before it.
+
+        Versions that need one another in a circle have no users: they would wait for ever.
+        """
         found: set[ModelVersion] = set()
         waiting = [version]
         while waiting:
@@ -111,15 +145,16 @@ class ModelRegistry:
             waiting += more
         return bool(found) and version not in found
 
-    def needs(self) -> dict[str, list[str]]:
-        """The models that each ensemble needs, or will once the load is over that is followed."""
-        return {name: model.wanted_steps for name, model in self.models.items()}
-
     def circle(
         self, name: str, steps: Sequence[str], folders: Mapping[str, list[str]]
     ) -> list[str]:
-        """The circle of ensembles that a model with these steps would close, if any. What serves,
-        or is to, counts as it is, and anything else as its folder has it."""
+        """Return the circle of ensembles that a model with these steps would close, or [].
+
+        Args:
+            name: The model.
+            steps: The models that it would need.
+            folders: The steps of models that are not loaded, according to their folders.
+        """
         needs = {each: model.possible_steps for each, model in self.models.items()}
 
         def walk(each: str, above: list[str]) -> list[str]:
@@ -131,23 +166,29 @@ class ModelRegistry:
         return walk(name, [])
 
     def group(self, name: str, hosted: bool) -> Group:
-        """The models that are scheduled in one process with this one: it alone, or, where they are
-        `hosted`, a connected component of ensembles and their steps."""
-        needs = self.needs()
+        """Return the models whose schedulers share a process with a model's scheduler.
+
+        Args:
+            name: The model.
+            hosted: Whether connected ensembles and steps share a process; otherwise the model has
+                a process of its own.
+        """
+        needs = {each: model.wanted_steps for each, model in self.models.items()}
         names = _component(needs, name) if hosted else {name}
         ensembles = {each for each in names if needs.get(each)}
         outermost = sorted(ensembles - {step for each in ensembles for step in needs[each]})
         title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
         return Group(title, frozenset(names))
 
-    def asked_whether_ready(self, name: str, version: str) -> list[int]:
-        """The workers that say whether a version is ready; none where it is not, or not there."""
-        found = self._serving(name, version)
-        return found.instances.checking_ready() if found is not None and found.ready else []
+    # --- statuses
 
     def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
-        """The repository index; `found` is what the repositories hold. Models never loaded have a
-        name, and why they cannot be, if so."""
+        """Return the repository index.
+
+        Args:
+            found: The models of the repositories.
+            ready: Whether only ready versions are listed.
+        """
         known = {name: statuses(model) for name, model in self.models.items()}
         names = sorted({*found, *(name for name, status in known.items() if status)})
         return [
@@ -157,7 +198,7 @@ class ModelRegistry:
         ]
 
     def states(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """The state of each version, and the reason for it, by name and version."""
+        """Return the state of each version and its reason, by name and version."""
         return {
             (model.name, version): (str(status.state), status.reason)
             for model in self.models.values()
@@ -165,77 +206,16 @@ class ModelRegistry:
         }
 
     def progress(self) -> dict[str, str]:
-        """The progress of each model that is loaded at the start."""
+        """Return the progress of each model that is loaded at the start."""
         return {name: progress(model) for name, model in self.models.items() if model.expected}
 
-    def publish_counters(self) -> None:
-        """Have the counters of what serves published as events."""
-        for model in self.models.values():
-            for version in model.serving.values():
-                version.scheduler.publish_counters()
-
     def all_ready(self) -> bool:
-        """Whether every model that should serve does."""
+        """Check whether every model that should serve is ready."""
         return all(map(is_ready, self.models.values()))
-
-    def known(self, model: ModelEntry) -> bool:
-        """Whether everybody knows what serves of a model."""
-        return self.publications.known(self.audience, model.name)
-
-    def publish(self, model: ModelEntry) -> None:
-        """Have everybody know what serves of a model, where that differs from what they know."""
-        published: dict[str, m.ModelNews] = {
-            number: _publication(model, each) for number, each in model.shown.items()
-        }
-        if model.on_demand:
-            published[""] = m.ModelOnDemand(model.name, 0)
-        absent = [
-            number
-            for number, status in statuses(model).items()
-            if number or lacks_version(status.reason)
-        ]
-        self.publications.update(self.audience, model.name, published, absent)
-
-
-def _publication(model: ModelEntry, version: ModelVersion) -> m.ModelPublished:
-    """The message about a version that serves."""
-    return m.ModelPublished(
-        name=model.name,
-        version=version.spec.version,
-        config=version.config,
-        metadata={
-            **describe(version.config),
-            "labels": version.instances.labels,
-            "checks_ready": version.instances.checks_ready,
-        },
-        endpoint=version.endpoint,
-        ready=version.ready,
-        latest=version.spec.version == model.latest,
-        load_seconds=version.load_seconds,
-        acknowledge=0,
-    )
-
-
-def describe(config: ModelSpec) -> dict[str, Any]:
-    """The metadata of a model, as GET /v2/models/NAME shows it, but for its versions; shapes start
-    with -1 where it batches."""
-    batch = [-1] if config.max_batch_size >= 1 else []
-
-    def shown(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
-        return [
-            {"name": each.name, "datatype": each.datatype, "shape": [*batch, *each.dims]}
-            for each in tensors
-        ]
-
-    return {
-        "name": config.name,
-        "platform": config.platform or config.backend,
-        "inputs": shown(config.input),
-        "outputs": shown(config.output),
-    }
 
 
 def _component(needs: Mapping[str, list[str]], name: str) -> set[str]:
+    """Return the models that are connected to a model by ensembles."""
     names, waiting = {name}, [name]
     while waiting:
         known = waiting.pop()
@@ -243,3 +223,181 @@ def _component(needs: Mapping[str, list[str]], name: str) -> set[str]:
         waiting += near - names
         names |= near
     return names
+
+
+# --- statuses
+
+
+class ModelState(StrEnum):
+    """The state of a version in the repository index."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+    ON_DEMAND = "ON_DEMAND"  # loaded by the first request
+
+
+class Status(NamedTuple):
+    """The state of a version and the reason for it."""
+
+    state: ModelState
+    reason: str = ""
+
+
+_GONE = Status(ModelState.UNAVAILABLE, UNLOADED.reason)
+
+
+def statuses(model: ModelEntry) -> dict[str, Status]:
+    """Return the status of each version of a model.
+
+    A model on demand that was not loaded yet has one status, of version "".
+    """
+    retiring = [version.spec.version for version in model.retiring]
+    found = {
+        **{number: _ended(model, outcome) for number, outcome in model.outcomes.items()},
+        **dict.fromkeys(retiring, Status(ModelState.UNLOADING)),
+        **dict.fromkeys(model.coming, Status(ModelState.LOADING)),
+        **{number: _of(model.shown[number]) for number in model.serving},
+    }
+    return found or ({"": Status(ModelState.ON_DEMAND)} if model.on_demand else {})
+
+
+def _ended(model: ModelEntry, outcome: LoadOutcome) -> Status:
+    if model.on_demand and outcome == UNLOADED and not model.serving:
+        return Status(ModelState.ON_DEMAND)
+    return Status(ModelState.UNAVAILABLE, outcome.reason)
+
+
+def _of(version: ModelVersion) -> Status:
+    if version.problem:
+        return Status(ModelState.UNAVAILABLE, version.problem)
+    return Status(ModelState.READY) if version.ready else Status(ModelState.LOADING, _RESTARTING)
+
+
+def is_ready(model: ModelEntry) -> bool:
+    """Check whether every version that should serve is ready; models on demand always are."""
+
+    def should_serve(number: str) -> bool:
+        return number in model.serving or model.outcomes[number].failed
+
+    return model.on_demand or not any(
+        status.state is ModelState.LOADING
+        or (status.state is ModelState.UNAVAILABLE and should_serve(number))
+        for number, status in statuses(model).items()
+    )
+
+
+def progress(model: ModelEntry) -> str:
+    """Return the progress of a load: "loading", "ready", or "failed" with the reasons."""
+    problems = [
+        f"version {number}: {status.reason}" if number else status.reason
+        for number, status in statuses(model).items()
+        if status.state is ModelState.UNAVAILABLE and model.outcomes.get(number) != UNLOADED
+    ]
+    if problems:
+        return f"failed: {'; '.join(problems)}"
+    return "ready" if model.serving and is_ready(model) else "loading"
+
+
+def index_rows(
+    name: str, known: Mapping[str, Status] | None, folder: ModelFolder | None, ready: bool
+) -> list[dict[str, Any]]:
+    """Return the rows of a model in the repository index.
+
+    A model that was never loaded has one row with its name, and the problem of its folder if there
+    is one. An unloaded model without a folder has no row.
+
+    Args:
+        name: The model.
+        known: The statuses of its versions.
+        folder: The model in the repositories.
+        ready: Whether only ready versions are listed.
+    """
+    problem = folder.problem if folder is not None else ""
+    if problem == IN_SEVERAL or not known:  # also if it serves: it cannot be loaded again
+        if ready:
+            return []
+        return [
+            _row(name, "", Status(ModelState.UNAVAILABLE, problem)) if problem else {"name": name}
+        ]
+    if folder is None and all(status == _GONE for status in known.values()):
+        return []
+    return [
+        _row(name, version, known[version])
+        for version in sorted(known, key=lambda version: int(version or 0))
+        if not ready or known[version].state in (ModelState.READY, ModelState.ON_DEMAND)
+    ]
+
+
+def _row(name: str, version: str, status: Status) -> dict[str, Any]:
+    row = {"name": name, "version": version, "state": str(status.state), "reason": status.reason}
+    return {key: value for key, value in row.items() if value}
+
+
+# --- readiness checks
+
+
+class _Check(NamedTuple):
+    """A check in flight; the outcome is None if the worker has ended."""
+
+    number: int
+    outcome: asyncio.Future[bool | None]
+
+
+class ReadinessCheck:
+    """The readiness checks of models that implement `is_ready`, by worker.
+
+    A check may take longer than its caller waits, so a worker has at most one check in flight.
+    Further callers wait for the response to that check.
+    """
+
+    def __init__(self, send: Callable[[int, Any], None]) -> None:
+        """Create a check; `send(pid, message)` sends a message to a worker."""
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._in_flight: dict[int, _Check] = {}
+
+    async def check(self, pids: Sequence[int]) -> bool:
+        """Check whether a worker reports that the model is ready and no worker denies it.
+
+        Workers that end, or send no response within `PATIENCE_S`, are ignored.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE_S
+        pending = {self._outcome(pid) for pid in pids}
+        ready = False
+        while pending:
+            done, pending = await asyncio.wait(
+                pending,
+                timeout=max(0.0, deadline - loop.time()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            outcomes = {future.result() for future in done}
+            if False in outcomes:
+                return False
+            ready = ready or True in outcomes
+            if not done:
+                break
+        return ready
+
+    def _outcome(self, pid: int) -> asyncio.Future[bool | None]:
+        check = self._in_flight.get(pid)
+        if check is None:
+            outcome: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+            check = self._in_flight[pid] = _Check(next(self._numbers), outcome)
+            self._send(pid, CheckReady(check.number))
+        return check.outcome
+
+    def checked(self, pid: int, message: ReadyChecked) -> None:
+        """Handle the response of a worker."""
+        check = self._in_flight.get(pid)
+        if check is not None and check.number == message.id:
+            del self._in_flight[pid]
+            check.outcome.set_result(message.ready)
+
+    def exited(self, pid: int) -> None:
+        """End the check of a process that has ended."""
+        check = self._in_flight.pop(pid, None)
+        if check is not None:
+            check.outcome.set_result(None)

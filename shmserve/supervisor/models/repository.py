@@ -1,11 +1,11 @@
 """The model repository on disk: folders, versions, configurations, fingerprints of changes.
 
     REPOSITORY/NAME/config.pbtxt     optional
-    REPOSITORY/NAME/configs/X.pbtxt  in its place, where --model-config-name=X asks for it
+    REPOSITORY/NAME/configs/X.pbtxt  used instead if --model-config-name=X is given
     REPOSITORY/NAME/VERSION/...      VERSION is a positive integer without leading zeros
 
-Nothing here loads a model. A model's folder, its config.pbtxt and its version folders may be
-symbolic links only to places inside the repository; what is in a version folder may link anywhere.
+This module loads no model. A model's folder, its config.pbtxt and its version folders may be links
+only to targets inside the repository. Files in a version folder may link anywhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shmserve.common.model_names import CLASS_IN_FILE, check_model_name, is_checkpoint
 from shmserve.errors import InvalidArgument, clip, refused
@@ -31,17 +32,21 @@ _NO_VERSION = "at least one version must be available under the version policy o
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _OUTSIDE = "the model's folder leads out of its repository"
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_NO_MODEL = (".", "__", "lost+found")  # how the names of other folders begin
-_BYTECODE = ("__pycache__",)  # written by loading a model: no change of it
+_NO_MODEL = (".", "__", "lost+found")  # prefixes of folders that are not models
+_BYTECODE = ("__pycache__",)  # written when a model is loaded, and not a change of the model
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model as the repository has it, not yet read.
+    """A model in a repository, before its configuration is read.
 
-    `config_path` is None where it has no configuration; `versions` ascend. `problem`, when not
-    empty, says why it cannot be loaded. `class_name`, `file` and `settings` (its parameters by
-    name) are set for a model given as a class in a file (see `inline_model`).
+    Attributes:
+        config_path: The configuration, or None if there is no file.
+        versions: The version numbers, ascending.
+        problem: The reason why the model cannot be loaded, or empty.
+        class_name: The class of a model that is given as a class in a file, see `inline_model`.
+        file: The file of this class.
+        settings: The parameters of this class by name.
     """
 
     name: str
@@ -55,49 +60,67 @@ class ModelFolder:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, version: int) -> list[str]:
-        """The names in a version's folder; raises InvalidArgument when it cannot be read."""
+        """Return the names in a version's folder; raises InvalidArgument if it is unreadable."""
         with refused(f"{self.name}/{version}"):
             return sorted(os.listdir(self.path / str(version)))
 
 
-def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, ModelFolder]:
-    """The models of all repositories by name, in order of name; with their configurations of the
-    name `config_name`, where they have one.
+class ReadConfig(NamedTuple):
+    """A configuration before auto-completion: as it was written, and with defaults filled in."""
 
-    Hidden folders, and lost+found of a volume, are skipped. A model that cannot be loaded (in two
-    repositories, bad name, outside) has its `problem` set. Raises InvalidArgument when a repository
-    cannot be read.
+    folder: ModelFolder
+    written: ModelConfig
+    filled: ModelConfig
+    source: Source
+
+
+def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, ModelFolder]:
+    """Return the models of all repositories by name, sorted.
+
+    Hidden folders and lost+found are skipped. A model that cannot be loaded (a bad name, a link
+    that leads outside, or several repositories with the model) has a `problem`.
+
+    Args:
+        repositories: The folders to scan.
+        config_name: The name of a configuration to prefer, from --model-config-name.
+
+    Raises:
+        InvalidArgument: A repository cannot be read.
     """
     found: dict[str, ModelFolder] = {}
     for repository in repositories:
         for path in _subfolders(repository):
             folder = _look(repository, path, config_name)
-            if folder is None:
-                continue
-            if folder.name in found:
-                found[folder.name] = replace(found[folder.name], problem=IN_SEVERAL)
-            else:
+            if folder is not None and folder.name in found:
+                folder = replace(found[folder.name], problem=IN_SEVERAL)
+            if folder is not None:
                 found[folder.name] = folder
     return dict(sorted(found.items()))
 
 
 def find(repositories: Sequence[Path], name: str, config_name: str = "") -> ModelFolder | None:
-    """The model `name` as `scan` would show it, or None; raises InvalidArgument for a bad name."""
+    """Return a model as `scan` does, or None; raises InvalidArgument for a bad name."""
     check_model_name(name)
     roots = [root for root in repositories if os.path.isdir(root / name)]
-    seen = (_look(root, root / name, config_name) for root in roots)
-    found = [folder for folder in seen if folder is not None]
+    found = list(filter(None, (_look(root, root / name, config_name) for root in roots)))
     if len(found) > 1:
         return replace(found[0], problem=IN_SEVERAL)
     return found[0] if found else None
 
 
 def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, Source]:
-    """The configuration that a folder's config.pbtxt, or the JSON `override` in its place, says.
+    """Return the written configuration of a folder, and its source for error messages.
 
-    Nothing is filled in but the name. A folder without config.pbtxt gives what is known without:
-    nothing, or for `inline_model` the native backend and the class. A name that is not the folder's
-    is one more problem of the source. Raises InvalidArgument as `read_pbtxt` and `read_json` do.
+    Only the name is filled in. Without a configuration file the result is empty, or for an
+    `inline_model` the native backend with the class. A name other than the folder's is added to the
+    problems of the source.
+
+    Args:
+        folder: The model.
+        override: A configuration in JSON that replaces the file, or "".
+
+    Raises:
+        InvalidArgument: The configuration cannot be parsed.
     """
     source = UNWRITTEN
     if override:
@@ -121,7 +144,7 @@ def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, S
 
 
 def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]:
-    """Which of the `available` versions the model's version_policy wants, ascending; maybe none."""
+    """Return the available versions that a configuration's version_policy selects, ascending."""
     have = sorted(set(available))
     policy = config.version_policy
     choice = policy.WhichOneof("policy_choice")
@@ -134,26 +157,23 @@ def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]
 
 
 def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]:
-    """The versions that the model's version_policy names and that are not `available`."""
+    """Return the versions that a configuration's version_policy names and that are missing."""
     return sorted(set(config.version_policy.specific.versions) - set(available))
 
 
 def ignored_folders(folder: ModelFolder) -> dict[str, str]:
-    """The folders beside the versions that may be meant to be one, and why they are none."""
-    names = [each.name for each in _subfolders(folder.path)]
-    apart = {*_OF_ALL_VERSIONS, *map(str, folder.versions)}
+    """Return the folders that may be misnamed versions, with the reasons why they are ignored."""
+    names = {each.name for each in _subfolders(folder.path)}
+    ignored = sorted(names - {*_OF_ALL_VERSIONS, *map(str, folder.versions)})
+    zeros = "contains leading zeros in its directory name"
     return {
-        name: "contains leading zeros in its directory name"
-        if name.isdecimal() and name.startswith("0")
-        else "fails to convert to integral number"
-        for name in names
-        if name not in apart
+        name: zeros if re.fullmatch(r"0\d*", name) else "fails to convert to integral number"
+        for name in ignored
     }
 
 
 def no_version(folder: ModelFolder) -> str:
-    """The text for a model none of whose versions is to be loaded, with what may be meant to be
-    one."""
+    """Return the error text for a model without a version to load, with misnamed versions."""
     if folder.versions:
         hint = f"it leaves out {', '.join(map(str, folder.versions))}"
     else:
@@ -164,25 +184,21 @@ def no_version(folder: ModelFolder) -> str:
 
 
 def lacks_version(reason: str) -> bool:
-    """Whether it is for want of a version that a load failed."""
+    """Check whether a load failed because there was no version to load."""
     return _NO_VERSION in reason
 
 
 def fingerprint(folder: ModelFolder) -> str:
-    """A text that changes with any file of the model: name, size, time of change or identity; and
-    with what keeps the folder from being loaded."""
+    """Return a digest of the names, sizes, times and inodes of a model's files, and its problem."""
     return _digest(folder.problem.encode(), _all_lines(folder))
 
 
 def version_fingerprint(folder: ModelFolder, version: int) -> str:
-    """A text that changes with any file that a version of the model may use, but for the model's
-    configuration."""
+    """Return a digest of the files that a version may use, without the configuration."""
     others = {str(other) for other in folder.versions if other != version}
-    apart = others | {CONFIG_FILE, _NAMED_CONFIGS}
-    lines = _all_lines(folder)
-    return _digest(
-        b"", [line for line in lines if os.fsdecode(re.split(rb"[/\0]", line)[0]) not in apart]
-    )
+    apart = {os.fsencode(name) for name in others | {CONFIG_FILE, _NAMED_CONFIGS}}
+    lines = [ln for ln in _all_lines(folder) if re.split(rb"[/\0]", ln)[0] not in apart]
+    return _digest(b"", lines)
 
 
 def _all_lines(folder: ModelFolder) -> list[bytes]:
@@ -190,19 +206,23 @@ def _all_lines(folder: ModelFolder) -> list[bytes]:
 
 
 def _digest(first: bytes, lines: list[bytes]) -> str:
-    digest = hashlib.sha256(first)
-    for line in sorted(lines):
-        digest.update(line)
-    return digest.hexdigest()
+    return hashlib.sha256(first + b"".join(sorted(lines))).hexdigest()
 
 
 def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> ModelFolder:
-    """The model that "path/file.py:Class" names: no config file, the native backend, `settings` as
-    its parameters; or the one that a checkpoint's folder is, called like that.
+    """Return a model for "path/file.py:Class", or for the folder of a checkpoint.
 
-    It is called as the class in lower case; a class called `Model` takes the file's name instead.
-    For the others it looks like any folder: `base_dir`, the server's own, gets NAME/1, a link to
-    where the file is. Raises InvalidArgument when there is no such file or its name is not valid.
+    A class is a model of the native backend without a configuration file. The model is named after
+    the class in lower case, or after the file if the class is called `Model`. A checkpoint is named
+    after its folder. The folder NAME/1 in `base_dir` becomes a link to the model's folder.
+
+    Args:
+        spec: The class or the folder.
+        base_dir: A folder of the server.
+        settings: The parameters of the class.
+
+    Raises:
+        InvalidArgument: The file does not exist, or the name is not valid.
     """
     if is_checkpoint(spec):
         return _checkpoint(Path(spec).resolve(), base_dir)
@@ -215,13 +235,8 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
     class_name = match["name"]
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _linked(base_dir, name, file.parent)
-    return ModelFolder(
-        *(name, path, base_dir),
-        versions=(1,),
-        class_name=class_name,
-        file=path / "1" / file.name,
-        settings=settings,
-    )
+    of_class = (class_name, path / "1" / file.name, settings)
+    return ModelFolder(name, path, base_dir, None, (1,), "", *of_class)
 
 
 def _checkpoint(folder: Path, base_dir: Path) -> ModelFolder:
@@ -235,7 +250,7 @@ def _checkpoint(folder: Path, base_dir: Path) -> ModelFolder:
 
 
 def _linked(base_dir: Path, name: str, folder: Path) -> Path:
-    """The folder of a model in `base_dir` whose one version is `folder`."""
+    """Return a model's folder in `base_dir` with one version, a link to `folder`."""
     check_model_name(name)
     path = base_dir / name
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -246,20 +261,20 @@ def _linked(base_dir: Path, name: str, folder: Path) -> Path:
 
 
 def _subfolders(repository: Path) -> list[Path]:
-    shown = repository.absolute().name  # no more of the path: clients who ask see it, too
+    shown = repository.absolute().name  # without the path, because clients see the error
     with refused(f"model repository '{shown}'"), os.scandir(repository) as entries:
         names = sorted(entry.name for entry in entries if os.path.isdir(entry))
     return [repository / name for name in names if not name.startswith(_NO_MODEL)]
 
 
 def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
-    """The folder as a model; None for one that has neither a model's name nor its contents."""
-    name = os.fsencode(path.name).decode(errors="replace")  # what is no text cannot be sent
+    """Return a folder as a model, or None if it has neither a model's name nor its contents."""
+    name = os.fsencode(path.name).decode(errors="replace")  # other bytes cannot be sent
     if _leads_out(path, repository):
         return ModelFolder(name, path, repository, problem=_OUTSIDE)
     config_path = path / CONFIG_FILE
     try:
-        versions = sorted(int(entry.name) for entry in _versions(path))
+        versions = _versions(path)
         named = path / _NAMED_CONFIGS / f"{config_name}.pbtxt"
         if config_name and _is_file(named):
             config_path = named
@@ -267,13 +282,8 @@ def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
     except OSError as error:
         reason = error.strerror or "cannot be read"
         return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")
-    folder = ModelFolder(
-        name,
-        path,
-        repository,
-        config_path if has_config else None,
-        tuple(versions),
-    )
+    config_file = config_path if has_config else None
+    folder = ModelFolder(name, path, repository, config_file, tuple(versions))
     try:
         check_model_name(path.name)
     except InvalidArgument as error:
@@ -285,17 +295,15 @@ def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
     return folder
 
 
-# Of os.path, not of Path: one link that leads to itself, or one folder that may not be read, would
-# end the look at all models.
+# Path.resolve raises for a link to itself, which would end the scan of all models.
 def _leads_out(path: Path, repository: Path) -> bool:
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(repository))
 
 
-def _versions(path: Path) -> list[os.DirEntry[str]]:
+def _versions(path: Path) -> list[int]:
     with os.scandir(path) as entries:
-        return [
-            entry for entry in entries if _VERSION.fullmatch(entry.name) and os.path.isdir(entry)
-        ]
+        found = (each for each in entries if _VERSION.fullmatch(each.name))
+        return sorted(int(each.name) for each in found if os.path.isdir(each))
 
 
 def _is_file(path: Path) -> bool:
@@ -319,7 +327,7 @@ def _inline_config(folder: ModelFolder) -> ModelConfig:
 
 
 def _lines(root: Path) -> Iterator[bytes]:
-    """A line for each file below `root`, links followed, each folder once."""
+    """Yield a line for each file below `root`; follows links and visits each folder once."""
     seen: set[tuple[int, int]] = set()
     waiting = [("", root)]
     while waiting:
@@ -329,12 +337,10 @@ def _lines(root: Path) -> Iterator[bytes]:
             if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            children = sorted(os.listdir(folder))
-        except OSError:  # went away between two looks: the next one sees it
+            children = os.listdir(folder)
+        except OSError:  # removed meanwhile; the next poll detects it
             continue
-        for name in children:
-            if name in _BYTECODE:
-                continue
+        for name in sorted({*children} - {*_BYTECODE}):
             path = folder / name
             if os.path.isdir(path):
                 waiting.append((f"{prefix}{name}/", path))
@@ -346,7 +352,7 @@ def _line(name: str, path: Path) -> bytes:
         status = path.stat()
     except OSError:
         return os.fsencode(name) + b"\0gone\n"
-    if stat.S_ISDIR(status.st_mode):  # its own times change with what is in it, bytecode too
+    if stat.S_ISDIR(status.st_mode):  # its times change with its contents, including bytecode
         return os.fsencode(name) + b"\0folder\n"
     numbers = (status.st_ino, status.st_size, status.st_mtime_ns)
     return os.fsencode(name) + f"\0{numbers}\n".encode()

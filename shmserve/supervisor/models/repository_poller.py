@@ -1,5 +1,5 @@
-"""The poller (--model-control-mode=poll): scans the repositories periodically, and loads, reloads
-or unloads what has changed.
+"""The repository poller (--model-control-mode=poll): scans the repositories periodically and loads,
+reloads or unloads the models that have changed.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ _LONGEST_PAUSE_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class RepositoryPoller:
-    """Follows the repositories every `repository_poll_s` seconds. A model that takes long to load,
-    or hangs, keeps no other waiting, and is given up when it is removed; one that failed for a
-    reason that may pass is tried again, after a while that doubles each time."""
+    """Loads and unloads models as the repositories change.
+
+    A model that hangs while it loads does not delay the others, and its load is cancelled when the
+    model is removed. Loads that failed for a temporary reason are retried with exponential backoff.
+    """
 
     _context: SupervisorContext
     _planner: LoadPlanner
     _registry: ModelRegistry
     _models: ModelManager
-    # Names, and whether they are there.
+    # The changes in progress: models, and whether they are present.
     _busy: set[tuple[str, bool]] = field(init=False, default_factory=set)
-    # By name: when what failed may be tried again, and how long to wait after that.
+    # The time of a failed model's next retry, and the pause after that retry.
     _again: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
-        """Poll until it is cancelled."""
+        """Poll every `repository_poll_s` seconds until this is cancelled."""
         pause_s = self._context.config.repository_poll_s
         while pause_s:
             await asyncio.sleep(pause_s)
             await self.look()
 
     async def look(self) -> list[asyncio.Task[None]]:
-        """Look at the repositories once; the tasks that follow the models there."""
+        """Scan the repositories once, and return the tasks that apply the changes."""
         try:
             found = await asyncio.to_thread(self._planner.scan)
         except ShmserveError as error:
@@ -54,20 +56,18 @@ class RepositoryPoller:
         except Exception:
             logger.exception("the model repositories could not be looked at")
             return []
-        tasks = []
-        for name in sorted({*found, *self._registry.models}):
-            look = (name, self._may_serve(name, found.get(name)))
-            if look not in self._busy:
-                self._busy.add(look)
-                tasks.append(self._context.background(self._follow_in_background(*look)))
-        return tasks
+        names = sorted({*found, *self._registry.models})
+        wanted = [(name, self._may_serve(name, found.get(name))) for name in names]
+        changes = [change for change in wanted if change not in self._busy]
+        self._busy.update(changes)
+        return [self._context.background(self._apply(*change)) for change in changes]
 
     def _may_serve(self, name: str, folder: ModelFolder | None) -> bool:
         model = self._registry.models.get(name)
         serves = model is not None and bool(model.serving)
         return folder is not None and not (serves and folder.problem == IN_SEVERAL)
 
-    async def _follow_in_background(self, name: str, present: bool) -> None:
+    async def _apply(self, name: str, present: bool) -> None:
         try:
             await self.follow(name, present)
         except ShmserveError as error:
@@ -78,7 +78,7 @@ class RepositoryPoller:
             self._busy.discard((name, present))
 
     async def follow(self, name: str, present: bool) -> None:
-        """Have a model be as the repositories have it; raises ShmserveError when it cannot be."""
+        """Load, reload or unload a model if needed; raises ShmserveError if that fails."""
         model = self._registry.models.get(name)
         if not present:
             self._again.pop(name, None)
@@ -91,10 +91,10 @@ class RepositoryPoller:
             self._models.offer(name)
             return
         if model is not None and model.on_demand and not model.serving:
-            return  # whoever asks for it has its files as they are then
+            return  # its next request loads the current files
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         again_at, pause_s = self._again.get(name, (0.0, _FIRST_PAUSE_S))
-        if model is None or model.fingerprint != fingerprint:  # one that failed, too
+        if model is None or model.fingerprint != fingerprint:  # also after a failure
             pause_s = _FIRST_PAUSE_S
         elif not model.may_pass or time.monotonic() < again_at:
             return

@@ -1,8 +1,8 @@
-"""The control socket: typed messages between the supervisor and its processes, by address.
+"""The control socket, which connects the supervisor and its processes, and the settings sent by it.
 
-Messages of a process, or of a scheduler that one hosts, are routed to whoever started it (`enrol`),
-requests to the control plane to their service (`serve`), and what was announced is known once all
-have acknowledged it (`Acknowledgements`).
+Messages of a process, or of a scheduler in it, are routed to the handler of its address (`enrol`),
+and requests to the control plane to their service (`serve`). An announcement is complete once all
+receivers have acknowledged it (`Acknowledgements`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
+from shmserve import logs
+from shmserve.common.trace_settings import TraceSettings
 from shmserve.ipc.messages import (
     EnsembleToSupervisor,
     GatewayToSupervisor,
@@ -23,12 +25,20 @@ from shmserve.ipc.messages import (
     WorkerToSupervisor,
     WorkspaceToSupervisor,
 )
-from shmserve.ipc.messages.supervision import Acknowledged
+from shmserve.ipc.messages.supervision import (
+    Acknowledged,
+    RequestTraced,
+    SetLogging,
+    SetTracing,
+    Started,
+    WorkerStarted,
+)
 from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
+from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
 
-# Messages that a process may send, by its role: models run foreign code, and are workers at most.
+# Messages that a process may send, by its role. A worker runs a model's code, which is not trusted.
 _MAY_SEND = {
     "gateway": frozenset(get_args(GatewayToSupervisor)),
     "host": frozenset(get_args(HostToSupervisor)),
@@ -39,29 +49,31 @@ _MAY_SEND = {
 }
 _HOSTED = (b"scheduler", b"ensemble")
 _MOST_UNKNOWN = 64
-_MOST_EARLY = 4  # of each
-_MOST_READS = 64  # at a time: a peer may never stop sending
+_MOST_EARLY = 4  # for each address
+_MOST_READS = 64  # at once, since a peer may never stop sending
 
 
 class SchedulerAddress(NamedTuple):
-    """A scheduler, by its number, in the process that hosts it."""
+    """The address of a scheduler: its number, and the process that hosts it."""
 
     pid: int
     number: int
 
 
-# Of a process its pid.
+# The address of a process is its pid.
 Address = int | SchedulerAddress
 
 
 def pid_of(address: Address) -> int:
-    """The process at an address."""
+    """Return the pid of the process at an address."""
     return address if isinstance(address, int) else address.pid
 
 
 class Acknowledgements:
-    """The numbered changes that were sent to processes and programs, and who has not acknowledged
-    each. Nothing is kept of those that all know."""
+    """The announced changes by number, with the peers that have not acknowledged them.
+
+    A change is removed once every peer has acknowledged it.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -69,7 +81,7 @@ class Acknowledgements:
         self._news = asyncio.Event()
 
     def begin(self, peers: Iterable[Hashable]) -> int:
-        """A number to send to these peers."""
+        """Return the number of a new change that is sent to these peers."""
         number = next(self._numbers)
         missing = set(peers)
         if missing:
@@ -77,27 +89,27 @@ class Acknowledgements:
         return number
 
     def acknowledged(self, peer: Hashable, number: int) -> None:
-        """The change holds at `peer`, or is not waited for any longer."""
+        """Record that `peer` has acknowledged a change, or is not expected to any more."""
         missing = self._missing.get(number, set())
         missing.discard(peer)
         if not missing and self._missing.pop(number, None) is not None:
             self._news.set()
 
     def exited(self, peer: Hashable) -> None:
-        """Nothing is to be waited for from `peer` any more."""
+        """Remove a peer that has exited from all changes."""
         for number in list(self._missing):
             self.acknowledged(peer, number)
 
     def missing(self, number: int) -> set[Hashable]:
-        """The peers that have not acknowledged it."""
+        """Return the peers that have not acknowledged a change."""
         return self._missing.get(number, set())
 
     def know(self, number: int) -> bool:
-        """Whether the change holds at each peer that it was sent to, or they are gone."""
+        """Return whether each live peer has acknowledged a change."""
         return number not in self._missing
 
     async def news(self) -> None:
-        """Wait until another change is known everywhere."""
+        """Wait until another change is acknowledged by all peers."""
         self._news.clear()
         await self._news.wait()
 
@@ -109,12 +121,11 @@ class _Peer:
 
 
 class ControlSocket:
-    """Routes messages in the event loop.
+    """A router of messages in the event loop.
 
-    A peer's identity is "role.....pid", a scheduler's "role.number.pid": models run foreign code,
-    which may connect here, but not as a gateway. A process may send a moment before the supervisor
-    has entered it, so messages of an address that is not enrolled wait in a short queue, from which
-    those of others are evicted.
+    The identity of a process is "role.....pid", that of a scheduler "role.number.pid". The role of
+    an enrolled address decides which messages it may send, since a model's code can connect, too.
+    A process may send messages shortly before it is enrolled; these wait in a short queue.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -132,8 +143,13 @@ class ControlSocket:
     # --- peers
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages of our process or scheduler at `address`, those that came already too, to
-        `handler`; `role` is "gateway", "host", "scheduler", "ensemble", "worker" or "workspace"."""
+        """Route the messages of a process or scheduler, including queued ones, to `handler`.
+
+        Args:
+            address: The address of the process or scheduler.
+            role: "gateway", "host", "scheduler", "ensemble", "worker" or "workspace".
+            handler: The callback for messages that have no service.
+        """
         self._enrolled[address] = _Peer(role, handler)
         known = [item for item in self._unknown if item[0] == address]
         for item in known:
@@ -141,19 +157,20 @@ class ControlSocket:
             self._take(*item)
 
     def calls(self, address: Address) -> None:
-        """Note that a worker has asked for a model, to call it: it is a "caller", too, who is told
-        what becomes of models."""
+        """Add the role "caller" to a worker that calls models: it receives changes of models."""
         if address in self._enrolled:
             self._callers.add(address)
 
     def serve(self, kinds: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
-        """Route messages of these types to `handler(address, message)`, whichever of our processes
-        sends them that may."""
+        """Route messages of these types to `handler(address, message)`, whatever their sender."""
         self._services.update(dict.fromkeys(kinds, handler))
 
     def dismiss(self, pid: int) -> str:
-        """The process is gone; what it had sent, why it ends for one, is handled first. Its role,
-        empty where it had none yet."""
+        """Withdraw all addresses of a process that has exited, after handling its last messages.
+
+        Returns:
+            The role of the process, or "" if it was not enrolled.
+        """
         self.receive_all()
         peer = self._enrolled.get(pid)
         for address in [each for each in self._enrolled if pid_of(each) == pid]:
@@ -161,18 +178,18 @@ class ControlSocket:
         return "" if peer is None else peer.role
 
     def withdraw(self, address: Address) -> None:
-        """Route nothing more from or to an address."""
+        """Stop routing messages from and to an address."""
         self._enrolled.pop(address, None)
         self._callers.discard(address)
         self._identities.pop(address, None)
         self.acknowledgements.exited(address)
 
     def connected(self, address: Address) -> bool:
-        """Whether something was sent from there."""
+        """Return whether a message was received from an address."""
         return address in self._identities
 
     def pids(self, *roles: str) -> list[int]:
-        """The processes of those with one of these roles that have made contact."""
+        """Return the pids of the processes with one of these roles that have sent a message."""
         return list(dict.fromkeys(map(pid_of, self._addresses(*roles))))
 
     def _addresses(self, *roles: str) -> list[Address]:
@@ -186,7 +203,7 @@ class ControlSocket:
     # --- in
 
     def receive_all(self) -> None:
-        """Handle all that has been received so far."""
+        """Handle all received messages."""
         for _ in range(_MOST_READS):
             if not self._router.wait(0):
                 return
@@ -202,7 +219,7 @@ class ControlSocket:
 
     def _take(self, address: Address, identity: bytes, message: Any) -> None:
         peer = self._enrolled.get(address)
-        if peer is None:  # it ended meanwhile
+        if peer is None:  # it exited meanwhile
             return
         self._identities[address] = identity
         try:
@@ -220,8 +237,10 @@ class ControlSocket:
     # --- out
 
     def send(self, address: Address, message: Any) -> None:
-        """Queue a message for a process or a scheduler; one frame goes out a loop turn. Dropped
-        when it never sent anything."""
+        """Queue a message for an address; one frame is sent in each turn of the loop.
+
+        The message is dropped if nothing was received from the address.
+        """
         identity = self._identities.get(address)
         if identity is None:
             return
@@ -231,30 +250,32 @@ class ControlSocket:
             self._loop.call_soon(self.flush)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to everybody with one of these roles."""
+        """Send a message to all peers with one of these roles."""
         for address in self._addresses(*roles):
             self.send(address, message)
 
     def announce(
         self, make: Callable[[int], Any], *roles: str, beside: Iterable[Hashable] = ()
     ) -> int:
-        """Send what `make(number)` gives to everybody with one of these roles; the number, which
-        each that lives is to acknowledge, and so is whoever is told `beside` them."""
+        """Send `make(number)` to all peers with one of these roles, and return the number.
+
+        The peers, and those in `beside`, which the caller sends it, acknowledge the number.
+        """
         number = self.acknowledgements.begin([*self._addresses(*roles), *beside])
         self.broadcast(make(number), *roles)
         return number
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
-        """`announce`; returns once each that lives has acknowledged it."""
+        """Announce a change, and wait until every live peer has acknowledged it."""
         await self.known(self.announce(make, *roles))
 
     async def known(self, number: int) -> None:
-        """Return once each that lives has acknowledged what was announced with a number."""
+        """Wait until every live peer has acknowledged a change."""
         while not self.acknowledgements.know(number):
             await self.acknowledgements.news()
 
     def flush(self) -> None:
-        """Send what is queued now, before a loop turn is over."""
+        """Send the queued messages now, before the end of the loop's turn."""
         self._flushing = False
         self._router.flush()
 
@@ -269,3 +290,83 @@ def _address(identity: bytes) -> Address:
     role, _, rest = identity.partition(b".")
     pid, number = last_number(identity), first_number(rest)
     return SchedulerAddress(pid, number) if role in _HOSTED and number else pid
+
+
+_FIRST_MESSAGES = Started | WorkerStarted
+
+
+@dataclass(slots=True, eq=False)
+class LogControl:
+    """The log settings of the server, which every process has."""
+
+    _control: ControlSocket
+    settings: LogSettings
+
+    def change(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change settings in every process; return all settings by name."""
+        settings = replace(self.settings, **changes)
+        if settings != self.settings:
+            logger.info("log settings: %s", changes)
+            self.settings = settings
+            logs.apply(settings)
+            message = SetLogging(asdict(settings))
+            self._control.broadcast(message, "gateway", "host", "worker")
+        return asdict(settings)
+
+    def on_message(self, address: Address, message: Any) -> None:
+        """Send the settings after a process's first message, since they may have changed."""
+        if isinstance(message, _FIRST_MESSAGES):
+            self._control.send(address, SetLogging(asdict(self.settings)))
+
+
+@dataclass(slots=True, eq=False)
+class TraceControl:
+    """The trace settings of the server: those at its start, and the changes of clients by model.
+
+    The name "" stands for all models without settings of their own.
+    """
+
+    _control: ControlSocket
+    _start: TraceSettings
+    _slow_request_ms: int = 0
+    _changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def change(self, model: str, changes: dict[str, Any]) -> dict[str, list[str]]:
+        """Change settings of a model, or of all models ("").
+
+        Args:
+            model: The name of the model, or "".
+            changes: Values by name. None resets a setting.
+
+        Returns:
+            The settings of the model as the protocol shows them.
+        """
+        if changes:
+            own = self._changes.get(model, {}) | changes
+            self._changes[model] = {key: value for key, value in own.items() if value is not None}
+            logger.info("trace settings of %s: %s", model or "all models", changes)
+            self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")
+        return self._of(model).shown()
+
+    def _of(self, model: str) -> TraceSettings:
+        common = self._start.changed(self._changes.get("", {}))
+        return common.changed(self._changes.get(model, {})) if model else common
+
+    def _message(self) -> SetTracing:
+        settings = {name: asdict(self._of(name)) for name in ("", *self._changes)}
+        return SetTracing(settings, self._slow_request_ms)
+
+    def on_message(self, address: Address, message: Any) -> None:
+        """Send the settings to a gateway that has started."""
+        if isinstance(message, Started):
+            self.tell(address)
+
+    def tell(self, address: Address) -> None:
+        """Send the settings to a gateway or scheduler, unless they are the defaults."""
+        if self._start.on or self._changes or self._slow_request_ms:
+            self._control.send(address, self._message())
+
+    def on_traced(self, _: Address, message: RequestTraced) -> None:
+        """Forward the trace of a local client's request to a gateway, which writes traces."""
+        for pid in self._control.pids("gateway")[:1]:
+            self._control.send(pid, message)

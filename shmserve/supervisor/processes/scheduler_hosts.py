@@ -1,7 +1,7 @@
 """The processes that host schedulers: one for each model, or one for an ensemble and its steps.
 
-A scheduler is opened in the process that has one of its group already, or else in a new one, which
-ends with the last that it hosts. Its death is that of each of them.
+A scheduler is opened in the process that hosts its group, or in a new process. A process exits with
+its last scheduler. When it dies, all of its schedulers have died.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shmserve.common.tasks import either, settle
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
-from shmserve.supervisor.processes.control_socket import ControlSocket, SchedulerAddress
-from shmserve.supervisor.processes.settings_control import LogControl
+from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
+from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, SchedulerAddress
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 
-_ENTRY = "shmserve.scheduler.main:run"
+_ENTRY = "shmserve.scheduler.hosting.host:run"
 STOP_PATIENCE_S = 5.0
 
 
 class Group(NamedTuple):
-    """Models whose schedulers share a process, by their names, and that process's title."""
+    """The names of models whose schedulers share a process, and the title of the process."""
 
     title: str
     names: frozenset[str]
 
 
 class HostedHandle:
-    """A scheduler that a process hosts, or did, for the model of this name; `closed` once it does
-    not any more, with the reason where it has never been."""
+    """A scheduler for the model `name` in a host process.
+
+    `closed` resolves when the process hosts it no longer, with the reason if it was never opened.
+    """
 
     def __init__(self, host: _Host, name: str, number: int) -> None:
         self.name = name
@@ -44,23 +46,23 @@ class HostedHandle:
 
     @property
     def alive(self) -> bool:
-        """Whether neither it nor its process has ended, as far as is known."""
+        """Whether neither the scheduler nor its process is known to have ended."""
         return self.child.alive and not self.closed.done()
 
 
 class _Host:
-    """One process, and what it hosts by number; models of these `names` may share it."""
+    """A host process, its schedulers by number, and the `names` of models that may share it."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
         self.names: frozenset[str] = frozenset()
         self.hosted: dict[int, HostedHandle] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.awaited = 0  # who is about to open a scheduler there
+        self.awaited = 0  # callers that are about to open a scheduler
 
 
 class SchedulerHosts:
-    """All of a server."""
+    """All host processes of a server."""
 
     def __init__(
         self, control: ControlSocket, zygote: Zygote, run_dir: Path, logging: LogControl
@@ -75,24 +77,26 @@ class SchedulerHosts:
     async def open(
         self, group: Group, start: SchedulerStart, on_message: Callable[[Any], None]
     ) -> HostedHandle:
-        """Have a scheduler opened, whose messages `on_message` takes: it is there once it says
-        `SchedulerReady`. Raises Unavailable when no process can host it.
+        """Open a scheduler, which serves once `on_message` has received its `SchedulerReady`.
+
+        Raises:
+            Unavailable: No process can host it.
         """
         host = await self._host(group)
         host.awaited += 1
         try:
-            await _either(host.ready, host.child.exited)
+            await either(host.ready, host.child.exited)
         finally:
             host.awaited -= 1
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
         hosted = host.hosted[start.number] = HostedHandle(host, start.config.name, start.number)
         self._control.enrol(hosted.address, start.kind, on_message)
-        self._control.send(host.child.pid, m.OpenScheduler(encode(start)))
+        self._control.send(host.child.pid, m.OpenScheduler(encode_start(start)))
         return hosted
 
     def misplaced(self, hosted: HostedHandle, group: Group) -> bool:
-        """Whether a scheduler is in another process than one of this group would be opened in."""
+        """Return whether a scheduler of this group would be opened in a different process now."""
         host = hosted._host
         if len(group.names) == 1:
             return any(each.name not in group.names for each in host.hosted.values())
@@ -106,7 +110,7 @@ class SchedulerHosts:
         return None
 
     async def _host(self, group: Group) -> _Host:
-        """The process that hosts one of a group, or a new one."""
+        """Return the process that hosts a group, or start one."""
         async with self._spawning:
             self._hosts = [host for host in self._hosts if host.child.alive]
             known = self._known(group)
@@ -114,7 +118,7 @@ class SchedulerHosts:
                 known.names |= group.names
                 return known
             start = HostStart(group.title, self._run_dir, self._logging.settings)
-            child = await self._zygote.spawn(group.title, _ENTRY, encode(start))
+            child = await self._zygote.spawn(group.title, _ENTRY, encode_start(start))
             host = _Host(child)
             if len(group.names) > 1:
                 host.names = group.names
@@ -126,20 +130,17 @@ class SchedulerHosts:
         self._logging.on_message(host.child.pid, message)
         match message:
             case m.Started():
-                if not host.ready.done():
-                    host.ready.set_result(None)
+                settle(host.ready, None)
             case m.SchedulerClosed(number, reason):
-                hosted = host.hosted.get(number)
-                if hosted is not None and not hosted.closed.done():
-                    hosted.closed.set_result(reason)
+                if (hosted := host.hosted.get(number)) is not None:
+                    settle(hosted.closed, reason)
 
     async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
-        """End a scheduler, and its process if it was the last there; returns when it has."""
+        """Close a scheduler, and its process if it was the last one, and wait for that."""
         host = hosted._host
         self._control.send(hosted.address, m.Stop())
-        await _either(hosted.closed, host.child.exited, timeout_s=patience_s)
-        if not hosted.closed.done():
-            hosted.closed.set_result("")
+        await either(hosted.closed, host.child.exited, timeout_s=patience_s)
+        settle(hosted.closed, "")
         host.hosted.pop(hosted.address.number, None)
         self._control.withdraw(hosted.address)
         if host.hosted or host.awaited:
@@ -149,10 +150,6 @@ class SchedulerHosts:
         if not host.child.alive:
             return
         self._control.send(host.child.pid, m.Stop())
-        await _either(host.child.exited, timeout_s=patience_s)
+        await either(host.child.exited, timeout_s=patience_s)
         host.child.kill()
         await host.child.gone()
-
-
-async def _either(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
-"""The process table: every child of the supervisor, reaped on exit, killed when it stays stopped;
-and the backoff of restarts.
+"""The process table: every child of the supervisor, and the backoff of restarts.
 
-Everything here runs in the supervisor's event loop. SIGCHLD is the one event: the kernel says who
-ended or was stopped.
+Children are reaped when they exit, and killed when they stay stopped. The table runs in the
+supervisor's event loop and is driven by SIGCHLD.
 """
 
 from __future__ import annotations
@@ -20,56 +19,60 @@ from shmserve.ipc import processes
 
 logger = logging.getLogger(__name__)
 
-# A child that stays stopped longer serves nobody: it is killed, which its owner handles like any
-# death.
+# A child that stays stopped for longer is killed, and its owner handles that like any exit.
 STOPPED_LIMIT_S = 0.4
-# A process is known to others by its pid, which the kernel gives again: what one that has ended
-# sent may be on its way still, and its memory mapped. So many ends later nobody remembers it.
-_MOST_REMEMBERED = 1024
+# Peers know a process by its pid, which the kernel reuses. A new process must not have a pid that a
+# peer still remembers as exited. The factor covers exits that are reported late (see `Supervisor`).
+_RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A running process; `exited` resolves to why it ended ("exit status 1", "signal 9"). It is
-    shared: whoever waits for it alone awaits `gone`, and may be cancelled."""
+    """A child process. `exited` resolves to the kind of its exit ("exit status 1", "signal 9").
+
+    The future is shared: a task that may be cancelled awaits `gone` instead.
+    """
 
     pid: int
     title: str
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
-    cause: str = ""  # why it is killed, where the server does that
-    stops: bool = False  # it was told to, and has nothing in flight
+    cause: str = ""  # why the server kills it
+    stops: bool = False  # it was sent `Stop`, and has nothing in flight
 
     @property
     def alive(self) -> bool:
-        """Whether it has not been seen to end."""
+        """Whether its exit has not been detected."""
         return not self.exited.done()
 
     @property
     def reason(self) -> str:
-        """Why it ended, once it has: its exit status or signal, and the cause."""
+        """The exit status or signal, and the cause if the server killed it."""
         reason = self.exited.result()
         return f"{reason}: {self.cause}" if self.cause else reason
 
     @property
     def was_killed(self) -> bool:
-        """Whether somebody else has killed it: an operator, or the kernel for memory."""
+        """Whether an operator, or the kernel for lack of memory, has killed it."""
         return self.reason == f"signal {signal.SIGKILL.value}"
 
     async def gone(self) -> str:
-        """Wait for its end; why it ended."""
+        """Wait for its exit and return the kind of it."""
         return await asyncio.shield(self.exited)
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal, if it is still there."""
+        """Send a signal if it is alive."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
 
 
 class ProcessTable:
-    """All processes of this server. `on_start(child)` is called for each that is entered, and
-    watchers for each that ends, before its `exited` waiters run."""
+    """All children of this server.
+
+    `on_start(child)` is called when a child is adopted. Watchers are called when a child exits,
+    before the waiters of its `exited`.
+    """
 
     def __init__(
         self,
@@ -79,37 +82,37 @@ class ProcessTable:
         self._watching: list[Callable[[Child], None]] = []
         self._known: dict[int, Child] = {}
         self._early: dict[int, str] = {}
-        self._ended_lately: deque[int] = deque(maxlen=_MOST_REMEMBERED)
+        self._ended_lately: deque[int] = deque(maxlen=_RESERVED_PIDS)
         self._spawning = 0
         self._loop = asyncio.get_running_loop()
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
     def watch(self, on_exit: Callable[[Child], None]) -> None:
-        """Have `on_exit(child)` called for each that ends from now on."""
+        """Call `on_exit(child)` for each later exit."""
         self._watching.append(on_exit)
 
     def all(self) -> list[Child]:
-        """Every running child."""
+        """Return every running child."""
         return list(self._known.values())
 
     def adopt(self, pid: int, title: str) -> Child:
-        """Enter a process that was just started."""
+        """Add a process that was just started."""
         child = Child(pid, title, self._loop.create_future())
         self._known[pid] = child
         self._on_start(child)
         if pid in self._early:
-            # Whoever started it enters it first, and hears of its end then.
+            # Its caller receives the child first, and the exit afterwards.
             self._loop.call_soon(self._ended, pid, self._early.pop(pid))
         return child
 
     def remembers(self, pid: int) -> bool:
-        """Whether a process that has ended lately had this pid: others would take one for it."""
+        """Return whether a peer may remember an exited process with this pid."""
         return pid in self._ended_lately
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
-        """While a process is started: a child that is not known may be that one."""
+        """Mark that a process is being started: an unknown child may be that process."""
         self._spawning += 1
         try:
             yield
@@ -150,7 +153,7 @@ class ProcessTable:
         for on_exit in self._watching:
             try:
                 on_exit(child)
-            except Exception:  # others may have ended, too
+            except Exception:  # other processes may have exited, too
                 logger.exception("the end of %s could not be dealt with", child.title)
 
     def _stopped(self, child: Child) -> None:
@@ -166,20 +169,19 @@ class ProcessTable:
 
     def _stays_stopped(self, child: Child) -> None:
         timer = child.stop_timer
-        self._reap()  # this loop may have been the one that stood still
+        self._reap()  # this loop may have been stopped itself
         if child.stop_timer is timer:
             child.cause = f"it was stopped for {STOPPED_LIMIT_S} s"
             child.kill()
 
     def _kill_strays(self) -> None:
-        """Kill what a worker's model started and left behind when it died: the supervisor has
-        adopted it."""
+        """Kill the adopted descendants of dead workers, which their models had started."""
         if self._spawning:
             return
         self._early.clear()
         for pid in processes.children(os.getpid()):
             if pid not in self._known:
-                # It may be what a zygote that died had start one of ours, and about to end itself.
+                # It may be the intermediate process of a dead zygote, and the parent of a child.
                 processes.kill_tree(pid, spared=self._known)
 
     def close(self) -> None:
@@ -190,21 +192,24 @@ class ProcessTable:
 # Pauses before a start after the n-th death in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0
-_MOST_OF_THE_USEFUL = 4  # deaths in a row that count of what has worked since the last
+_MOST_OF_THE_USEFUL = 4  # deaths in a row that count after useful work
 
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """Deaths in a row; a life of more than 30 seconds ends the row."""
+    """The number of deaths in a row. A life of more than 30 seconds resets it."""
 
     deaths: int = 0
 
     def worked(self) -> None:
-        """What was started has done something: after the next death it waits a little only."""
+        """Record that the process has done useful work, which shortens the next pause."""
         self.deaths = min(self.deaths, _MOST_OF_THE_USEFUL)
 
     def pause_s(self, lived_s: float) -> float:
-        """Seconds to wait before the next start, after a death; 0 seconds are lived by what did not
-        come up at all."""
+        """Record a death, and return the seconds to wait before the next start.
+
+        Args:
+            lived_s: The lifetime in seconds; 0 if the process did not start at all.
+        """
         self.deaths = 1 if lived_s > _HEALTHY_S else self.deaths + 1
         return _PAUSES_S[min(self.deaths, len(_PAUSES_S)) - 1]

@@ -1,20 +1,19 @@
-"""A zygote: a process with all imports done, from which the server's others are forked in
-milliseconds instead of a second.
+"""A zygote: a process with all imports done, which forks the server's processes in milliseconds.
 
     supervisor ─ request (record in a memfd, descriptors) ─> zygote ─ fork ─> A ─ fork ─> B
         ^                                                                     │           the new
         ├───────────── [number, pid of B], then A exits ──────────────────────┘           process
         └── parent of B, because the supervisor adopts orphans
 
-    or [number, -errno] from the zygote, when there is no memory or no room for one process more.
+    or [number, -errno] from the zygote, if there are no resources for another process.
 
-One of those that it forks is a zygote itself, the spare: with all imports done, it takes over when
-this one dies (`zygote_client.py`), and nobody waits for torch again.
+A zygote also forks its spare, a zygote with all imports done, which takes over when it dies
+(`zygote_client.py`), so that torch is not imported again.
 
-The double fork makes the supervisor the true parent: it reaps B, sees it stop, and B dies with it,
-whatever becomes of the zygote. A zygote has started no thread and touched no device. It outlives
-the supervisor for a moment: the end of its socket tells it that the supervisor is gone, and it
-ends what models have started, which nobody's death ends, and removes the run directory.
+The double fork makes the supervisor the parent of B: it reaps B, detects that B is stopped, and B
+dies with it, independently of the zygote. A zygote has no threads and opens no device. It exits
+after the supervisor: when its socket is closed, it kills the remaining processes that models have
+started, and removes the run directory.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import gc
 import importlib
 import logging
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -47,15 +47,15 @@ from shmserve.supervisor.host.run_directory import alone, clear
 
 logger = logging.getLogger(__name__)
 
-# What is forked here is started again when it dies, but for the supervisor itself.
+# Forked processes are restarted when they die, unlike the supervisor.
 OOM_SCORE_ADJ = 100
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
-SPARE = "spare"  # the entry point of another zygote, which has its link as its descriptor
+SPARE = "spare"  # the entry point of a spare, whose descriptor is its link
 TAKE_OVER = b"take over"  # to a spare
 
 
 def encode_request(number: int, entry: str, start: bytes) -> int:
-    """A memfd that holds a request; the caller closes it."""
+    """Return a memfd that contains a request; the caller closes it."""
     fd = os.memfd_create("shmserve-spawn", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(msgpack.packb([number, entry, start]))
@@ -63,34 +63,36 @@ def encode_request(number: int, entry: str, start: bytes) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE MODULE...: import the modules, then fork on
-    request."""
+    """Preload, then fork on request.
+
+    Args:
+        argv: SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE PRELOAD... A preload is a module to
+            import, or MODULE:FUNCTION, a function to call.
+    """
     link = socket.socket(fileno=int(argv[0]))
-    # Held, so that nobody else starts on the run directory before it is removed; not for what
-    # models start.
+    # The lock is held until the run directory is removed; processes of models do not inherit it.
     for fd in map(int, argv[:2]):
         os.set_inheritable(fd, False)
     lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), Path(argv[3]), argv[4]
     zygote_pid = os.getpid()
 
     def supervisor_ended() -> None:
-        # What clears too is not killed in the middle of that.
+        # Another zygote that is clearing the directory is not killed meanwhile.
         with contextlib.suppress(OSError), alone(lock_fd):
             kill_marked(supervisor_pid, run_dir)
             clear(run_dir, lock_fd)
         os._exit(0)
 
     def hung_up(*_: object) -> None:
-        # A terminal that is closed sends it too, to all in the group, and `nohup` has the
-        # supervisor live on. Those that are forked from here inherit this, and have another parent
-        # at first.
+        # A closed terminal sends SIGHUP, too, and with `nohup` the supervisor lives on. Forked
+        # processes inherit the handler, and have another parent at first.
         if os.getpid() == zygote_pid and os.getppid() != supervisor_pid:
             supervisor_ended()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # Reading the link tells it too, but not in the middle of the imports.
+    # The closed link shows it, too, but not during the imports.
     signal.signal(signal.SIGHUP, hung_up)
     signal_at_parents_death(signal.SIGHUP)
     renounce_privileges()
@@ -98,10 +100,12 @@ def main(argv: list[str]) -> int:
     if os.getppid() != supervisor_pid:
         supervisor_ended()
     name_process(title)
-    gc.disable()  # all of it stays, and to look for what does not takes a tenth of the time
-    for module in argv[5:]:
-        importlib.import_module(module)
-    # What was imported stays: a collection in a child that looked at it would copy all its pages.
+    gc.disable()  # nearly all objects stay, and collections take a tenth of the time
+    for name in argv[5:]:
+        loaded = pkgutil.resolve_name(name)
+        if callable(loaded):
+            loaded()
+    # A collection in a child would otherwise copy all pages of the imported objects.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -126,8 +130,11 @@ def main(argv: list[str]) -> int:
 
 
 def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.socket:
-    """Fork what is asked for. Returns the link, or, in a spare that this has become, its own: on
-    the same stack, for it may fork a spare, too."""
+    """Fork the requested process.
+
+    Returns:
+        The link; in a new spare its own link, since it continues on the same stack.
+    """
     with open(fds[0], "rb") as file:
         file.seek(0)
         number, entry, start = msgpack.unpackb(file.read())
@@ -142,7 +149,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
                 return socket.socket(fileno=fds[1])
             os._exit(_run(entry, start, fds[1:]))
         status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
-        failure = status if status >= 0 else errno.EAGAIN  # killed, maybe before it could tell
+        failure = status if status >= 0 else errno.EAGAIN  # maybe killed before its report
     for fd in fds[1:]:
         os.close(fd)
     if failure:
@@ -166,8 +173,8 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
         os._exit(0)
     link.close()
     os.close(write_end)
-    # A process that the supervisor does not know of must not run: it starts another one in its
-    # place.
+    # A process that is unknown to the supervisor must not run, since the supervisor starts another
+    # one instead.
     if not os.read(read_end, 1):
         os._exit(BOOT_FAILED)
     os.close(read_end)
@@ -175,8 +182,7 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
 
 
 def _become_child_of(supervisor_pid: int, between: int) -> None:
-    # A pidfd is readable once its process has ended, and by then its children have their new
-    # parent.
+    # A pidfd is readable once its process has exited, when its children have their new parent.
     try:
         pidfd = os.pidfd_open(between)
     except ProcessLookupError:
@@ -202,7 +208,7 @@ def _run(entry: str, start: bytes, fds: list[int]) -> int:
         getattr(importlib.import_module(module), function)(start, *fds)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 1
-    except ShmserveError as error:  # in words for the operator: of no room, of files that changed
+    except ShmserveError as error:  # expected errors, which need no traceback
         logger.error("cannot start: %s", error.message)
         return BOOT_FAILED
     except BaseException:

@@ -1,7 +1,8 @@
-"""The client of a zygote: requests forks of it, and has its spare take over when it dies."""
+"""The client of a zygote, which requests forks, and what the zygote of workers imports first."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import itertools
@@ -11,7 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,9 +29,23 @@ from shmserve.supervisor.processes.zygote import SPARE, TAKE_OVER, encode_reques
 logger = logging.getLogger(__name__)
 
 _MOST_FAILED_STARTS = 3
-_PAUSE_S = 0.2  # before the next one is started
+_PAUSE_S = 0.2  # before a restart
 _PAUSE_WITHOUT_ROOM_S = 1.0
-_MOST_REQUESTS = 64  # at a zygote: a socket that is full takes no more
+_MOST_REQUESTS = 64  # in flight at a zygote: the socket's buffer is bounded
+
+_WORKER = "shmserve.workers.main"
+_TORCH = ("torch", "shmserve.workers.preloads:operations")
+# Modules that workers of such files need. Exported programs need torch's compiler (1 s and 95 MB),
+# scripted programs a tenth of that, text models 0.2 s and 7 MB.
+_PRELOADS_FOR = {
+    "*/*/*.pt": "shmserve.workers.preloads:scripted",
+    "*/*/*.pt2": "shmserve.workers.preloads:exported",
+    "*/*/config.json": "shmserve.workers.backends.llm",
+}
+# Modules whose import does not import torch. importlib may import anything.
+_WITHOUT_TORCH = (sys.stdlib_module_names - {"importlib"}) | {
+    *("numpy", "triton_python_backend_utils", "c_python_backend_utils")
+}
 
 
 def _no_process(number: int | None) -> Unavailable:
@@ -43,7 +59,7 @@ def _kill(pid: int) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """A zygote's process, and our end of its link."""
+    """A zygote's process, and the supervisor's end of its link."""
 
     child: Child
     link: socket.socket
@@ -58,9 +74,11 @@ def _link() -> tuple[socket.socket, socket.socket]:
 
 @dataclass(eq=False)
 class Zygote:
-    """The supervisor's end of a zygote. When it dies its spare takes over, which it has forked once
-    it had its imports, and forks the next one; without one it is started again. Its children live
-    on."""
+    """The client of a zygote and its spare.
+
+    A zygote forks its spare once its imports are done. When the zygote dies, the spare takes over
+    and forks the next spare; without a spare, the zygote is restarted. Its children live on.
+    """
 
     _table: ProcessTable
     _run_dir: RunDirectory
@@ -82,9 +100,10 @@ class Zygote:
         self._failed_starts = 0
 
     def start(self) -> None:
-        """Start the process; `spawn` waits until it has imported what it preloads.
+        """Start the process; `spawn` waits until its imports are done.
 
-        Raises Unavailable when the host has no room for one process more.
+        Raises:
+            Unavailable: The host has no resources for another process.
         """
         try:
             ours, theirs = _link()
@@ -99,7 +118,7 @@ class Zygote:
         self._serve(_Process(self._table.adopt(pid, self._title), ours))
 
     def _serve(self, process: _Process) -> None:
-        """Requests go to this one from now on."""
+        """Send requests to this process from now on."""
         self._serving = process
         process.child.exited.add_done_callback(self._died)
         self._loop.add_reader(process.link.fileno(), self._read)
@@ -113,7 +132,7 @@ class Zygote:
         os.set_inheritable(theirs.fileno(), True)
         os.set_inheritable(self._run_dir.lock_fd, True)
         try:
-            # -P: the current folder is not a place to import from; it may hold a `workers`.
+            # -P: modules are not imported from the current folder, which may contain `workers`.
             return os.posix_spawn(
                 sys.executable,
                 [
@@ -124,7 +143,7 @@ class Zygote:
                 ],
                 self._environment,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-                # Until it ignores them: Ctrl-C is for us.
+                # Until the zygote ignores them: Ctrl-C is for the supervisor.
                 setsigmask=[signal.SIGINT, signal.SIGTERM],
             )
         finally:
@@ -147,7 +166,7 @@ class Zygote:
                 continue
             waiter = self._waiting.pop(number, None)
             if waiter is None or waiter.done():
-                if pid > 0:  # whoever asked for it has been cancelled: nobody else knows of it
+                if pid > 0:  # its caller was cancelled, so nothing else refers to it
                     _kill(pid)
             elif pid > 0:
                 waiter.set_result(pid)
@@ -184,7 +203,7 @@ class Zygote:
 
     def _take_over(self, spare: _Process) -> None:
         spare.child.title = self._title
-        with contextlib.suppress(OSError):  # it has ended, too, which is about to be heard of
+        with contextlib.suppress(OSError):  # the spare has exited, too, which is reported next
             spare.link.send(TAKE_OVER)
         self._serve(spare)
         self._fork_spare()
@@ -230,11 +249,19 @@ class Zygote:
             self._loop.call_later(_PAUSE_WITHOUT_ROOM_S, self._start_again)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
-        """Fork a process that runs `entry` ("module:function") with `start`, an encoded start
-        record, and the numbers that `fds` have there. Its pid is none that others may remember.
+        """Fork a process that calls `entry` with `start` and its numbers of `fds`.
 
-        When the zygote dies meanwhile, the next one does it. Raises Unavailable when there is none,
-        and when the host has no room for one process more.
+        The request is repeated if the zygote dies meanwhile, and if peers may still remember the
+        pid of the new process.
+
+        Args:
+            title: The title of the process.
+            entry: The function, as "module:function".
+            start: An encoded start record.
+            fds: Descriptors to pass.
+
+        Raises:
+            Unavailable: There is no zygote, or the host has no resources for another process.
         """
         while not self._stopping:
             await asyncio.shield(self._ready)
@@ -252,7 +279,7 @@ class Zygote:
         raise Unavailable("the server is stopping")
 
     async def _forked(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
-        """The pid of a new process; 0 when the zygote has ended, noticed or not."""
+        """Fork a process; return its pid, or 0 if the zygote has exited."""
         async with self._room:
             number = next(self._numbers)
             waiter: asyncio.Future[int] = self._loop.create_future()
@@ -275,7 +302,7 @@ class Zygote:
             os.close(memory)
 
     def stop(self) -> None:
-        """Let it end: it removes the run directory when its link closes."""
+        """Close the links. The zygote removes the run directory then."""
         self._stopping = True
         if self._forking_spare is not None:
             self._forking_spare.cancel()
@@ -283,3 +310,46 @@ class Zygote:
             if process is not None and process.child.alive:
                 self._loop.remove_reader(process.link.fileno())
                 process.link.shutdown(socket.SHUT_RDWR)
+
+
+def worker_preloads(repositories: Sequence[Path], torch: bool) -> list[str]:
+    """Return the modules to import and functions to call before the zygote forks, in this order.
+
+    Torch takes a second and about 200 MB. It is imported if `torch` is set, or if a model in one of
+    the repositories may import it.
+    """
+    models = (model for root in repositories for model in root.glob("*/"))
+    if not torch and not any(map(_may_import_torch, models)):
+        return [_WORKER]
+    found = [
+        module
+        for pattern, module in _PRELOADS_FOR.items()
+        if any(any(root.glob(pattern)) for root in repositories)
+    ]
+    return [*_TORCH, _WORKER, *found]
+
+
+def _may_import_torch(model: Path) -> bool:
+    """Return whether a worker of this model may import torch.
+
+    A model with code may if its imports are not known to do without. A model with other files may,
+    since a backend reads them.
+    """
+    sources = list(model.rglob("*.py"))
+    if not sources:
+        return any(model.glob("*/*"))
+    known = {*_WITHOUT_TORCH, *(path.stem for path in sources), *(p.parent.name for p in sources)}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # running the file repeats them
+            return any(not known.issuperset(_imported(path)) for path in sources)
+    except (OSError, SyntaxError, ValueError):  # loading the model reports the error
+        return True
+
+
+def _imported(source: Path) -> Iterator[str]:
+    """Yield the packages that a Python file imports anywhere, except relative imports."""
+    for node in ast.walk(ast.parse(source.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (name.name.partition(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]

@@ -1,1 +1,1 @@
-"""Clients' shared memory: the registry of regions, their life, and quotas."""
+"""The registry of clients' shared memory regions, their lifetimes, and quotas."""

@@ -1,25 +1,32 @@
-"""Opens and closes the objects behind regions, within access policy and quotas.
+"""The objects behind regions, which are opened and closed within the access policy and quotas.
 
-Quotas are by user, in all, of pages that the server allocates, and of pinned memory. A page of a
-shared memory object is charged to whoever touches it first. What a client did not allocate before
-it registered is allocated by the server, and counts against a budget until the object is gone:
-unregistering does not give the pages back, removing the object does.
+There are quotas for each user and in total, for pages that the server allocates, and for pinned
+memory. A page of a shared memory object counts for the process that touches it first. The server
+allocates the pages that the client did not allocate before the registration. They count against a
+budget until the object is removed, since unregistering does not free them.
+
+The supervisor opens no device. A worker that already uses the device checks a CUDA handle at its
+registration. If no worker uses the device, or all are busy, the first request shows an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
 import os
 import resource
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from shmserve.common import fd_limits
-from shmserve.common.access.shm_access import (
+from shmserve.common.host import CUDA_INVALID
+from shmserve.common.peers import (
     NO_GROUP,
     SHM_DISABLED,
     Ownership,
@@ -27,21 +34,28 @@ from shmserve.common.access.shm_access import (
     ShmPolicy,
     ownership,
 )
-from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.errors import InvalidArgument, Unavailable, Unsupported, from_code
 from shmserve.ipc.memory import posix_shm
+from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.region import ExporterWatch, OpenRegion
 
 _FOLDER = "/dev/shm"
-LENT_KEY = "memfd"  # what listings show where a POSIX object has its key
+LENT_KEY = "memfd"  # the key of a local client's memory in listings
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 2.0
+_OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The counts behind the limits of a policy. Sizes in bytes."""
+    """The use of the limits of a policy. Sizes are in bytes; `cuda`: memory can be pinned."""
 
-    def __init__(self, policy: ShmPolicy) -> None:
+    def __init__(self, policy: ShmPolicy, cuda: bool = False) -> None:
         self.policy = policy
+        self._cuda = cuda
+        self._pinned = 0
         self._regions: Counter[int] = Counter()  # by uid
         self._bytes: Counter[int] = Counter()
         self._held: Counter[tuple[int, int]] = Counter()  # regions by (device, inode)
@@ -49,9 +63,10 @@ class RegionQuota:
         self._allocated: dict[tuple[int, int], tuple[str, int]] = {}
 
     def enter(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """A user's region of an object, `file` (device, inode), or of a device's memory.
+        """Count a region of a user in an object, `file` (device, inode), or in device memory.
 
-        Raises InvalidArgument, and enters nothing, when it is one too many or its bytes are.
+        Raises:
+            InvalidArgument: The region exceeds a limit. It is not counted.
         """
         policy = self.policy
         for count, most, flag in (
@@ -77,7 +92,7 @@ class RegionQuota:
             self._held[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """Count a region no more that was entered."""
+        """Remove a counted region."""
         self._regions[uid] -= 1
         self._bytes[uid] -= byte_size
         if not self._regions[uid]:
@@ -88,9 +103,10 @@ class RegionQuota:
                 del self._held[file]
 
     def charge(self, key: str, file: tuple[int, int], byte_size: int) -> None:
-        """The server is about to allocate `byte_size` bytes of an object.
+        """Charge the budget with `byte_size` bytes that the server is about to allocate.
 
-        Raises InvalidArgument when the budget does not reach.
+        Raises:
+            InvalidArgument: The budget is exceeded.
         """
         most = self.policy.sparse_byte_size
         if byte_size > most - self._in_use():
@@ -107,7 +123,7 @@ class RegionQuota:
             self._allocated[file] = (key, before + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
-        """Return so much of what was charged last: it was not allocated."""
+        """Refund bytes that were charged last and not allocated."""
         key, charged = self._allocated.get(file, ("", 0))
         if charged > byte_size:
             self._allocated[file] = (key, charged - byte_size)
@@ -129,71 +145,119 @@ class RegionQuota:
             if (status.st_dev, status.st_ino) != file:
                 del self._allocated[file]
 
+    def pin(self, byte_size: int, copied: bool) -> None:
+        """Count pinned bytes; `copied`: of memory that is never mapped.
 
-class PinnedQuota:
-    """Bytes that are pinned; `cuda`: whether there is a device to pin for."""
-
-    def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
-        self._taken = 0
-
-    def take(self, byte_size: int, copied: bool) -> None:
-        """Pin so much more; `copied`: of memory that is never mapped.
-
-        Raises InvalidArgument, and pins nothing, when that cannot be.
+        Raises:
+            InvalidArgument: The bytes cannot be pinned. They are not counted.
         """
         if not self._cuda:
             raise InvalidArgument("memory is pinned for CUDA devices, and the server has none")
         if copied:
             raise InvalidArgument("memory that others may truncate is not mapped, nor pinned")
         most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if most != resource.RLIM_INFINITY and byte_size > most - self._taken:
+        if most != resource.RLIM_INFINITY and byte_size > most - self._pinned:
             raise InvalidArgument(
-                f"{byte_size} bytes cannot be pinned: {self._taken} of the {most} bytes that a "
+                f"{byte_size} bytes cannot be pinned: {self._pinned} of the {most} bytes that a "
                 "process may lock are (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
-        self._taken += byte_size
+        self._pinned += byte_size
 
-    def release(self, byte_size: int) -> None:
-        """Pin so much less."""
-        self._taken -= byte_size
+    def unpin(self, byte_size: int) -> None:
+        """Remove counted bytes."""
+        self._pinned -= byte_size
+
+
+@dataclass(eq=False)
+class HandleCheck:
+    """The check of CUDA handles by workers. `workers(device_id)` are the ready ones on a device."""
+
+    devices: int
+    _workers: Callable[[int], list[int]]
+    _send: Callable[[int, Any], None]
+    _numbers: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
+    _open: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
+
+    async def check(self, memory: Memory) -> None:
+        """Let the workers on a device open a memory.
+
+        Raises:
+            InvalidArgument: A worker cannot open the memory.
+            Unavailable: No worker can open any memory.
+        """
+        handle = memory.cuda
+        assert handle is not None
+        if handle.device >= self.devices:
+            raise InvalidArgument(f"{CUDA_INVALID} (the server has {self.devices} CUDA devices)")
+        workers = list(self._workers(handle.device))
+        if not workers:
+            return
+        number = next(self._numbers)
+        future: asyncio.Future[MemoryChecked] = asyncio.get_running_loop().create_future()
+        self._open[number] = workers, future
+        for pid in workers:
+            self._send(
+                pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, memory.byte_size)
+            )
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                response = await future
+        except TimeoutError:
+            logger.info("no worker had time to look at a CUDA handle; its first request will")
+            return
+        finally:
+            del self._open[number]
+        if response.code == InvalidArgument.code:
+            raise InvalidArgument(f"{CUDA_INVALID} ({response.message})")
+        if response.code:
+            raise from_code(response.code, response.message)
+
+    def checked(self, pid: int, message: MemoryChecked) -> None:
+        """Handle the response of worker `pid`.
+
+        The first response of a worker that can use the device counts, or else the last response.
+        """
+        workers, future = self._open.get(message.id, ([], None))
+        if future is None or pid not in workers or future.done():
+            return
+        workers.remove(pid)
+        if message.code != Unavailable.code or not workers:
+            future.set_result(message)
 
 
 class RegionOpener:
-    """Makes regions, and takes them back. Without a `handles` check there is no CUDA memory.
+    """The factory of regions. CUDA memory requires a `handles` check.
 
     Its methods raise Unsupported, PermissionDenied, InvalidArgument, Internal or Unavailable, and
-    keep nothing then.
+    release everything then.
     """
 
     def __init__(self, policy: ShmPolicy, handles: HandleCheck | None = None) -> None:
         self.handles = handles
-        self._quota = RegionQuota(policy)
+        self._quota = RegionQuota(policy, handles is not None)
         self.limit(policy)
-        self._pins = PinnedQuota(handles is not None)
 
     def limit(self, policy: ShmPolicy) -> None:
-        """Have other limits, for what is opened from now on."""
-        # A server that has no descriptor left could start no process again.
+        """Change the limits for later regions."""
+        # A server without a free descriptor could start no process.
         most = min(policy.max_regions, fd_limits.for_regions(fd_limits.limit()))
-        self._policy = self._quota.policy = replace(policy, max_regions=most)
+        self._quota.policy = replace(policy, max_regions=most)
 
     async def open_object(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer, *, pin: bool
     ) -> OpenRegion:
-        """[offset, offset + byte_size) of the POSIX object `key`, its pages reserved."""
+        """Open [offset, offset + byte_size) of the POSIX object `key`, and reserve its pages."""
         shared = posix_shm.open_object(key)
         with contextlib.ExitStack() as undone:
             undone.callback(os.close, shared.fd)
-            owner = ownership(peer, key, shared.uid, shared.gid, shared.mode, self._policy.group)
-            posix_shm.check_range(name, shared, offset, byte_size)
-            self._quota.enter(peer.uid, byte_size, shared.file)
-            undone.callback(self._quota.release, peer.uid, byte_size, shared.file)
-            await self._reserve(name, key, shared, offset, byte_size)
-            blocks = os.fstat(shared.fd).st_blocks
+            owner = self._owner(peer, key, shared)
             number = secrets.randbits(62)
-            region = OpenRegion(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
-            self._pin(region, pin, copied=owner.copied)
+            region = self._admit(
+                OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin), shared
+            )
+            undone.callback(self._release, region)
+            await self._reserve(name, key, shared, offset, byte_size)
+            region.blocks = os.fstat(shared.fd).st_blocks
             undone.pop_all()
         return region
 
@@ -208,20 +272,39 @@ class RegionOpener:
         byte_size: int,
         pinned: bool,
     ) -> OpenRegion:
-        """One that a server before has opened; its descriptor is the region's from then on."""
+        """Open the object that a previous server registered. The region owns its descriptor."""
         self._refuse_if_disabled()
         shared = posix_shm.described(fd)
-        posix_shm.check_range(name, shared, offset, byte_size)
-        blocks = os.fstat(fd).st_blocks
-        number = secrets.randbits(62)
-        region = OpenRegion(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
-        self._pin(region, pinned, copied=owner.copied)
-        try:
-            self._quota.enter(owner.uid, byte_size, shared.file)
-        except InvalidArgument:
-            self._pins.release(offset + byte_size if pinned else 0)
-            raise
+        number, blocks = secrets.randbits(62), os.fstat(fd).st_blocks
+        place = (shared, offset, byte_size)
+        region = OpenRegion(name, key, number, *place, owner, blocks=blocks, pinned=pinned)
+        return self._admit(region, shared)
+
+    def _owner(self, peer: Peer, key: str, shared: posix_shm.SharedObject) -> Ownership:
+        group = self._quota.policy.group
+        return ownership(peer, key, shared.uid, shared.gid, shared.mode, group)
+
+    def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> OpenRegion:
+        posix_shm.check_range(region.name, shared, region.offset, region.byte_size)
+        self._count(region, copied=region.owner.copied)
         return region
+
+    def _count(self, region: OpenRegion, *, copied: bool = False) -> None:
+        """Count a region. Raises InvalidArgument, and counts nothing, if it exceeds a quota."""
+        file = None if region.shared is None else region.shared.file
+        self._quota.enter(region.owner.uid, region.byte_size, file)
+        if region.pinned:
+            try:
+                self._quota.pin(region.offset + region.byte_size, copied)
+            except InvalidArgument:
+                self._quota.release(region.owner.uid, region.byte_size, file)
+                raise
+
+    def _release(self, region: OpenRegion) -> None:
+        if region.pinned:
+            self._quota.unpin(region.offset + region.byte_size)
+        file = None if region.shared is None else region.shared.file
+        self._quota.release(region.owner.uid, region.byte_size, file)
 
     async def _reserve(
         self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
@@ -230,7 +313,7 @@ class RegionOpener:
         self._quota.charge(key, shared.file, missing)
         taken = 0
         try:
-            # Taking the pages of a large object takes a while, and the loop must go on.
+            # Reserving the pages of a large object takes long, and must not block the loop.
             taken = await asyncio.to_thread(posix_shm.reserve, name, shared, offset, byte_size)
         finally:
             self._quota.refund(shared.file, missing - min(taken, missing))
@@ -246,15 +329,14 @@ class RegionOpener:
         exporter_pid: int,
         on_exporter_exit: Callable[[OpenRegion], None],
     ) -> OpenRegion:
-        """[offset, offset + byte_size) of what a handle opens, which was looked at already.
+        """Return the region [offset, offset + byte_size) of what a checked handle opens.
 
-        `on_exporter_exit(region)` is called when the process `exporter_pid` ends (0: it is not
-        known).
+        `on_exporter_exit(region)` is called when the process `exporter_pid` exits (0: unknown).
         """
-        # Whoever has a handle may use the memory; nobody can truncate it.
+        # Every owner of a handle may use the memory, and no one can truncate it.
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         region = OpenRegion(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
-        self._quota.enter(peer.uid, byte_size)
+        self._count(region)
         try:
             if exporter_pid:
                 region.exporter = ExporterWatch(exporter_pid, partial(on_exporter_exit, region))
@@ -274,52 +356,43 @@ class RegionOpener:
         *,
         pin: bool,
     ) -> OpenRegion:
-        """A sealed object of a local client's, listed by this name; its descriptor is the region's
-        from then on."""
+        """Return the region of a local client's sealed object, and own its descriptor."""
         self._refuse_if_disabled()
-        owner = ownership(peer, LENT_KEY, shared.uid, shared.gid, shared.mode, self._policy.group)
-        region = OpenRegion(name, LENT_KEY, memory_id, shared, 0, byte_size, owner)
-        region.lessor = local_client
-        self._pin(region, pin, copied=False)  # sealed, so it is mapped
-        try:
-            self._quota.enter(peer.uid, byte_size, shared.file)
-        except InvalidArgument:
-            self._pins.release(byte_size if pin else 0)
-            raise
+        owner = self._owner(peer, LENT_KEY, shared)
+        region = OpenRegion(
+            *(name, LENT_KEY, memory_id, shared, 0, byte_size, owner),
+            lessor=local_client,
+            pinned=pin,
+        )
+        self._count(region)  # not copied: a sealed object cannot be truncated, so it is mapped
         return region
 
     async def take_lent_cuda(
         self, name: str, memory: Memory, peer: Peer, local_client: int
     ) -> OpenRegion:
-        """A local client's device memory, once a worker has looked at it."""
+        """Return the region of a local client's device memory, after a worker has checked it."""
         self._refuse_if_disabled()
         if self.handles is None:
             raise InvalidArgument("the server has no CUDA device whose memory could be shared")
-        size = memory.byte_size
-        self._quota.enter(peer.uid, size)
+        owner = Ownership(peer.uid, NO_GROUP, copied=False)
+        region = OpenRegion(
+            *(name, "", memory.id, None, 0, memory.byte_size, owner),
+            lessor=local_client,
+            cuda=memory.cuda,
+        )
+        self._count(region)
         try:
             await self.handles.check(memory)
         except BaseException:
-            self._quota.release(peer.uid, size)
+            self._release(region)
             raise
-        owner = Ownership(peer.uid, NO_GROUP, copied=False)
-        return OpenRegion(
-            name, "", memory.id, None, 0, size, owner, lessor=local_client, cuda=memory.cuda
-        )
+        return region
 
     def _refuse_if_disabled(self) -> None:
-        if self._policy.allow is False:
+        if self._quota.policy.allow is False:
             raise Unsupported(SHM_DISABLED)
 
-    def _pin(self, region: OpenRegion, pin: bool, *, copied: bool) -> None:
-        if pin:
-            self._pins.take(region.offset + region.byte_size, copied)
-            region.pinned = True
-
     def close(self, region: OpenRegion) -> None:
-        """Close a region, and release what counts for it."""
-        if region.pinned:
-            self._pins.release(region.offset + region.byte_size)
-        file = None if region.shared is None else region.shared.file
-        self._quota.release(region.owner.uid, region.byte_size, file)
+        """Close a region, and release its quotas."""
+        self._release(region)
         region.close()

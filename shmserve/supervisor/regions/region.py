@@ -1,25 +1,44 @@
-"""A region: one generation of a shared memory name, what is published of it, and the lifetime of
-the process that exported its memory."""
+"""A region, one generation of a shared memory name, and its registration outside of the server.
+
+The service manager keeps registrations (FDSTORE, sd_pid_notify_with_fds(3)) as two descriptors, the
+object and a sealed memfd with its description, and passes them to the next server, also after a
+kill. Two servers, one of which takes over from the other, send each other their registrations.
+Device memory cannot be kept, since its handles belong to processes. Memory that ends with its
+client is not kept, since the client shares it again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import json
+import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from shmserve.common.accelerators import CUDA_INVALID
-from shmserve.common.access.shm_access import Ownership
-from shmserve.errors import InvalidArgument
+from shmserve.common.host import CUDA_INVALID
+from shmserve.common.peers import Ownership
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages.events import RegionRegistered
-from shmserve.ipc.messages.memory import RegionPublished
+from shmserve.ipc.messages.publications import RegionPublished, RegionRegistered
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, pack_place
+from shmserve.supervisor.host.handover_link import HandoverLink
+from shmserve.supervisor.host.service_manager import ServiceManager
+
+logger = logging.getLogger(__name__)
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_LONGEST = 1 << 20  # bytes of a description
+KEEP, DROP = "keep", "drop"
+_DESCRIBED = ("name", "key", "offset", "byte_size", "pinned")
 
 
 class ExporterWatch:
-    """The process that owns a region's memory; `on_exit` is called in the loop when it ends."""
+    """A watch on the process that owns a region's memory; `on_exit` is called when it exits."""
 
     def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
         try:
@@ -44,10 +63,9 @@ class ExporterWatch:
 
 @dataclass(slots=True, eq=False)
 class OpenRegion:
-    """One generation. `offset` and `byte_size` are the registered extent in the object, in
-    bytes.
+    """One generation of a name: the bytes [offset, offset + byte_size) of an object.
 
-    System memory has a `key` and is open as `shared`; CUDA memory has a handle.
+    System memory has a `key` and is open as `shared`. CUDA memory has a handle.
     """
 
     name: str
@@ -57,30 +75,30 @@ class OpenRegion:
     offset: int
     byte_size: int
     owner: Ownership
-    users: set[int] = field(default_factory=set)  # gateways with requests of a withdrawn one
-    listed: bool = False  # in every gateway, while requests use the withdrawn one
-    blocks: int = 0  # of the object, when its pages had been taken
-    lessor: int = 0  # the process through which it is leased, or the local client it is of, or 0
+    users: set[int] = field(default_factory=set)  # gateways that use it after its withdrawal
+    listed: bool = False  # in gateways after its withdrawal
+    blocks: int = 0  # allocated blocks of the object at registration
+    lessor: int = 0  # the process that leased it, or the local client that owns it, or 0
     cuda: CudaHandle | None = None
     exporter: ExporterWatch | None = None
     pinned: bool = False
     kept_as: str = ""  # the name by which its registration outlives the server
 
     def shrank(self) -> bool:
-        """Whether pages of the object have been given back since (it may be as long as before)."""
+        """Return whether pages of the object were freed, even if its size is unchanged."""
         if self.shared is None:
             return False
         status = os.fstat(self.shared.fd)
         return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
 
     def published(self, acknowledge: int) -> RegionPublished:
-        """The message to gateways."""
+        """Return the message that publishes the region to gateways."""
         place = list(pack_place(Place(self._memory(), self.offset, self.byte_size)))
         owner = self.owner
         return RegionPublished(self.name, self.key, place, owner.uid, owner.group, acknowledge)
 
     def listed_only(self, acknowledge: int) -> RegionPublished:
-        """The message to gateways of one whose name no request may use."""
+        """Return the message for a region that gateways only list."""
         return replace(self.published(acknowledge), draining=True)
 
     def _memory(self) -> Memory:
@@ -96,7 +114,7 @@ class OpenRegion:
         )
 
     def registered(self) -> RegionRegistered:
-        """The event."""
+        """Return the event of the registration."""
         device = -1 if self.cuda is None else self.cuda.device
         return RegionRegistered(
             self.name, self.key, self.offset, self.byte_size, self.owner.uid, device
@@ -104,12 +122,97 @@ class OpenRegion:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the owner of the object removed it: a name for it can be taken over."""
+        """Whether the object was unlinked, so that its name can be taken over."""
         return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
 
     def close(self) -> None:
-        """Close the object, and watch its owner no more."""
+        """Close the object, and end the watch on its exporter."""
         if self.shared is not None:
             os.close(self.shared.fd)
         if self.exporter is not None:
             self.exporter.close()
+
+
+class KeptRegions:
+    """The registrations that the service manager keeps, and the other server of a handover."""
+
+    def __init__(self, manager: ServiceManager) -> None:
+        self._manager = manager
+        self._other: HandoverLink | None = None
+
+    def mirror_to(self, other: HandoverLink | None) -> None:
+        """Send the changes of registrations to another server from now on, or to none."""
+        self._other = other
+
+    def add(self, region: OpenRegion) -> None:
+        """Keep the registration of a new region."""
+        if region.shared is None or region.lessor:
+            return
+        region.kept_as = secrets.token_hex(8)
+        with _description(region) as description:
+            self._manager.keep(region.kept_as, [region.shared.fd, description])
+        self.mirror(region)
+
+    def mirror(self, region: OpenRegion) -> None:
+        """Send the registration of a region to the other server."""
+        if self._other is not None and region.shared is not None and region.kept_as:
+            with _description(region) as description:
+                self._other.ask(KEEP, region.kept_as, [region.shared.fd, description])
+
+    def remove(self, region: OpenRegion) -> None:
+        """Drop the registration of an unregistered region."""
+        if region.kept_as:
+            self._manager.drop(region.kept_as)
+            if self._other is not None:
+                self._other.ask(DROP, region.kept_as)
+            region.kept_as = ""
+
+    async def flush(self) -> None:
+        """Wait until the service manager and the other server have received all changes."""
+        await self._manager.heard()
+        if self._other is not None:
+            await self._other.settled()
+
+    def restore(
+        self, given: dict[str, list[int]], reopen: Callable[..., OpenRegion]
+    ) -> Iterator[OpenRegion]:
+        """Yield the regions of kept registrations, open. Invalid registrations are dropped.
+
+        Args:
+            given: The two descriptors of each registration.
+            reopen: `RegionOpener.reopen`.
+        """
+        for name, fds in given.items():
+            try:
+                region = _reopened(fds, reopen)
+            except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
+                logger.warning("a registration of the server before is lost: %s", error)
+                for fd in fds:
+                    os.close(fd)
+                self._manager.drop(name)
+            else:
+                region.kept_as = name
+                yield region
+
+
+@contextlib.contextmanager
+def _description(region: OpenRegion) -> Iterator[int]:
+    fd = os.memfd_create("region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fields: dict[str, Any] = {name: getattr(region, name) for name in _DESCRIBED}
+        os.write(fd, json.dumps({**fields, "owner": asdict(region.owner)}).encode())
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _reopened(fds: list[int], reopen: Callable[..., OpenRegion]) -> OpenRegion:
+    sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
+    if sorted(sealed) != [False, True]:
+        raise ValueError("not an object and its description")
+    description, shared = fds[sealed.index(True)], fds[sealed.index(False)]
+    fields = json.loads(os.pread(description, _LONGEST, 0))
+    region = reopen(shared, Ownership(**fields.pop("owner")), **fields)
+    os.close(description)
+    return region

@@ -1,21 +1,18 @@
-"""The registry of clients' shared memory regions: one name space for every listener, held by the
-supervisor.
+"""The registry of clients' shared memory regions, with one name space for all listeners.
 
 A region is a numbered generation of a name:
 
     register --> ACTIVE --unregister--> DRAINING --last release--> closed
-                                        (the name is free, requests in flight go on; it is listed
-                                        while there are some)
+                                        (the name is free, requests in flight continue, and the
+                                        region is listed meanwhile)
 
-The object is opened once, here; workers map that very object through the supervisor's descriptor,
-so a key that is unlinked and made again is never confused with what was registered. Who may
-register and unregister what is decided by shmserve.common.access.shm_access, how much by
-shmserve.supervisor.regions.opener.
+The object is opened once. Workers map this object through the supervisor's descriptor, so a key
+that is unlinked and created again is a different object. Access rights are defined in
+shmserve.common.peers, quotas in shmserve.supervisor.regions.opener. Registrations of
+system memory outlive the server if a service manager keeps them (`KeptRegions`).
 
-What is registered of system memory is kept beyond the server where somebody does (`keeping`).
-
-CUDA memory is registered by a handle that workers alone open. Where the process is known that
-exported it, its death unregisters the region.
+CUDA memory is registered by a handle that only workers open. If the exporting process is known, its
+exit unregisters the region.
 """
 
 from __future__ import annotations
@@ -29,47 +26,48 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from shmserve.common.accelerators import cuda_not_supported
-from shmserve.common.access.shm_access import EVERYONE, Peer
+from shmserve.common.host import cuda_not_supported
+from shmserve.common.peers import EVERYONE, Peer
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages.events import RegionBlamed, RegionUnregistered
-from shmserve.ipc.messages.memory import (
+from shmserve.ipc.messages.publications import (
     MemoryDropped,
+    RegionBlamed,
     RegionDrained,
     RegionPublished,
+    RegionUnregistered,
     RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
-from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
-from shmserve.supervisor.regions.region import OpenRegion
+from shmserve.supervisor.regions.region import DROP, KEEP, KeptRegions, OpenRegion
 
 logger = logging.getLogger(__name__)
 
+_REMOVED = "the object behind its name was removed"
+
 
 class Processes(Protocol):
-    """The gateways and workers, by role; as the control socket reaches them."""
+    """The part of the control socket that reaches gateways and workers by role."""
 
     def publish(self, make: Callable[[int], Any], *roles: str) -> Awaitable[None]:
-        """Send what `make(number)` gives; returns once it holds in each that lives."""
+        """Send `make(number)`, and wait until each live process has acknowledged it."""
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to each."""
+        """Send a message to each process."""
 
     def pids(self, *roles: str) -> list[int]:
-        """Those that have made contact."""
+        """Return the connected processes."""
 
 
 @dataclass(slots=True, eq=False)
 class DrainingRegions:
-    """Regions without a name that requests in flight still use, by memory id: kept open until the
-    last has ended.
+    """The unregistered regions that requests in flight still use.
 
-    Gateways count the requests that use a generation of a name. When it is withdrawn, each gateway
-    that knows it releases it when it uses it no more; then workers unmap it, and it is closed.
+    Gateways count the requests that use a generation of a name. After its withdrawal, each gateway
+    releases the generation when its last request ends. Then workers unmap it, and it is closed.
     """
 
     _processes: Processes
@@ -78,14 +76,13 @@ class DrainingRegions:
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def published(self) -> Iterator[RegionPublished]:
-        """The messages that bring a new gateway up to date: they are listed while requests use
-        them."""
+        """Yield the messages that bring a new gateway up to date."""
         for region in self._regions.values():
             if region.listed:
                 yield region.listed_only(0)
 
     async def drain(self, region: OpenRegion) -> None:
-        """Withdraw a region from every gateway; returns when none accepts its name any more."""
+        """Withdraw a region, and wait until no gateway accepts its name any more."""
         self._regions[region.memory_id] = region
         region.users = set(self._processes.pids("gateway"))
         await self._processes.publish(
@@ -97,14 +94,14 @@ class DrainingRegions:
             await self._processes.publish(region.listed_only, "gateway")
 
     def released(self, pid: int, memory_id: int) -> None:
-        """Note that no request of gateway `pid` uses the region any more."""
+        """Record that no request of gateway `pid` uses the region any more."""
         region = self._regions.get(memory_id)
         if region is not None:
             region.users.discard(pid)
             self._close_unused(region)
 
     def gateway_exited(self, pid: int) -> None:
-        """Release what the requests of a gateway used that has ended."""
+        """Release the regions of a gateway that has exited."""
         for memory_id in list(self._regions):
             self.released(pid, memory_id)
 
@@ -120,14 +117,14 @@ class DrainingRegions:
         await self._processes.publish(partial(RegionDrained, memory_id), "gateway")
 
     def close(self) -> None:
-        """Close every object."""
+        """Close all objects."""
         for region in self._regions.values():
             self._opener.close(region)
         self._regions.clear()
 
 
 class RegionRegistry:
-    """Registers and unregisters; `publish_event` is for subscribers of events."""
+    """The active regions by name. `publish_event` publishes to subscribers of events."""
 
     def __init__(
         self,
@@ -143,42 +140,46 @@ class RegionRegistry:
         self.draining = DrainingRegions(processes, opener)
         self._endings: set[asyncio.Task[None]] = set()
         self._active: dict[str, OpenRegion] = {}
-        # Registrations and unregistrations take effect one after the other, everywhere.
+        # Changes take effect one after the other in all processes.
         self._turn = asyncio.Lock()
 
     def restore(self, given: dict[str, list[int]]) -> None:
-        """Register again what was kept of a server before, before there are gateways."""
-        for region in self._kept.restore(given, self._opener):
+        """Restore the registrations of a previous server, before gateways start."""
+        for region in self._kept.restore(given, self._opener.reopen):
             self._active[region.name] = region
         if given:
             logger.info("%d registered regions are those of the server before", len(self._active))
 
-    async def adopt(self, kept_as: str, fds: list[int]) -> None:
-        """Have a region that another server has. A name that was registered at both, at the same
-        time, has the region that each has opened."""
-        async with self._turn:
-            for region in self._kept.restore({kept_as: fds}, self._opener):
-                if known := self._active.get(region.name):
-                    known.kept_as = max(known.kept_as, kept_as)  # there, too
-                    self._opener.close(region)
-                    return
-                self._active[region.name] = region
-                self._publish_event(region.registered())
-                await self._processes.publish(region.published, "gateway")
+    async def apply(self, verb: str, kept_as: str, fds: list[int]) -> None:
+        """Apply a change of the other server of a handover: KEEP or DROP.
 
-    async def forget(self, kept_as: str) -> None:
-        """Unregister what another server has no more."""
+        If both servers register a name at the same time, each keeps the region that it has opened.
+        """
         async with self._turn:
-            for region in self.active():
-                if region.kept_as == kept_as:
-                    await self._withdraw(region)
+            if verb == DROP:
+                for region in self.active():
+                    if region.kept_as == kept_as:
+                        await self._withdraw(region)
+            elif verb == KEEP:
+                for region in self._kept.restore({kept_as: fds}, self._opener.reopen):
+                    if known := self._active.get(region.name):
+                        known.kept_as = max(known.kept_as, kept_as)  # as the other server does
+                        self._opener.close(region)
+                    else:
+                        await self._activate(region)
+
+    async def _activate(self, region: OpenRegion) -> None:
+        """Publish a region, and wait until every gateway has it."""
+        self._active[region.name] = region
+        self._publish_event(region.registered())
+        await self._processes.publish(region.published, "gateway")
 
     def active(self) -> list[OpenRegion]:
-        """Every region that has a name."""
+        """Return every active region."""
         return list(self._active.values())
 
     def published(self) -> Iterator[RegionPublished]:
-        """The messages that bring a new gateway up to date."""
+        """Yield the messages that bring a new gateway up to date."""
         for region in self._active.values():
             yield region.published(0)
         yield from self.draining.published()
@@ -193,15 +194,25 @@ class RegionRegistry:
         lessor: int = 0,
         pin: bool = False,
     ) -> dict[str, Any]:
-        """Register [offset, offset + byte_size) of the object `key` as `name` for `peer`; returns
-        {"memory_id"} when every gateway knows it.
+        """Register [offset, offset + byte_size) of the object `key` as `name` for `peer`.
 
-        With a `lessor`, it lasts until that process says that it was abandoned, or ends. `pin`:
-        workers on CUDA devices lock it.
+        Registering the same range of the same object again changes nothing. A name whose object was
+        unlinked (by an owner that restarts) is taken over.
 
-        Registering the same extent of the same object again succeeds and changes nothing. A name
-        whose object was unlinked by its owner (who died, and starts again) is taken over. Raises
-        InvalidArgument, AlreadyExists, PermissionDenied, Internal or Unavailable.
+        Args:
+            name: The name of the region.
+            key: The key of the POSIX object.
+            offset: The offset in bytes.
+            byte_size: The size in bytes.
+            peer: The user who registers.
+            lessor: The process whose message or exit ends the lease of the region, or 0.
+            pin: Whether workers on CUDA devices lock its pages.
+
+        Returns:
+            {"memory_id"}, after every gateway has the region.
+
+        Raises:
+            ShmserveError: InvalidArgument, AlreadyExists, PermissionDenied, Internal, Unavailable.
         """
         if not name:
             raise InvalidArgument(
@@ -212,22 +223,20 @@ class RegionRegistry:
         key = posix_shm.normal_key(name, key)
         async with self._turn:
             known = self._active.get(name)
-            if known is not None and not known.owner.admits(peer):
-                raise _taken(name)
-            if known is not None and not known.orphaned:
-                if known.pinned != pin:
+            if known is not None:
+                if not known.owner.admits(peer):
                     raise _taken(name)
-                self._refuse_unless_same(known, key, offset, byte_size)
-                return {"memory_id": known.memory_id}
+                if not known.orphaned:
+                    if not _is_same(known, key, offset, byte_size, pin):
+                        raise _taken(name)
+                    return {"memory_id": known.memory_id}
             region = await self._opener.open_object(name, key, offset, byte_size, peer, pin=pin)
             region.lessor = lessor
             if known is not None:
                 logger.info("region replaced: the object behind its name was removed")
-                await self._withdraw(known, "the object behind its name was removed")
-            self._active[name] = region
+                await self._withdraw(known, _REMOVED)
             self._kept.add(region)
-            self._publish_event(region.registered())
-            await self._processes.publish(region.published, "gateway")
+            await self._activate(region)
             return {"memory_id": region.memory_id}
 
     async def register_cuda(
@@ -239,18 +248,20 @@ class RegionRegistry:
         peer: Peer,
         exporter_pid: int = 0,
     ) -> None:
-        """Register [offset, offset + byte_size) of what `handle` opens as `name` for `peer`;
-        returns when every gateway knows it.
+        """Register [offset, offset + byte_size) of what `handle` opens as `name` for `peer`.
 
-        `exporter_pid` 0: the exporter is not known. The same again succeeds and changes nothing.
-        Raises InvalidArgument, AlreadyExists or Unavailable.
+        It returns after every gateway has the region. Registering the same range again changes
+        nothing. `exporter_pid` is 0 if the exporter is not known.
+
+        Raises:
+            ShmserveError: InvalidArgument, AlreadyExists or Unavailable.
         """
         handles = self._opener.handles
         if handles is None:
             raise cuda_not_supported(name)
         memory_id = secrets.randbits(62)
         if not self._has_cuda(name, handle, offset, byte_size, peer):
-            # Before our turn: workers may be busy, and nobody else waits for them.
+            # Without the lock, since workers may be busy.
             await handles.check(Memory.on_device(memory_id, offset + byte_size, handle))
         async with self._turn:
             if self._has_cuda(name, handle, offset, byte_size, peer):
@@ -262,15 +273,13 @@ class RegionRegistry:
                 self._exporter_exited,
             )
             if known is not None:
-                await self._withdraw(known, "the object behind its name was removed")
-            self._active[name] = region
-            self._publish_event(region.registered())
-            await self._processes.publish(region.published, "gateway")
+                await self._withdraw(known, _REMOVED)
+            await self._activate(region)
 
     def _has_cuda(
         self, name: str, handle: CudaHandle, offset: int, byte_size: int, peer: Peer
     ) -> bool:
-        """Whether `name` is registered as just this. Raises AlreadyExists where `name` is taken."""
+        """Return whether `name` is this region. Raises AlreadyExists if it is another region."""
         known = self._active.get(name)
         if known is None or (known.orphaned and known.owner.admits(peer)):
             return False
@@ -288,25 +297,11 @@ class RegionRegistry:
 
         in_background(end(), self._endings)
 
-    @staticmethod
-    def _refuse_unless_same(known: OpenRegion, key: str, offset: int, byte_size: int) -> None:
-        taken = _taken(known.name)
-        if known.shared is None or (known.key, known.offset, known.byte_size) != (
-            key,
-            offset,
-            byte_size,
-        ):
-            raise taken
-        now = posix_shm.open_object(key)
-        os.close(now.fd)
-        if (now.device, now.inode) != (known.shared.device, known.shared.inode):
-            raise taken
-
     async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
-        """Free a name (all names of `peer`, if empty) of system memory, or of CUDA memory; returns
-        when no gateway accepts it any more.
+        """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
 
-        A name that is unknown, of the other kind, or not `peer`'s, is left as it is.
+        It returns when no gateway accepts the name any more. A name that is unknown, of the other
+        kind, or owned by another user is ignored.
         """
         async with self._turn:
             regions = [self._active[name]] if name in self._active else []
@@ -316,17 +311,16 @@ class RegionRegistry:
                     await self._withdraw(region)
 
     async def abandoned(self, lessor: int, memory_id: int = 0) -> None:
-        """Withdraw a leased region whose client has disconnected, or (without `memory_id`) all that
-        were leased through a gateway."""
+        """Withdraw a leased region whose client disconnected, or all that a gateway leased."""
         async with self._turn:
             for region in self.active():
                 if region.lessor == lessor and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
 
     async def drop_shrunk(self) -> None:
-        """Unregister the regions that can have lost a page: a worker died of one that is not there.
+        """Unregister the regions that have lost pages, since a worker died of a missing page.
 
-        Their clients are told by the next request that it is unknown.
+        The next request that uses one fails, since the name is unknown.
         """
         async with self._turn:
             for region in self.active():
@@ -352,6 +346,15 @@ class RegionRegistry:
             self._opener.close(region)
         self._active.clear()
         self.draining.close()
+
+
+def _is_same(known: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
+    registered = (known.key, known.offset, known.byte_size, known.pinned)
+    if known.shared is None or registered != (key, offset, byte_size, pin):
+        return False
+    now = posix_shm.open_object(key)
+    os.close(now.fd)
+    return now.file == known.shared.file
 
 
 def _taken(name: str) -> AlreadyExists:

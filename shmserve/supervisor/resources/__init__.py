@@ -1,6 +1,5 @@
 """Resources that the models of the server share.
 
-cache_shares.py   the response cache's bytes, in equal parts
-rate_limiter.py   who may execute, by the resources that each instance needs, and the tickets
-workspaces.py     who has memory of the shared workspaces, and the process that holds a device's
+rate_limiter.py   tickets for executions, and the shares of the response cache
+workspaces.py     the memory pools of devices, and the process that holds a CUDA device's
 """

@@ -1,15 +1,14 @@
-"""The rate limiter: which instances may execute now, by the resources that each one needs (a table
-that is pure), and its tickets.
+"""Bounded resources that model versions share: the rate limiter's, and the response cache's bytes.
 
-An instance asks for a ticket before each execution and releases it after. Of those that wait and
-whose needs are free, the one with the smallest number of executions times its priority goes first,
-as in Triton: priority 2 runs half as often. Unlike there, one whose needs are not free holds up
-nobody else. So that it is not overtaken for ever, whoever was passed over by `PATIENCE` others that
-took what it needs is next, and what it needs is kept for it (bounded bypass).
+An instance requests a ticket before each execution and releases it afterwards. Among the waiting
+instances whose resources are free, the one with the smallest product of executions and priority is
+granted first, as in Triton: priority 2 runs half as often. Unlike in Triton, an instance whose
+resources are not free does not block the others. Bypassing is bounded: after `PATIENCE` grants of
+resources that it needs, the instance is next, and its resources are reserved.
 
-Schedulers ask for tickets over the control socket. The death of a scheduler releases all that it
-had, and what instances of its model execute then is not counted any more; that of a worker is
-reported by its scheduler.
+Schedulers request tickets over the control socket. When a scheduler dies, all of its tickets are
+released, and the executions that its instances still run are not counted. A scheduler reports the
+death of its workers itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.supervision import ResizeCache
 from shmserve.ipc.model_spec import RateLimit
 from shmserve.supervisor.processes.control_socket import Address, pid_of
 
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 
 PATIENCE = 64
-GLOBAL = -1  # in the place of a device
+GLOBAL = -1  # instead of a device
 
 Resource = tuple[str, int]  # a name, and the device or GLOBAL
 
 
 class Needs(NamedTuple):
-    """The resources that an instance takes for an execution, and its priority, 1 the highest."""
+    """The resources that an instance needs for an execution, and its priority (1: highest)."""
 
     resources: Mapping[Resource, int]
     priority: int
 
     @classmethod
     def of(cls, limit: RateLimit, device: int) -> Needs:
-        """The needs of an instance on a device."""
+        """Return the needs of an instance on a device."""
         resources = {
             (each.name, GLOBAL if each.is_global else device): each.count
             for each in limit.resources
@@ -60,7 +60,7 @@ class _Instance:
 
     @property
     def score(self) -> int:
-        """The rank by executions: the smallest goes first."""
+        """The rank by executions, smallest first."""
         return self.executions * self.needs.priority
 
 
@@ -70,11 +70,11 @@ class _Waiting:
     ticket: Hashable
     instance: _Instance
     number: int
-    passed: int = 0  # grants to others of what it needs
+    passed: int = 0  # grants of its resources to other instances
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """The smallest goes first."""
+        """The order of grants, smallest first."""
         return self.passed < PATIENCE, self.instance.score, self.number
 
 
@@ -84,13 +84,15 @@ class _Member:
     held: dict[Hashable, _Instance] = field(default_factory=dict)  # by ticket
 
 
-GrantedTicket = tuple[Hashable, Hashable]  # a member, and the ticket that it had asked with
+GrantedTicket = tuple[Hashable, Hashable]  # a member, and its ticket
 
 
 class RateLimiter:
-    """Grants resources to the instances of members (model versions). `explicit`: the capacity of
-    what was configured, by name and device (None: every one); of others it is the most that any
-    instance needs."""
+    """The state of the rate limiter (pure). Members are model versions.
+
+    `explicit` are configured capacities by name and device (None: every device). The capacity of
+    another resource is the largest number that any instance needs.
+    """
 
     def __init__(self, explicit: Mapping[tuple[str, int | None], int]) -> None:
         self._explicit = dict(explicit)
@@ -101,21 +103,21 @@ class RateLimiter:
         self._numbers = itertools.count()
 
     def used(self) -> dict[Resource, int]:
-        """The resources that are granted now."""
+        """Return the granted amount of each resource."""
         return {resource: count for resource, count in self._used.items() if count}
 
     def capacity(self) -> dict[Resource, int]:
-        """The amount of each resource that a member needs."""
+        """Return the capacity of each resource that a member needs."""
         return dict(self._capacity)
 
     # --- members ----------------------------------------------------------------------------------
 
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
-        """Add a model version, or more instances of one, each by its index. They start where the
-        others are: what those have executed before is no debt to them.
+        """Add instances of a model version by index, with the smallest score of the others.
 
-        Raises InvalidArgument, with Triton's texts, for a resource that is both global and a
-        device's, and for more than there is.
+        Raises:
+            InvalidArgument: A resource is both global and device-specific, or exceeds its capacity.
+                The messages are Triton's.
         """
         asked = [item for needs in instances.values() for item in needs.resources.items()]
         known = {*self._capacity, *(resource for resource, _ in asked)}
@@ -160,8 +162,11 @@ class RateLimiter:
             self._capacity[resource] = count if configured is None else configured
 
     def disconnect(self, member: Hashable) -> list[GrantedTicket]:
-        """Release what a member holds, and drop what it waits for: its scheduler has ended.
-        Returns who else may go on."""
+        """Release a member's tickets, also the waiting ones, since its scheduler exited.
+
+        Returns:
+            The tickets that are granted now.
+        """
         found = self._members.get(member)
         if found is None:
             return []
@@ -172,8 +177,11 @@ class RateLimiter:
         return self._grant()
 
     def remove_instance(self, member: Hashable, index: int) -> list[GrantedTicket]:
-        """Drop an instance of a member that ends; returns who may go on. Whoever asked for what it
-        holds releases that."""
+        """Remove an instance that ends. Its granted ticket is released by its holder.
+
+        Returns:
+            The tickets that are granted now.
+        """
         found = self._members.get(member)
         if found is None or (ended := found.instances.pop(index, None)) is None:
             return []
@@ -182,7 +190,7 @@ class RateLimiter:
         return self._grant()
 
     def remove(self, member: Hashable) -> list[GrantedTicket]:
-        """Drop a model version that ends; returns who else may go on."""
+        """Remove a model version that ends; return the tickets that are granted now."""
         if member not in self._members:
             return []
         granted = self.disconnect(member)
@@ -193,8 +201,11 @@ class RateLimiter:
     # --- tickets ----------------------------------------------------------------------------------
 
     def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[GrantedTicket]:
-        """An instance of a member would execute; returns who may go on, perhaps it itself. What
-        makes no sense is ignored."""
+        """Request a ticket for an instance; invalid requests are ignored.
+
+        Returns:
+            The tickets that are granted now.
+        """
         found = self._members.get(member)
         instance = None if found is None else found.instances.get(index)
         if found is None or instance is None or ticket in found.held:
@@ -203,8 +214,11 @@ class RateLimiter:
         return self._grant()
 
     def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
-        """An execution has ended, or (not `executed`) nothing is to run after all; returns who may
-        go on."""
+        """Release a ticket after its execution, or without one (not `executed`).
+
+        Returns:
+            The tickets that are granted now.
+        """
         found = self._members.get(member)
         if found is None:
             return []
@@ -247,8 +261,10 @@ class RateLimiter:
 
 
 class Tickets:
-    """The rate limiter of the server; `on` where it was asked for. Members are model versions, each
-    bound to its scheduler: `send` queues a message to one."""
+    """The rate limiter of the server, which is `on` if the server was started with it.
+
+    Each member is bound to its scheduler, which `send` queues messages for.
+    """
 
     def __init__(
         self,
@@ -264,18 +280,21 @@ class Tickets:
         self._schedulers: dict[int, Address] = {}
 
     def join(self, member: int, needs: Mapping[int, Needs]) -> None:
-        """Add instances of a model version, by index. Raises InvalidArgument when one could never
-        run."""
+        """Add instances of a model version by index.
+
+        Raises:
+            InvalidArgument: An instance could never run.
+        """
         self._limiter.join(member, needs)
         self._log()
 
     def remove_instance(self, member: int, index: int) -> None:
-        """Drop an instance that has ended."""
+        """Remove an instance that has ended."""
         self._send_granted(self._limiter.remove_instance(member, index))
         self._log()
 
     def bind(self, scheduler: Address, member: int) -> None:
-        """Have this scheduler ask for a member from now on, and its predecessor no more."""
+        """Bind a member to a new scheduler, and release the tickets of its predecessor."""
         before = self._schedulers.get(member)
         if before is not None:
             self._release(before)
@@ -283,13 +302,13 @@ class Tickets:
         self._schedulers[member] = scheduler
 
     def remove(self, member: int) -> None:
-        """Drop a model version that has ended."""
+        """Remove a model version that has ended."""
         self._members.pop(self._schedulers.pop(member, 0), None)
         self._send_granted(self._limiter.remove(member))
         self._log()
 
     def _log(self) -> None:
-        """Say how much there is of each resource, where that has changed; in Triton's words."""
+        """Log the capacities if they have changed, in the format of Triton."""
         capacity = self._limiter.capacity()
         if capacity != self._logged:
             self._logged = capacity
@@ -298,7 +317,7 @@ class Tickets:
                 logger.info("Device: %s Resource: %s\t Count: %d", where, name, count)
 
     def exited(self, pid: int) -> None:
-        """Release what the schedulers in a process had that has ended."""
+        """Release the tickets of the schedulers in a process that has exited."""
         for scheduler in [each for each in self._members if pid_of(each) == pid]:
             self._release(scheduler)
 
@@ -308,7 +327,7 @@ class Tickets:
             self._send_granted(self._limiter.disconnect(member))
 
     def handle(self, scheduler: Address, message: AskTicket | TicketReturned) -> None:
-        """A scheduler's message."""
+        """Handle a scheduler's message."""
         member = self._members.get(scheduler)
         if member is None:
             return
@@ -321,3 +340,37 @@ class Tickets:
         for member, ticket in granted:
             assert isinstance(member, int) and isinstance(ticket, int)
             self._send(self._schedulers[member], TicketGranted(ticket))
+
+
+class CacheShares:
+    """The equal shares of the response cache's `byte_size` (0: no cache) that its members have.
+
+    Each scheduler keeps its own entries, so that no process can access another model's memory. Only
+    the bound is shared, and it changes whenever a version with a cache joins or leaves.
+    """
+
+    def __init__(self, byte_size: int) -> None:
+        self.byte_size = byte_size
+        self._members: dict[int, Callable[[ResizeCache], None]] = {}
+
+    @property
+    def share(self) -> int:
+        """The current share of each member in bytes."""
+        return self.byte_size // max(1, len(self._members))
+
+    def join(self, member: int, tell: Callable[[ResizeCache], None]) -> int:
+        """Add a member and return its share. The other members are sent theirs."""
+        if member not in self._members:
+            self._members[member] = tell
+            self._tell_all(member)
+        return self.share
+
+    def leave(self, member: int) -> None:
+        """Remove a member, if it has joined, and send the others their shares."""
+        if self._members.pop(member, None) is not None:
+            self._tell_all()
+
+    def _tell_all(self, but: int = 0) -> None:
+        for member, tell in self._members.items():
+            if member != but:
+                tell(ResizeCache(self.share))

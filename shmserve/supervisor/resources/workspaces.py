@@ -1,12 +1,11 @@
-"""The workspaces: one pool of memory a device, which the models on it lease execution by execution.
+"""Workspaces: one memory pool for each device, which its models lease for single executions.
 
-    worker ── LeaseWorkspace ──> its device's pool grants it ── Answered(where) ──> worker
-           ── ReturnWorkspace ─> who waits is granted next
+    worker ── LeaseWorkspace ──> the pool of its device ── Answered(range) ──> worker
+           ── ReturnWorkspace ─> the pool grants the next waiting lease
 
-The pool of host memory is a nameless, sealed memory file of its whole size; a CUDA device's is an
-allocation of a holder, a process that does nothing else (`run`; workspace_holders.py starts it).
-Workers map it, or open it, and the supervisor never does. What a process had that is gone is free
-again once its death is known.
+The pool of host memory is a nameless sealed memfd. The pool of a CUDA device is an allocation of a
+holder, a process without another task (`run`; kept.py starts it). Workers map or open the memory;
+the supervisor never does. The leases of a process end when its death is reported.
 """
 
 from __future__ import annotations
@@ -25,20 +24,25 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
-from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace, WorkspaceAllocated
-from shmserve.ipc.messages.start import WorkspaceStart, decode
-from shmserve.ipc.messages.supervision import (
+from shmserve.ipc.messages.control_requests import (
     Answered,
+    LeaseWorkspace,
     Refused,
+    ReturnWorkspace,
+)
+from shmserve.ipc.messages.supervision import (
     SetLogging,
     Stop,
+    WorkspaceAllocated,
+    WorkspaceStart,
+    decode_start,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
 from shmserve.ipc.transport.dealer import Dealer
 
 
 class GrantedLease(NamedTuple):
-    """The lease that `owner` has asked for as `ticket`: its bytes begin at `offset`."""
+    """A lease at `offset`, which `owner` has requested as `ticket`."""
 
     owner: int
     ticket: int
@@ -52,18 +56,14 @@ class _Waiting(NamedTuple):
 
 
 class WorkspacePool:
-    """A stretch of a device's memory, leased for the time of an execution: `capacity` bytes, a
-    multiple of 64. Whatever changes it returns who is granted then; while it is closed, as it is at
-    first, that is nobody (pure).
+    """The leases of a device's memory, `capacity` bytes, a multiple of 64 (pure).
 
-        ask ──> granted at once, if it fits and nobody waits ──> release ──> its bytes join the
-           └──> waits in the order of asking ──────────────────────┘         free ones beside them;
-                                                                  who waits is granted what fits
+    Each method that changes the pool returns the leases that are granted then. A closed pool, the
+    initial state, grants none.
 
-    Who waits is granted in order and nobody overtakes, so that the largest lease comes after those
-    before it have ended, however many small ones are asked for meanwhile; and as every lease ends
-    with an execution, what is cut into pieces is whole again whenever the first in the queue needs
-    all.
+    Leases are granted in the order of requests, without overtaking. The largest lease therefore
+    follows the leases before it, however many small ones are requested later. Since every lease
+    ends with an execution, fragmentation ends whenever the first request needs the whole pool.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -75,28 +75,31 @@ class WorkspacePool:
 
     @property
     def used(self) -> int:
-        """Bytes that are leased now."""
+        """The number of leased bytes."""
         return self._free.used
 
     @property
     def waiting(self) -> int:
-        """The number of leases asked for and not granted."""
+        """The number of requests without a lease."""
         return len(self._waiting)
 
     def open(self) -> list[GrantedLease]:
-        """Its memory is there."""
+        """Open the pool, since its memory is allocated."""
         self._open = True
         return self._grant()
 
     def close(self) -> None:
-        """Its memory is gone, and all leases with it; who waits goes on waiting."""
+        """End all leases, since the memory is lost. Requests keep waiting."""
         self._open = False
         self._free = FreeList(self.capacity)
         self._owners.clear()
 
     def ask(self, owner: int, ticket: int, byte_size: int) -> list[GrantedLease]:
-        """Lease `byte_size` bytes, now or later. Raises InvalidArgument when the pool can never
-        have as many."""
+        """Request a lease of `byte_size` bytes.
+
+        Raises:
+            InvalidArgument: The pool is smaller.
+        """
         if byte_size > self.capacity:
             raise InvalidArgument(
                 f"a workspace of {byte_size} bytes was asked for, and the device's pool has "
@@ -106,7 +109,7 @@ class WorkspacePool:
         return self._grant()
 
     def release(self, owner: int, offset: int) -> list[GrantedLease]:
-        """End a lease; one that `owner` does not have is ignored."""
+        """End a lease; a lease that `owner` does not have is ignored."""
         if self._owners.get(offset) != owner:
             return []
         del self._owners[offset]
@@ -114,7 +117,7 @@ class WorkspacePool:
         return self._grant()
 
     def drop(self, owner: int) -> list[GrantedLease]:
-        """End all that a process has, or waits for, that is gone."""
+        """End all leases and requests of a process that has exited."""
         for offset in [at for at, who in self._owners.items() if who == owner]:
             del self._owners[offset]
             self._free.free(offset)
@@ -134,8 +137,7 @@ class WorkspacePool:
         return granted
 
     def check_integrity(self) -> None:
-        """Assert that leases and holes tile the pool, and that each lease has an owner; for
-        tests."""
+        """Assert for tests that leases and holes tile the pool, and each lease has an owner."""
         self._free.check_integrity()
         assert self._free.offsets() == self._owners.keys()
 
@@ -144,17 +146,12 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class _Pool:
-    """One device's: the memory, once it is there, and who has what of it."""
+    """The pool of a device: its leases, and its memory once it is allocated."""
 
     def __init__(self, capacity: int) -> None:
         self.byte_size = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         self.leases = WorkspacePool(self.byte_size)
         self.memory: Memory | None = None
-
-    def place(self, offset: int) -> Place:
-        """The place at an offset."""
-        assert self.memory is not None
-        return Place(self.memory, offset, 0)
 
 
 def _host_memory(byte_size: int) -> Memory:
@@ -171,9 +168,10 @@ def _host_memory(byte_size: int) -> Memory:
 
 
 class Workspaces:
-    """The pools of the server; `send(pid, message)` is the way to a process.
+    """The pools of the server, with `byte_sizes` by device; `send(pid, message)` queues messages.
 
-    Raises Unavailable where the host has not as much memory as `byte_sizes` (by device) says.
+    Raises:
+        Unavailable: The host has less memory.
     """
 
     def __init__(self, byte_sizes: Mapping[str, int], send: Callable[[int, Any], None]) -> None:
@@ -183,10 +181,10 @@ class Workspaces:
             self.allocated("cpu", _host_memory(self._pools["cpu"].byte_size))
 
     def allocated(self, device: str, memory: Memory) -> None:
-        """Open a device's pool, whose memory is there: what waits for it is granted."""
+        """Open a device's pool, and grant the waiting requests."""
         pool = self._pools[device]
         pool.memory = memory
-        self._tell(pool, pool.leases.open())
+        self._send_granted(pool, pool.leases.open())
 
     def lost(self, device: str) -> None:
         """Close a device's pool, whose holder has died, until it is `allocated` again."""
@@ -195,13 +193,13 @@ class Workspaces:
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:
         """Handle a worker's request for a lease, or its return.
 
-        Not in the background: what a process has sent is handled before its death is.
+        This must not be a background task: the messages of a process are handled before its death.
         """
         pool = self._pools.get(message.device)
         match message:
             case ReturnWorkspace(memory_id=memory_id, offset=offset):
                 if pool is not None and pool.memory is not None and pool.memory.id == memory_id:
-                    self._tell(pool, pool.leases.release(pid, offset))
+                    self._send_granted(pool, pool.leases.release(pid, offset))
             case LeaseWorkspace(id=number, byte_size=size):
                 try:
                     if pool is None:
@@ -211,46 +209,52 @@ class Workspaces:
                         )
                     granted = pool.leases.ask(pid, number, size)
                 except ShmserveError as error:
-                    self._send(pid, Refused(number, error.code, error.message))
+                    self._send(pid, Refused.of(number, error))
                 else:
-                    self._tell(pool, granted)
+                    self._send_granted(pool, granted)
 
     def process_exited(self, pid: int) -> None:
-        """Take back all that a process had."""
+        """End the leases and requests of a process that has exited."""
         for pool in self._pools.values():
-            self._tell(pool, pool.leases.drop(pid))
+            self._send_granted(pool, pool.leases.drop(pid))
 
     def close(self) -> None:
-        """Give the memory back; what is mapped of it lives on until its process ends."""
+        """Release the memory. Mappings of a worker live on until the worker exits."""
         for pool in self._pools.values():
             if pool.memory is not None and pool.memory.cuda is None:
                 os.close(pool.memory.fd)
         self._pools.clear()
 
-    def _tell(self, pool: _Pool, granted: list[GrantedLease]) -> None:
+    def _send_granted(self, pool: _Pool, granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
-            self._send(owner, Answered(ticket, {"place": pack_place(pool.place(offset))}))
+            assert pool.memory is not None
+            place = pack_place(Place(pool.memory, offset, 0))
+            self._send(owner, Answered(ticket, {"place": place}))
 
 
 def run(data: bytes, cuda: Callable[[], Exporting] = Driver) -> None:
-    """The entry point of a holder: allocate and export the memory of a CUDA device's pool, and hold
-    it until told to stop; `data` is an encoded `WorkspaceStart`.
+    """Run a holder: export the memory of a CUDA device's pool, and hold it until `Stop`.
 
-    Raises InvalidArgument for a device that is not there, Unavailable where there is no CUDA, or
-    the device has not so much memory.
+    Args:
+        data: An encoded `WorkspaceStart`.
+        cuda: The CUDA driver.
+
+    Raises:
+        InvalidArgument: The device does not exist.
+        Unavailable: There is no CUDA, or the device has too little memory.
     """
-    start = decode(WorkspaceStart, data)
+    start = decode_start(WorkspaceStart, data)
     title = f"workspace cuda:{start.device_id}"
     logs.configure(title, start.log)
     processes.name_process(title)
-    # When it ends is the supervisor's decision: a terminal's Ctrl-C reaches every process.
+    # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hold(start, cuda())
 
 
 def hold(start: WorkspaceStart, cuda: Exporting) -> None:
-    """Allocate, tell the supervisor, and wait."""
+    """Allocate the memory, report it to the supervisor, and wait."""
     allocation = DeviceAllocation(cuda, start.device_id, start.byte_size)
     control = Dealer(endpoints.control(start.run_dir), f"workspace.{os.getpid()}")
     control.send(WorkspaceAllocated(allocation.handle.raw, allocation.handle.uuid))

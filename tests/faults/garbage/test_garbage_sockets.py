@@ -20,8 +20,8 @@ import pytest
 import zmq
 
 from shmserve.ipc import messages
+from shmserve.ipc.messages.control_requests import UnregisterRegion
 from shmserve.ipc.messages.inference import InstanceReady, Release
-from shmserve.ipc.messages.memory import UnregisterRegion
 from shmserve.ipc.messages.supervision import Stop
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer

@@ -20,8 +20,8 @@ import pytest
 import shmserve.client
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.local_clients import ShareMemory, WithdrawMemory
-from shmserve.ipc.messages.supervision import Acknowledged, Refused
+from shmserve.ipc.messages.control_requests import Refused, ShareMemory, WithdrawMemory
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.tensors.descriptors import Place, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames, zmtp

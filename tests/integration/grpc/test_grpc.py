@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 import shmserve
-from shmserve.gateway.api.metadata import EXTENSIONS
+from shmserve.gateway.api.management import EXTENSIONS
 from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running

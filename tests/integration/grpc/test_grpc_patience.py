@@ -21,8 +21,8 @@ from shmserve.common.fd_limits import share_of
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.start import encode
+from shmserve.ipc.messages.publications import HealthChanged
+from shmserve.ipc.messages.supervision import encode_start
 from tests.rigs.gateway_rig import Puppet
 from tests.support.waiting import until
 from tests.support.wire.http2 import (
@@ -84,7 +84,7 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     try:
         assert process.stdin is not None
         with process.stdin as pipe:
-            pipe.write(encode(start))
+            pipe.write(encode_start(start))
         until("it is there", lambda: opened, 20)
         socket.create_connection((host, number)).close()
         assert is_served(number)

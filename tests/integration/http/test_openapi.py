@@ -13,8 +13,7 @@ import schemathesis.openapi
 from hypothesis import HealthCheck, given, settings
 from schemathesis import checks
 
-from shmserve.gateway.http.openapi.description import described
-from shmserve.gateway.http.routes import ROUTES
+from shmserve.gateway.http.routes import ROUTES, described
 from tests.support import repositories
 from tests.support.servers import Server, running
 

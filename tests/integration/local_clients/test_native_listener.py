@@ -19,12 +19,12 @@ import pytest
 import zmq
 
 import shmserve.client
-from shmserve.common.accelerators import cuda_devices
-from shmserve.ipc.messages import local_clients as m
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.common.host import cuda_devices
+from shmserve.ipc.messages import control_requests as m
+from shmserve.ipc.messages.control_requests import Answered, Refused, UnloadModel, UnregisterRegion
 from shmserve.ipc.messages.inference import Failed, Finished, Submit
-from shmserve.ipc.messages.memory import UnregisterRegion
-from shmserve.ipc.messages.supervision import Answered, ModelPublished, Refused, Stop, UnloadModel
+from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
+from shmserve.ipc.messages.supervision import Stop
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import RequestedOutput

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shmserve.client.events import EventReader
-from shmserve.ipc.messages import events as m
+from shmserve.ipc.messages import publications as m
 from tests.support import repositories
 from tests.support.servers import Server, running
 from tests.support.waiting import until

@@ -19,7 +19,7 @@ import pytest
 
 import shmserve.client
 from shmserve.client.events import EventReader
-from shmserve.ipc.messages import events as m
+from shmserve.ipc.messages import publications as m
 from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, run_command, running, stopped

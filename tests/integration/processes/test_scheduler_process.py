@@ -18,22 +18,26 @@ import psutil
 import pytest
 
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import KEY_SIZE
+from shmserve.ipc.endpoints import KEY_SIZE
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.start import HostStart, SchedulerStart, SchedulingLimits, encode
+from shmserve.ipc.messages.publications import HealthChanged, ProcessExited
 from shmserve.ipc.messages.supervision import (
+    Acknowledged,
     Drain,
     Drained,
+    HostStart,
     InstanceExpected,
     InstanceServed,
     OpenScheduler,
-    ProcessExited,
+    Ping,
     SchedulerClosed,
     SchedulerReady,
+    SchedulerStart,
+    SchedulingLimits,
     Started,
     StatisticsSnapshot,
     Stop,
+    encode_start,
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
@@ -46,7 +50,8 @@ from tests.support.waiting import until
 PATIENCE_MS = 10_000
 NUMBER = 3
 BOOT = (
-    "import ast, sys; from shmserve.scheduler.main import run; run(ast.literal_eval(sys.argv[1]))"
+    "import ast, sys; from shmserve.scheduler.hosting.host import run; "
+    "run(ast.literal_eval(sys.argv[1]))"
 )
 MODEL = {
     "name": "m",
@@ -93,12 +98,12 @@ class Stage:
         )
         # Else numpy's threads spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        host = repr(encode(HostStart("scheduler m", run_dir)))
+        host = repr(encode_start(HostStart("scheduler m", run_dir)))
         self.process = subprocess.Popen([sys.executable, "-c", BOOT, host], env=env)
         self.numbers = itertools.count(1)
         self.host, ready = self.next(self.control)
         assert ready == Started()
-        self.control.post(self.host, OpenScheduler(encode(start)))
+        self.control.post(self.host, OpenScheduler(encode_start(start)))
         self.control.flush()
         self.address, ready = self.next(self.control)
         assert ready == SchedulerReady(self.process.pid)
@@ -183,6 +188,13 @@ def stage() -> Iterator[Stage]:
             yield made
         finally:
             made.close()
+
+
+def test_the_host_ignores_messages_that_are_not_for_hosts(stage: Stage) -> None:
+    stage.control.post(stage.host, Drain())
+    stage.control.post(stage.host, Ping(7))
+    stage.control.flush()
+    assert stage.next(stage.control) == (stage.host, Acknowledged(7))
 
 
 def test_a_request_goes_through_and_is_counted_when_it_is_answered(stage: Stage) -> None:

@@ -15,7 +15,7 @@ import pytest
 import shmserve.client
 from shmserve.client.events import EventReader
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages.events import ProcessStarted
+from shmserve.ipc.messages.publications import ProcessStarted
 from shmserve.supervisor.checks.places import server_pid
 from shmserve.supervisor.host.handover_link import Offer
 from tests.rigs.service_manager import managed

@@ -28,14 +28,13 @@ from shmserve.ipc.messages.inference import (
     Reply,
     Work,
 )
-from shmserve.ipc.messages.memory import MemoryDropped
-from shmserve.ipc.messages.start import WorkerStart, encode
+from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
+from shmserve.ipc.messages.supervision import WorkerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inferred, pack_inference
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
-from shmserve.supervisor.models.version.hangs import place, stacks_of
-from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.models.instances import Instance, model_frame, stacks_of
 from shmserve.supervisor.processes.table import Child
 from tests.rigs.arrivals import arrived, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
@@ -102,7 +101,7 @@ class Worker:
             **changes,
         }
         with self.log.open("wb") as log:
-            self.process = forker(WORKER).fork(encode(WorkerStart(**args)), log.fileno(), [])
+            self.process = forker(WORKER).fork(encode_start(WorkerStart(**args)), log.fileno(), [])
         self.pid = self.process.pid
         started = self.expect(m.WorkerStarted)
         assert started.pid == self.pid
@@ -237,7 +236,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
     send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
-    router.post(peer, m.ProcessExited(1, ""))
+    router.post(peer, ProcessExited(1, ""))
     router.post(peer, Execute(1, [Work(1, 1, b"garbage", [])]))
     router.flush()
     worker.batches = 1
@@ -420,4 +419,4 @@ def test_a_hanging_worker_tells_where(worker: Worker) -> None:
     hangs = 1 + next(n for n, line in enumerate(MODEL.splitlines()) if "sleep(60)" in line)
     for stacks in asyncio.run(twice()):
         assert stacks.count("in predict") == 1
-        assert place(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"
+        assert model_frame(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"

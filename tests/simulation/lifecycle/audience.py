@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from shmserve.ipc.messages.supervision import ModelPublished, ReadinessChanged
-from shmserve.supervisor.models.publications import News
+from shmserve.ipc.messages.publications import ModelPublished, ReadinessChanged
+from shmserve.supervisor.models.manager import News
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from tests.simulation.world import SECOND, World
 
@@ -103,7 +103,6 @@ class SimulatedAudience:
         return number
 
     def know(self, number: int) -> bool:
-        """As `SupervisorContext.know`."""
         return self.acknowledgements.know(number)
 
     def tell_readiness(self, news: ReadinessChanged) -> None:
@@ -124,7 +123,7 @@ class SimulatedAudience:
         """It hears all of what the others were sent before anything else."""
         key, peer = object(), SimulatedPeer(came=self.said)
         self._peers[key] = peer
-        for news in self._executor.registry.publications.snapshot():
+        for news in self._executor.publications.snapshot():
             self._send(key, peer, news)
 
     def enter_ensemble(self, address: Hashable, version: ObservedVersion) -> None:

@@ -1,5 +1,4 @@
-"""The executor of what the lifecycle decides, as the server has it, with files, processes and peers
-that are simulated."""
+"""The executor of the lifecycle's decisions, with simulated files, processes and clients."""
 
 from __future__ import annotations
 
@@ -12,21 +11,19 @@ from shmserve.common.trace_settings import TraceSettings
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import ShmserveError
-from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages.start import WorkerStart
+from shmserve.ipc.endpoints import Capabilities
+from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
-from shmserve.supervisor.models.executor import LifecycleExecutor
+from shmserve.supervisor.models.instances import Instance, VersionSpec, bounds_of
+from shmserve.supervisor.models.manager import LifecycleExecutor, Publications
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.instances import Instance, bounds_of
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.processes.control_socket import LogControl, TraceControl
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
-from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
-from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.rate_limiter import Tickets
+from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag
 from tests.simulation.lifecycle.loop import SimulatedLoop
@@ -46,22 +43,21 @@ _CONFIGS = {
 
 
 class NoPrograms:
-    """No program on this host is a client."""
+    """The local clients: none."""
 
     def numbers(self) -> list[int]:
-        """None."""
         return []
 
     def tell(self, message: Any) -> None:
-        """Nobody hears."""
+        pass
 
 
 def nothing(*_: Any) -> None:
-    """Nobody looks."""
+    """Do nothing."""
 
 
 class SimulatedExecutor(LifecycleExecutor):
-    """As `LifecycleExecutor`, in virtual time. `alive` are the versions that may have a process."""
+    """A `LifecycleExecutor` in virtual time; `alive` are the versions that may have a process."""
 
     def __init__(self, world: World, loop: SimulatedLoop, hosted: bool) -> None:
         self.world = world
@@ -77,8 +73,10 @@ class SimulatedExecutor(LifecycleExecutor):
         self.audience = SimulatedAudience(world, self)
         self.processes = SimulatedProcesses(world, self)
         planner: Any = self.repository
-        super().__init__(self._context(hosted), planner, self.registry, nothing)
-        self.registry.audience = self.audience
+        self.publications = Publications()
+        parts = (self._context(hosted), planner, self.registry, self.publications)
+        super().__init__(*parts, nothing)
+        self._audience = self.audience
         self.lifecycle = RecordedLifecycle(self.registry, self, hosted, self.oracles)
 
     def _context(self, hosted: bool) -> SupervisorContext:
@@ -105,7 +103,7 @@ class SimulatedExecutor(LifecycleExecutor):
         )
 
     def resize(self) -> None:
-        """The load of a model asks for another number of its instances."""
+        """Add or remove an instance of a random model, as the autoscaler does."""
         bounded = [version for version in self.alive if bounds_of(version.config) is not None]
         if not bounded:
             return
@@ -125,7 +123,7 @@ class SimulatedExecutor(LifecycleExecutor):
             self.world.note("not resized", version, error)
 
     def version_of(self, number: int) -> ObservedVersion | None:
-        """The version that has started a scheduler with this number, if it is still there."""
+        """Return the version whose last scheduler has this number, if it exists."""
         for version in self.alive:
             last = version.scheduler._last
             if last is not None and last.address.number == number:
@@ -133,7 +131,7 @@ class SimulatedExecutor(LifecycleExecutor):
         return None
 
     def place_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
-        """The version of a worker that is about to be started, and its instance."""
+        """Return the version and the instance of a worker that is being started."""
         version = next(each for each in self.alive if each.scheduler.number == start.number)
         return version, next(each for each in version.places if each.index == start.index)
 
@@ -144,7 +142,6 @@ class SimulatedExecutor(LifecycleExecutor):
     # --- as LifecycleExecutor
 
     def read(self, order: Order) -> None:
-        """Its folder as it is at some moment from now on."""
         self._does("read", self.oracles.title(order))
         self.world.after(draw_lag(self.world), self._read, order)
 
@@ -153,42 +150,35 @@ class SimulatedExecutor(LifecycleExecutor):
         self.world.after(draw_lag(self.world), self.lifecycle.was_read, order, plan)
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        """It is watched."""
-        changed = self.lifecycle.changed
-        version = ObservedVersion(self.registry, self.context, spec, changed, self.registry, group)
+        events = self.lifecycle.changed, self.lifecycle.config_completed
+        version = ObservedVersion(self.context, spec, group, self.registry.serving, *events)
         self.alive.append(version)
         return version
 
     def start(self, version: ModelVersion) -> None:
-        """It is noted."""
         self._does("start", version)
         super().start(version)
 
     def update(self, order: Order) -> None:
-        """It is over when `Lifecycle.updated` is called."""
         self._does("update", self.oracles.title(order))
         self.updating.add(order)
         super().update(order)
 
     def move(self, order: Order, group: Group) -> None:
-        """It is noted."""
         self._does("move", order.model.name, sorted(group.names))
         super().move(order, group)
 
     def kill(self, version: ModelVersion) -> None:
-        """Nobody may know it."""
         self._does("kill", version)
         self.oracles.killed(cast("ObservedVersion", version))
         super().kill(version)
 
     def retire(self, version: ModelVersion) -> None:
-        """Nobody may send it anything more."""
         self._does("retire", version)
         self.oracles.retired(cast("ObservedVersion", version))
         super().retire(version)
 
     def answer(self, order: Order) -> None:
-        """Who gave it hears of it."""
         self._does("answer", self.oracles.title(order), order.error)
         self.oracles.answered(order)
         for call in self.on_answer.pop(order, ()):

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.supervisor.models.instances import InstanceState, VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
+from shmserve.supervisor.models.model_version import ModelVersion, differs_in_instances_only
 from shmserve.supervisor.models.orders import ModelEntry, Order, OrderKind, OrderPhase
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.statuses import ModelState, statuses
-from shmserve.supervisor.models.version.instances import InstanceState
-from shmserve.supervisor.models.version.model_version import ModelVersion, differs_in_instances_only
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.registry import ModelRegistry, ModelState, statuses
 from tests.simulation.lifecycle.versions import ObservedVersion, counts_of
 from tests.simulation.world import Violation
 
@@ -199,7 +197,7 @@ class LifecycleOracles:
             return
         if number not in served:
             return
-        replaced = order is not None and order.phase is OrderPhase.TELLING
+        replaced = order is not None and order.phase is OrderPhase.PUBLISHING
         if order is None or not replaced or number in {spec.version for spec in order.specs}:
             self.broke(f"10: {name} {number} is withdrawn, and no order says so")
 

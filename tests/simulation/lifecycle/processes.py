@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from shmserve.common.tasks import settle
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.start import SchedulerStart, WorkerStart, decode
-from shmserve.supervisor.models.version.instances import Instance
+from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.ipc.messages.supervision import SchedulerStart, WorkerStart, decode_start
+from shmserve.supervisor.models.instances import Instance
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
 from shmserve.supervisor.processes.table import Child
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag
@@ -88,7 +89,7 @@ class SimulatedProcesses:
         """It says that it is there, now and then too late."""
         world, version, place = self.world, None, None
         if "workers" in entry:
-            version, place = self.executor.place_of(decode(WorkerStart, start))
+            version, place = self.executor.place_of(decode_start(WorkerStart, start))
             self._starts.begin(place)
         await self._pause()
         if world.chance(0.01):
@@ -146,7 +147,7 @@ class SimulatedProcesses:
         child = self.alive.get(pid_of(address))
         if child is None or address not in self._handlers:
             return
-        if isinstance(message, m.ModelPublished):
+        if isinstance(message, ModelPublished):
             self.audience.tell(address, message)
             return
         world = self.world
@@ -179,7 +180,7 @@ class SimulatedProcesses:
         if isinstance(address, SchedulerAddress):
             self._scheduler_hears(child, address, message)
         elif isinstance(message, m.OpenScheduler):
-            self._open(child, decode(SchedulerStart, message.start))
+            self._open(child, decode_start(SchedulerStart, message.start))
         elif child.version is not None:
             self._worker_hears(child, message)
         elif isinstance(message, m.Stop):

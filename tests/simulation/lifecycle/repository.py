@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.orders import LoadPlan, LoadSource
-from shmserve.supervisor.models.version.spec import VersionSpec
 from tests.simulation.world import World
 
 if TYPE_CHECKING:
@@ -134,18 +134,17 @@ class DrawnRepository:
             versions = {"1": folder.name}
             self.folders[folder] = 0
 
-        def complete(completed: dict[str, Any]) -> ModelSpec:
-            if None in completed.get("steps", ()):
-                raise InvalidArgument("a model of its steps is not available")
-            return config
-
         return [
-            VersionSpec(name, version, folder, folder, config, complete, files=files)
+            VersionSpec(name, version, folder, folder, config, files=files)
             for version, files in versions.items()
         ]
 
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        if None in completed.get("steps", ()):
+            raise InvalidArgument("a model of its steps is not available")
+        return spec.config
+
     def discard(self, spec: VersionSpec) -> None:
-        """As `LoadPlanner.discard`."""
         folder = spec.model_dir
         self._oracles.discarded(folder)
         if folder in self.folders:

@@ -92,7 +92,7 @@ class LifecycleRun:
             self._unload_dependents(name)
 
     def _unload_dependents(self, name: str) -> None:
-        alone = self.executor.lifecycle.loaded_for(name)
+        alone = self.executor.registry.loaded_for(name)
         order = self.executor.lifecycle.unload(name)
         for step in alone:
             call = partial(self._unload_dependents, step)

@@ -1,14 +1,12 @@
-"""Versions of models as the server has them, of which it is kept what the rules ask for."""
+"""The server's model versions, with records for the checks of the simulation."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.instances import Instance, InstanceState, bounds_of
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.instances import Instance, InstanceState, bounds_of
+from shmserve.supervisor.models.model_version import ModelVersion
 
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.processes import SimulatedChild
@@ -17,7 +15,7 @@ _LEAVING = (InstanceState.RETIRING, InstanceState.STOPPED)
 
 
 def counts_of(config: ModelSpec) -> range:
-    """The numbers of instances that a configuration allows."""
+    """Return the numbers of instances that a configuration allows."""
     bounds = bounds_of(config)
     if bounds is not None:
         return range(bounds.least, bounds.most + 1)
@@ -26,56 +24,55 @@ def counts_of(config: ModelSpec) -> range:
 
 
 class ObservedVersion(ModelVersion):
-    """A version, whether it `was_ready`, whether it was told to drain, and of an ensemble the
-    configurations of its steps' models as they were when it was loaded."""
+    """A version with records.
 
-    def __init__(self, registry: ModelRegistry, *parts: Any) -> None:
+    Attributes:
+        was_ready: Whether it has been ready.
+        drains: Whether it was told to drain.
+        shapes: The configurations of an ensemble's step models at its load.
+    """
+
+    def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.was_ready = self.drains = False
         self.shapes: list[Any] = []
-        self._registry = registry
+        self._find = parts[3]
 
     def __repr__(self) -> str:
         return f"{self.spec.name}:{self.spec.version}#{self.scheduler.number}"
 
     @property
     def ready(self) -> bool:
-        """As `ModelVersion.ready`."""
         ready = super().ready
         self.was_ready |= ready
         return ready
 
     async def start(self) -> None:
-        """As `ModelVersion.start`."""
         self.shapes = self.steps_known()
         await super().start()
 
-    def steps_published(self) -> list[ModelPublished | None]:
-        """The publications of its steps' models."""
-        return [self._registry.published_now(step) for step in self.spec.steps]
-
     def steps_known(self) -> list[Any]:
-        """The configurations of its steps' models, as they are published."""
-        found = self.steps_published()
-        return [None if news is None else news.config.immutable_config for news in found]
+        """Return the published configurations of the step models."""
+        found = [self._find(*step) for step in self.spec.steps]
+        return [None if version is None else version.config.immutable_config for version in found]
 
     @property
     def places(self) -> list[Instance]:
-        """All of its instances."""
+        """The instances."""
         return self.instances._all
 
     @property
     def wanted(self) -> int:
-        """The number of instances that are not on their way out."""
+        """The number of instances that do not retire."""
         return sum(each.state not in _LEAVING for each in self.places)
 
     def knows(self, index: int, child: SimulatedChild) -> bool:
-        """Whether its scheduler expects a process, which offers itself there."""
+        """Check whether the scheduler expects a process that has attached to it."""
         serving: Any = self.scheduler.serving
         expected = serving.child.expected.get((self.scheduler.number, index))
         return expected == child.pid and child.offered_at == self.scheduler.instances_endpoint
 
     @property
     def stopping(self) -> bool:
-        """Whether its processes are to end."""
+        """Whether the processes end."""
         return self._lifetime.stopping

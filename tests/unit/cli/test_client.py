@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from shmserve.cli import client
-from shmserve.cli.client_tensors import ModelTensor, decode, encode, load
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+from shmserve.protocols.tensors import ModelTensor, decode, encode, load
 
 METADATA = {
     "name": "m",

@@ -10,7 +10,7 @@ import pytest
 
 from shmserve import cli
 from shmserve.cli.systemd import units
-from shmserve.config import config_file
+from shmserve.config import command_line
 from shmserve.supervisor.host.service_manager import LISTENERS
 
 SYSTEM = Path("etc/systemd/system")
@@ -79,7 +79,7 @@ def test_the_units_of_a_user(
     assert "\nrun " not in capsys.readouterr().out  # no manager of this user's runs
     found = [home / "c/systemd/user" / name for name in units.UNITS]
     assert not (home / "c/systemd/user/shmserve.service.d").exists()
-    repository = config_file.read(str(home / "c/shmserve/shmserve.yaml")).repeated
+    repository = command_line.read(str(home / "c/shmserve/shmserve.yaml")).repeated
     assert repository == {"model-repository": [str(home / "d/shmserve/models")]}
     tool(
         "systemd-tmpfiles",
@@ -94,7 +94,7 @@ def test_the_units_of_a_user(
 
 def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
     assert run("install", tmp_path) == 0
-    found = config_file.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))
+    found = command_line.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))
     assert found.values == {"shm-group": "shmclients"}
     assert found.repeated == {"model-repository": ["/var/lib/shmserve/models"]}
     names = [

@@ -25,16 +25,15 @@ import shmserve.client
 from shmserve.client.memory import cuda as client_device
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.sync import Server
-from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import FIRST, Capabilities
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, Capabilities
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.local_clients import ShareDeviceMemory
-from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.control_requests import ShareDeviceMemory
+from shmserve.ipc.messages.publications import HealthChanged, MemoryDropped, ModelPublished
+from shmserve.ipc.messages.supervision import CheckMemory
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
@@ -43,18 +42,18 @@ from shmserve.scheduler.hosting.local_clients import LocalClientListener
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.control_socket import Acknowledgements
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
 from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.region_rig import policy
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 from tests.support.waiting import until
 
 F32 = np.float32
 ROW = np.arange(4, dtype=F32).reshape(1, 4)
 CONFIG = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
-POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
+POLICY = policy(max_regions=8, max_regions_per_uid=4)
 SEALS = Capabilities(bytes(32))
 TENSORS = {"x": ((1, 4), "FP32"), "y": ((1, 4), "FP32")}
 
@@ -91,13 +90,17 @@ class SupervisorContext:
         opener = RegionOpener(POLICY, handles if self._devices else None)
         self.registry = registry = LocalMemory(SEALS, opener, self.processes, self.events.append)
 
+        nobody: Any = None
+
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
             yield ModelPublished("m", "1", ModelSpec.of(CONFIG), {}, endpoint, True, True, 0.0, 0)
             yield HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(
-            self.folder, NO_GROUP, SEALS, registry, models, Acknowledgements(), registry.release
+            *(self.folder, NO_GROUP, SEALS, registry, models, Acknowledgements()),
+            on_disconnect=registry.release,
+            load_on_demand=nobody,
         )
         self._ready.set()
         await self._over.wait()
@@ -339,7 +342,7 @@ def test_pinned_host_memory(
             client.allocate(TENSORS, pin=True)
         forged = dataclasses.replace(region.place("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.listener._rules._check_owner(FIRST, Place(forged, 0, 16))
+            host.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Place(forged, 0, 16))
     until("workers are told", lambda: bool(host.processes.workers))
     host.drop()
     assert not cuda.pinned
@@ -431,7 +434,7 @@ def test_a_local_client_uses_no_handle_that_it_did_not_share(
 
 def test_the_same_handle_shared_again_is_another_memory() -> None:
     handle = CudaHandle(bytes(64), 0)
-    ids = {SEALS.device_memory_id(FIRST, serial, 64, handle) for serial in (1, 2, 3)}
+    ids = {SEALS.device_memory_id(FIRST_LOCAL_CLIENT, serial, 64, handle) for serial in (1, 2, 3)}
     assert len(ids) == 3 and all(0 < memory_id < 1 << 62 for memory_id in ids)
 
 

@@ -24,10 +24,10 @@ from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.server.state import ClientModel
 from shmserve.client.session import Session
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import Welcome
 from shmserve.ipc.messages.inference import Cancel
-from shmserve.ipc.messages.local_clients import Welcome
+from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.transport import frames

@@ -31,8 +31,9 @@ from shmserve.client.request.prepared import RequestTemplate, TensorTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server.state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.ipc.capabilities import FIRST, Capabilities
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT as FIRST
+from shmserve.ipc.endpoints import Capabilities
+from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.inference import Finished
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef

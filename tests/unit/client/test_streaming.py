@@ -20,7 +20,7 @@ from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import credit
 from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, TOGETHER
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (

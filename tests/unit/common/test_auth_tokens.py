@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.access.auth_tokens import (
+from shmserve.common.auth_tokens import (
     GRPC_HEADER_PREFIX,
     OPEN,
     RESTRICTABLE,

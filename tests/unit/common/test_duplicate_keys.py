@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from shmserve.common.duplicate_keys import DoubledName, members
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.json import large_arrays
-from shmserve.gateway.http.json.large_arrays import loads_large
-from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.json import parser
+from shmserve.gateway.http.json.parser import loads, loads_large
 from shmserve.model_config.parse import from_json
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, rig
 from tests.support.wire.raw_http import Http
@@ -160,7 +159,7 @@ def test_long_names_and_long_texts() -> None:
 
 
 def test_where_large_arrays_were_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_arrays, "_WORTH_CUTTING", 1)
+    monkeypatch.setattr(parser, "_WORTH_CUTTING", 1)
     for doubled in ('"data": [1, 2], "data": [3, 4]', '"data": [1, 2], "name": "", "name": ""'):
         with pytest.raises(InvalidArgument, match=r"duplicate key '(data|name)' in an object"):
             loads_large(f'{{"inputs": [{{{doubled}}}]}}'.encode())

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from shmserve.common.access import peer_credentials
-from shmserve.common.access.auth_tokens import Authorisation
-from shmserve.common.access.peer_credentials import groups_of, loopback_peer, unix_peer
-from shmserve.common.access.shm_access import REMOTE, SHM_DISABLED, Peer
+from shmserve.common import peers
+from shmserve.common.auth_tokens import Authorisation
+from shmserve.common.peers import REMOTE, SHM_DISABLED, Peer, groups_of, loopback_peer, unix_peer
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
 from shmserve.gateway.client_identity import (
     ClientIdentity,
@@ -63,7 +62,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError
 
     if request.param == "listed":
-        monkeypatch.setattr(peer_credentials, "tcp_owner", none)
+        monkeypatch.setattr(peers, "tcp_owner", none)
 
 
 @pytest.mark.usefixtures("way")
@@ -104,10 +103,10 @@ def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
     """A host may have ended ten thousands in the last minute; whoever came next paid for them."""
     with tcp_pair() as (ours, theirs):
         try:
-            assert peer_credentials.tcp_owner(theirs.getsockname(), ours.getsockname()) is not None
+            assert peers.tcp_owner(theirs.getsockname(), ours.getsockname()) is not None
         except OSError:
             pytest.skip("needs a kernel with sock_diag for TCP")
-        monkeypatch.setattr(peer_credentials, "_tables", None)
+        monkeypatch.setattr(peers, "_tables", None)
         assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
         address = ours.getpeername()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.access.shm_access import (
+from shmserve.common.peers import (
     EVERYONE,
     NO_GROUP,
     REMOTE,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.accelerators import Accelerators
+from shmserve.common.host import Accelerators
 from shmserve.config import command_line, server
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -215,8 +215,9 @@ def of_pbtxt(tmp_path: Path, text: str) -> None:
 
 
 def of_plan(tmp_path: Path, override: str) -> None:
-    (plan,) = planner(tmp_path).plan("m", override, {})
-    plan.complete(plan.config.source)
+    plans = planner(tmp_path)
+    (spec,) = plans.plan("m", override, {})
+    plans.complete(spec, spec.config.source)
 
 
 def of_override(tmp_path: Path, text: str) -> None:
@@ -243,16 +244,17 @@ def of_class(tmp_path: Path, text: str) -> None:
         (made.context.version_dir / "model.py").write_text(HEAD + text)
         backend = 'backend: "native"\n'
         (made.context.model_dir / "config.pbtxt").write_text(backend)
-        (plan,) = planner(tmp_path).plan("m", "", {})
+        plans = planner(tmp_path)
+        (spec,) = plans.plan("m", "", {})
         try:
-            completed = NativeBackend(made.context).complete_config(plan.config.source)
+            completed = NativeBackend(made.context).complete_config(spec.config.source)
         except InvalidArgument:
             raise
         except Exception as error:  # as a worker says it
             raise InvalidArgument(
                 in_words(error) + place(error, made.context.version_dir)
             ) from None
-        plan.complete(completed)
+        plans.complete(spec, completed)
 
 
 KINDS: tuple[tuple[Callable, dict], ...] = (

@@ -14,17 +14,16 @@ import pytest
 import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
-from shmserve.common.access import auth_tokens
+from shmserve.common import auth_tokens
 from shmserve.gateway.http import routing
 from shmserve.gateway.http.routes import ROUTES
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.memory import (
+from shmserve.ipc.messages import control_requests as m
+from shmserve.ipc.messages.control_requests import RegionReleased, RegisterRegion, UnregisterRegion
+from shmserve.ipc.messages.publications import (
+    HealthChanged,
+    ModelWithdrawn,
     RegionPublished,
-    RegionReleased,
     RegionWithdrawn,
-    RegisterRegion,
-    UnregisterRegion,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
@@ -455,7 +454,7 @@ def test_a_silent_scheduler_does_not_hold_statistics_up(gateway: Rig, http: Http
     for asker in askers:
         asker.join(10)
     assert sorted(answers) == [200, 503]
-    gateway.apply(lambda number: m.ModelWithdrawn("silent", "1", number))
+    gateway.apply(lambda number: ModelWithdrawn("silent", "1", number))
 
 
 def test_metrics_are_tritons_and_ours(gateway: Rig, http: Http) -> None:

@@ -20,7 +20,7 @@ from shmserve.gateway.inference.submit import prepare_submit
 from shmserve.gateway.links import GatewayRequest, RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferred
+from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, Packed, pack_inferred
 from tests.rigs.scheduler_rig import work_in_place
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
@@ -68,7 +68,7 @@ def asked(
     scheduler: SchedulerHandle,
     number: int,
     release: Callable[[], None] = lambda: None,
-    work: bytes = b"",
+    work: Packed = (b"", []),
 ) -> Asked:
     """A request that is submitted."""
     submit = m.Submit(number, *work, 0, 0, 0, 0, "mine")
@@ -157,7 +157,7 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
         scheduler = dispatcher.scheduler("ipc://old")
         requests = [
             asked(scheduler, number, partial(released.append, number), work)
-            for number, work in ((1, b""), (2, b""), (3, work_in_place()))
+            for number, work in ((1, (b"", [])), (2, (b"", [])), (3, work_in_place()))
         ]
         link: Any = scheduler.link
         link.last_words = [m.Finished(1, *pack_inferred(Inferred(())))]

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmserve.gateway.api.figures import WINDOW_S, Figures, quantile, row
-from shmserve.scheduler.statistics.table import Histogram
+from shmserve.scheduler.tables import Histogram
 
 BOUNDS = (0.001, 0.01, 0.1)
 

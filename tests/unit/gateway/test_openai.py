@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from multidict import CIMultiDict
+
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.http.openai.answers import (
-    CHAT,
-    COMPLETION,
-    Choices,
-    Delta,
-    TooManyRequests,
-    openai_error,
-)
+from shmserve.gateway.http.messages import WholeBody
+from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
+from shmserve.gateway.http.openai.generation import CHAT, COMPLETION, Choices, Delta
+from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
+from shmserve.gateway.settings import GatewaySettings
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
 TOKEN = {
@@ -90,3 +94,50 @@ def test_errors_have_a_type_and_the_field() -> None:
     assert shown(NotFound("x: no"))["code"] == "model_not_found"
     assert shown(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
     assert shown(Unavailable("gone"))["type"] == "server_error"
+
+
+def text_gateway() -> Any:
+    """Return a gateway with one model, which generates text."""
+    signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
+    model = SimpleNamespace(name="m", signature=signature)
+    models = SimpleNamespace(on_demand=(), resolve=lambda name, version: model)
+    settings = GatewaySettings(max_input_size=1 << 20, arena_byte_size=1 << 20)
+    budget = BodyBudget(1 << 20, MallocTrim())
+    return SimpleNamespace(models=models, settings=settings, body_budget=budget)
+
+
+def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    request: Any = SimpleNamespace(content=WholeBody(raw), headers=CIMultiDict(headers))
+    return asyncio.run(bodies.read(text_gateway(), request))
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({}, 1 << 24),
+        ({"max_tokens": None}, 1 << 24),
+        ({"max_tokens": None, "max_completion_tokens": None}, 1 << 24),
+        ({"max_tokens": None, "max_completion_tokens": 5}, 5),
+        ({"max_completion_tokens": 0}, 0),
+        ({"max_tokens": 7, "max_completion_tokens": 5}, 7),
+    ],
+)
+def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
+    given: dict[str, Any], most: int
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
+    asked = asyncio.run(bodies.chat(text_gateway(), body))
+    assert asked.parameters["max_tokens"] == most
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])
+def test_a_body_may_be_compressed(encoding: str, pack: Any) -> None:
+    raw = pack(b'{"model": "m"}')
+    assert read_body(raw, Content_Encoding=encoding, Content_Length=str(len(raw))) == {"model": "m"}
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b'["m"]'])
+def test_a_body_is_a_json_object(raw: bytes) -> None:
+    with pytest.raises(InvalidArgument, match="JSON"):
+        read_body(raw, Content_Length=str(len(raw)))

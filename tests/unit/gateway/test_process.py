@@ -14,7 +14,7 @@ from shmserve.gateway import process
 from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.endpoints import control
 from shmserve.ipc.memory.arena import Arena
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages import publications as m
 from shmserve.ipc.transport.router import Router
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.common.trace_settings import Sampler, Samplers, TraceSettings
-from shmserve.gateway.tracing.tracer import Tracer, append_entries, next_file
+from shmserve.gateway.tracer import Tracer, append_entries, next_file
 
 ON = TraceSettings(("TIMESTAMPS",), trace_rate=3)
 SAMPLED = f"00-{'1' * 32}-{'2' * 16}-01"

@@ -8,13 +8,13 @@ import pytest
 
 from shmserve.common.tls import Tls
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
-from shmserve.ipc.messages.start import (
+from shmserve.ipc.messages.supervision import (
     HostStart,
     SchedulerStart,
     SchedulingLimits,
     WorkerStart,
-    decode,
-    encode,
+    decode_start,
+    encode_start,
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
@@ -65,4 +65,4 @@ STARTS = [
 
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: type(start).__name__)
 def test_what_is_decoded_is_what_was_encoded(start: object) -> None:
-    assert decode(type(start), encode(start)) == start
+    assert decode_start(type(start), encode_start(start)) == start

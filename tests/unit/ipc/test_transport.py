@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import Answered, ConfigCompleted, Drain
+from shmserve.ipc.messages.control_requests import Answered
+from shmserve.ipc.messages.supervision import ConfigCompleted, Drain
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router

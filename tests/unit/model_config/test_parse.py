@@ -31,7 +31,7 @@ from shmserve.model_config import (
 from shmserve.model_config.syntax.message_builder import is_map, is_repeated
 from shmserve.proto import model_config_pb2
 from shmserve.proto.loader import load
-from shmserve.supervisor.models.registry import describe
+from shmserve.supervisor.models.model_version import describe
 
 DATA = Path(__file__).with_name("data")
 RECORDED: dict[str, dict[str, Any]] = json.loads(DATA.joinpath("triton_configs.json").read_text())

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.cli.client_tensors import ModelTensor
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.perf import data
 from shmserve.perf.data import Given, ModelInterface
+from shmserve.protocols.tensors import ModelTensor
 
 BATCHED = ModelInterface(
     {"X": ModelTensor("X", "INT32", (-1, 2))}, {"Y": ("FP32", (3,))}, batches=True

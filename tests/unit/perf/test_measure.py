@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.perf import measure
-from shmserve.perf.measure import Mark, Records, Values
+from shmserve.perf.load import Mark, Records
+from shmserve.perf.measure import Values
 
 
 def values(given: list[int]) -> Values:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shmserve.cli.transports import InputTensor
 from shmserve.perf import regions
 from shmserve.perf.regions import Regions
+from shmserve.protocols import InputTensor
 from tests.rigs.fake_cuda import FakeCuda
 
 ITEMS = [

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.perf import plot, points, report
-from shmserve.perf.points import Point
+from shmserve.perf import measure, report
+from shmserve.perf.measure import Point
 
 LATENCY = {"mean": 2.0, "p50": 1.5, "p90": 3.0, "p95": 4.0, "p99": 5.0, "p99.9": 6.0, "max": 9.0}
 SERVER = {"queue": 100.0, "compute_input": 10.0, "compute_infer": 500.0, "compute_output": 20.0}
@@ -74,7 +74,7 @@ def test_csv_has_a_line_a_load() -> None:
 @pytest.mark.parametrize("values", [[4.0], [1.0, 4.0, 16.0]])
 def test_the_picture_is_svg(values: list[float]) -> None:
     found = [replace(POINT, value=value, per_second=500 * value) for value in values]
-    root = ET.fromstring(plot.draw("<m> & n", found))
+    root = ET.fromstring(report.draw("<m> & n", found))
     assert root.tag.endswith("svg")
     texts = [each.text or "" for each in root.iter() if each.tag.endswith("text")]
     assert texts[0].startswith("<m> & n")
@@ -91,8 +91,8 @@ def test_what_the_server_counted_is_a_difference() -> None:
             "inference_stats": {"success": times, "queue": times, "compute_infer": times},
         }
 
-    found = points.grown(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))
+    found = measure.grown(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))
     assert found["queue"] == found["compute_infer"] == 100.0
     assert (found["compute_input"], found["batch"], found["requests"]) == (0.0, 4.0, 20)
-    assert points.grown(stats(10, 0, 5), stats(10, 0, 5)) == {}
+    assert measure.grown(stats(10, 0, 5), stats(10, 0, 5)) == {}
     assert json.dumps(found)

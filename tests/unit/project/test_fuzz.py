@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ClientIdentity, ListenerKind, ListenerRules
 from shmserve.ipc.transport import frames
 from tests.fuzz import targets

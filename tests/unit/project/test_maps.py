@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3] / "shmserve"
 MAPS = (
-    *("cli/transports", "client", "gateway", "gateway/grpc", "ipc", "scheduler"),
+    *("protocols", "client", "gateway", "gateway/grpc", "ipc", "scheduler"),
     *("supervisor", "workers"),
 )
 
@@ -33,16 +33,14 @@ def somewhere() -> set[str]:
     return {name for room in rooms for path in room.resolve().rglob("") for name in entries(path)}
 
 
-@pytest.mark.parametrize(
-    "package", ["gateway", "gateway/grpc", "scheduler", "client", "cli/transports"]
-)
+@pytest.mark.parametrize("package", ["gateway", "gateway/grpc", "scheduler", "client", "protocols"])
 def test_a_map_names_every_module(package: str) -> None:
     folder = ROOT / package
     assert named(folder) >= entries(folder) - {"__init__.py"}
 
 
 @pytest.mark.parametrize(
-    "package", ["", "gateway", "gateway/grpc", "scheduler", "client", "cli/transports"]
+    "package", ["", "gateway", "gateway/grpc", "scheduler", "client", "protocols"]
 )
 def test_a_map_names_what_is_there(package: str) -> None:
     assert named(ROOT / package) <= somewhere()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
@@ -17,13 +18,21 @@ from shmserve.ipc.messages.supervision import (
     InstanceRetired,
     InstanceServed,
     KillInstance,
-    ProcessExited,
     RetireInstance,
     StatisticsSnapshot,
     Stop,
 )
+from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.scheduler.requests.request import NEVER
-from tests.rigs.scheduler_rig import GATEWAY, MS, Rig, ok, response_in_arena, work_in_place
+from tests.rigs.scheduler_rig import (
+    GATEWAY,
+    MS,
+    Rig,
+    ok,
+    ready_rig,
+    response_in_arena,
+    work_in_place,
+)
 
 OTHER = b"7001.cd"
 EXPIRED = "Request timeout expired"
@@ -38,8 +47,7 @@ def failed(number: int, code: str, message: str, early: bool = False) -> m.Faile
 
 
 def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
-    rig = Rig()
-    peer = rig.start()
+    rig, peer = ready_rig()
     first, second = rig.submit(2)
     _, batch = rig.execute()
     assert [each.data for each in batch.requests] == [b"w1"]
@@ -54,8 +62,7 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
 
 
 def test_requests_that_come_together_run_together() -> None:
-    rig = Rig({})
-    peer = rig.start()
+    rig, peer = ready_rig({})
     numbers = rig.submit(11)
     _, batch = rig.execute()
     assert len(batch.requests) == 8
@@ -87,8 +94,7 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
 
 
 def test_replies_may_come_in_any_order_and_fail_one_by_one() -> None:
-    rig = Rig({})
-    peer = rig.start()
+    rig, peer = ready_rig({})
     first, second = rig.submit(2)
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
@@ -100,8 +106,7 @@ def test_replies_may_come_in_any_order_and_fail_one_by_one() -> None:
 
 
 def test_the_hook_holds_the_dynamic_batcher_until_enough_requests_came() -> None:
-    rig = Rig({}, delay_scheduler=3)
-    peer = rig.start()
+    rig, peer = ready_rig({}, delay_scheduler=3)
     rig.submit(2)
     assert rig.executes() == []
     rig.submit(1)
@@ -177,10 +182,8 @@ def test_read_outputs_are_given_back_to_the_worker_that_made_them() -> None:
 
 
 def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
-    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    peer = rig.start()
-    (first,) = rig.submit()
-    _, batch = rig.execute()
+    rig, peer = ready_rig({"preserve_ordering": True, "preferred_batch_size": [1]})
+    first, batch = rig.begin()
     for _ in range(3000):
         (cancelled,) = rig.submit()
         rig.client(m.Cancel(cancelled))
@@ -272,8 +275,7 @@ def test_an_instance_that_is_announced_where_one_retires_is_another() -> None:
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    rig = Rig(max_queue_size=4)
-    peer = rig.start()
+    rig, peer = ready_rig(max_queue_size=4)
     rig.submit()
     _, batch = rig.execute()
     rig.pass_time(2_000 * MS)
@@ -292,7 +294,7 @@ def test_what_is_late_makes_room_in_a_full_queue_and_does_not_begin() -> None:
     (late,) = rig.submit(timeout_ns=5 * MS)
     rig.now += 6 * MS
     rig.core.from_control(InstanceExpected(0, 100), rig.now)
-    rig.core.executions.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
+    rig.core.results.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
     (number,) = rig.submit()
     assert rig.answers() == [failed(late, "UNAVAILABLE", EXPIRED)]
     rig.finish(*rig.execute())
@@ -347,25 +349,19 @@ def test_the_supervisor_hears_of_the_first_execution_of_each_process() -> None:
         rig.submit(2)
         for _ in range(2):
             rig.finish(peer, rig.execute()[1])
-        assert served(rig) == [InstanceServed(pid)]
+        assert rig.to_supervisor(InstanceServed) == [InstanceServed(pid)]
         rig.supervisor(ProcessExited(pid, "signal 11"))
 
 
 def test_what_dies_before_its_stream_has_ended_has_served_nothing() -> None:
-    rig = Rig(decoupled=True)
-    peer = rig.start()
+    rig, peer = ready_rig(decoupled=True)
     rig.submit()
     _, batch = rig.execute()
     rig.returned(peer, batch)
     rig.respond(peer, batch.requests[0].key)
-    assert served(rig) == []
+    assert rig.to_supervisor(InstanceServed) == []
     rig.supervisor(ProcessExited(100, "signal 11"))
-    assert served(rig) == []
-
-
-def served(rig: Rig) -> list[Any]:
-    """What the supervisor was told of instances that execute."""
-    return [word for _, word in rig.control.take() if isinstance(word, InstanceServed)]
+    assert rig.to_supervisor(InstanceServed) == []
 
 
 def test_many_idle_clients_are_forgotten() -> None:
@@ -393,8 +389,7 @@ def test_a_deadline_passes_in_the_queue() -> None:
 
 
 def test_a_deadline_passes_while_the_instance_is_busy_with_others() -> None:
-    rig = Rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
-    rig.start()
+    rig, _ = ready_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
     rig.submit()
     rig.execute()
     (number,) = rig.submit()
@@ -404,10 +399,8 @@ def test_a_deadline_passes_while_the_instance_is_busy_with_others() -> None:
 
 
 def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> None:
-    rig = Rig({})
-    peer = rig.start()
-    (number,) = rig.submit(timeout_ns=5 * MS)
-    _, batch = rig.execute()
+    rig, peer = ready_rig({})
+    number, batch = rig.begin(timeout_ns=5 * MS)
     rig.pass_time(5 * MS + 1)
     assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED, early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
@@ -417,9 +410,18 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
 
 
+def test_frames_of_a_client_that_exited_are_dropped_after_many_other_exits() -> None:
+    """A pid is not reused for as long, so that this is never a frame of a new process."""
+    rig = Rig()
+    rig.submit()
+    rig.supervisor(ProcessExited(7000, "signal 9"))
+    rig.supervisor(*(ProcessExited(20_000 + pid, "") for pid in range(REMEMBERED_EXITS - 1)))
+    rig.submit()
+    assert rig.core.live == 0
+
+
 def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
-    rig = Rig({})
-    rig.start()
+    rig, _ = ready_rig({})
     rig.core.executions.service_time.pipeline_depth = 2
     (running,) = rig.submit()
     ahead, later = rig.submit(8), rig.submit(3)
@@ -453,8 +455,7 @@ def test_an_only_instance_has_its_next_batch_while_it_computes(
 
 
 def test_a_waiting_batch_hurries_for_a_deadline() -> None:
-    rig = Rig({"max_queue_delay_microseconds": 1_000_000})
-    peer = rig.start()
+    rig, peer = ready_rig({"max_queue_delay_microseconds": 1_000_000})
     (number,) = rig.submit(timeout_ns=50 * MS)
     assert rig.now < rig.wake_ns < rig.now + 50 * MS
     rig.pass_time(rig.wake_ns - rig.now)
@@ -464,10 +465,10 @@ def test_a_waiting_batch_hurries_for_a_deadline() -> None:
 
 
 def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
-    rig = Rig({}, parameters={"execution_timeout_seconds": "0.5"}, execution_timeout_s=60)
-    peer = rig.start()
-    (number,) = rig.submit()
-    _, batch = rig.execute()
+    rig, peer = ready_rig(
+        {}, parameters={"execution_timeout_seconds": "0.5"}, execution_timeout_s=60
+    )
+    number, batch = rig.begin()
     assert rig.wake_ns == rig.now + 500 * MS
     rig.pass_time(500 * MS)
     text = "execution of the request exceeded the limit of 0.5 seconds"
@@ -486,8 +487,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
 
 
 def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
-    rig = Rig({}, execution_timeout_s=2)
-    rig.start()
+    rig, _ = ready_rig({}, execution_timeout_s=2)
     first, second = rig.submit(2)
     rig.execute()
     rig.pass_time(2_000 * MS)
@@ -518,8 +518,7 @@ def test_a_queued_request_is_cancelled() -> None:
 
 
 def test_an_executing_request_is_cancelled_without_touching_the_others() -> None:
-    rig = Rig({})
-    peer = rig.start()
+    rig, peer = ready_rig({})
     first, second = rig.submit(2, timeout_ns=50 * MS)
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
@@ -535,12 +534,10 @@ def test_an_executing_request_is_cancelled_without_touching_the_others() -> None
 
 
 def test_a_client_that_is_gone_is_owed_nothing() -> None:
-    rig = Rig({}, max_batch_size=2)
-    peer = rig.start()
+    rig, peer = ready_rig({}, max_batch_size=2)
     rig.submit(1)
     rig.submit(2, peer=OTHER)
-    (mine,) = rig.submit(1)
-    _, batch = rig.execute()
+    mine, batch = rig.begin()
     rig.supervisor(ProcessExited(7001, ""))
     rig.finish(peer, batch)
     assert [message.id for message in rig.answers()] == [1]
@@ -553,14 +550,13 @@ def test_a_client_that_is_gone_is_owed_nothing() -> None:
 
 
 def test_a_client_goes_while_its_requests_execute() -> None:
-    rig = Rig({})
-    peer = rig.start()
+    rig, peer = ready_rig({})
     first, second = rig.submit(2, timeout_ns=5 * MS)
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
     rig.client(m.Cancel(first))
     rig.supervisor(ProcessExited(7000, ""))
-    told = [message for _, message in rig.workers.take()]
+    told = rig.to_workers()
     assert m.ReaderExited(7000) in told
     assert {each.key for each in told if isinstance(each, m.CancelExecution)} == set(keys)
     rig.pass_time(6 * MS)
@@ -571,8 +567,7 @@ def test_a_client_goes_while_its_requests_execute() -> None:
 
 
 def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> None:
-    rig = Rig({})
-    rig.start()
+    rig, _ = ready_rig({})
     numbers = rig.submit(3)
     rig.execute()
     (later,) = rig.submit()
@@ -651,8 +646,7 @@ def test_who_does_not_wait_any_more_is_not_run_again() -> None:
     ],
 )
 def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
-    rig = Rig({})
-    peer = rig.start()
+    rig, peer = ready_rig({})
     first, second = rig.submit(2)
     _, batch = rig.execute()
     replies = spoil([ok(each.key) for each in batch.requests])
@@ -667,10 +661,8 @@ def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
 
 
 def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
-    rig = Rig()
-    peer = rig.start()
-    (number,) = rig.submit()
-    _, batch = rig.execute()
+    rig, peer = ready_rig()
+    number, batch = rig.begin()
     for wrong in (batch.batch + 1, -5, 0):
         rig.worker(peer, m.BatchFinished(wrong, 0, 0, 0, 0, []))
     assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
@@ -701,8 +693,7 @@ EXTREMES = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**62, 2**63 - 1, 2**64 -
 
 @given(st.lists(EXTREMES, min_size=6, max_size=6), st.sampled_from([None, {}]))
 def test_any_numbers_get_one_answer(numbers: list[int], dynamic: dict[str, int] | None) -> None:
-    rig = Rig(dynamic, execution_timeout_s=1)
-    peer = rig.start()
+    rig, peer = ready_rig(dynamic, execution_timeout_s=1)
     number, batch_size, arrived, deadline, timeout, priority = numbers
     submit = m.Submit(number, batch_size, b"", arrived, deadline, timeout, priority, b"", "")
     rig.client(submit)
@@ -717,8 +708,7 @@ def test_any_numbers_get_one_answer(numbers: list[int], dynamic: dict[str, int] 
 
 
 def test_a_client_without_a_pid_in_its_name_is_served() -> None:
-    rig = Rig()
-    rig.start()
+    rig, _ = ready_rig()
     for peer in (b"\x00\x01\x02\x03\x04", b"", b".", b"12x.y", b"99999999999999.a"):
         rig.submit(peer=peer)
     assert rig.execute()[1].requests[0].client_pid == 0
@@ -728,8 +718,7 @@ def test_a_client_without_a_pid_in_its_name_is_served() -> None:
 
 
 def test_draining_refuses_what_is_new_and_finishes_what_is_here() -> None:
-    rig = Rig({"max_queue_delay_microseconds": 10_000_000}, delay_scheduler=9)
-    peer = rig.start()
+    rig, peer = ready_rig({"max_queue_delay_microseconds": 10_000_000}, delay_scheduler=9)
     (number,) = rig.submit()
     assert rig.executes() == []
     rig.supervisor(Drain())
@@ -749,8 +738,7 @@ def test_draining_refuses_what_is_new_and_finishes_what_is_here() -> None:
 
 
 def test_draining_waits_for_requests_that_are_not_settled() -> None:
-    rig = Rig()
-    peer = rig.start()
+    rig, peer = ready_rig()
     rig.submit(timeout_ns=MS)
     _, batch = rig.execute()
     rig.pass_time(2 * MS)
@@ -763,14 +751,13 @@ def test_draining_waits_for_requests_that_are_not_settled() -> None:
 def drained(rig: Rig) -> bool:
     """Whether the supervisor has been told so since the last time; what was counted it gets first,
     each time."""
-    told = [message for _, message in rig.control.take()]
+    told = rig.to_supervisor()
     assert {type(message) for message in told[:-1]} <= {InstanceServed, StatisticsSnapshot}
     return bool(told) and told[-1] == Drained()
 
 
 def test_stopping_answers_everyone() -> None:
-    rig = Rig({}, max_batch_size=2)
-    rig.start()
+    rig, _ = ready_rig({}, max_batch_size=2)
     early, cancelled = (rig.submit(timeout_ns=limit)[0] for limit in (MS, 0))
     rig.pass_time(2 * MS)
     (queued,) = rig.submit()
@@ -798,8 +785,7 @@ def test_metrics_are_an_instances_own_and_stay_counted() -> None:
 
 
 def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
-    rig = Rig()
-    peer = rig.start()
+    rig, peer = ready_rig()
     rig.worker(b"x.y", m.MetricsReported([["c", "", "COUNTER", [[[], [1], []]]]]))
     rig.worker(peer, m.MetricsReported([["c", "", "NONSENSE", [[[], [1], []]]]]))
     assert families(rig) == []
@@ -812,8 +798,7 @@ def families(rig: Rig) -> Any:
 
 
 def test_what_is_said_beside_a_request_goes_beside_its_work() -> None:
-    rig = Rig({})
-    rig.start()
+    rig, _ = ready_rig({})
     said: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
     said |= {"correlation_id": 4, "correlation_text": "text"}
     rig.submit(work=b"packed", timeout_ns=MS, **said)

@@ -9,36 +9,24 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import (
-    Drain,
-    Drained,
-    KillInstance,
-    ProcessExited,
-    Stop,
-)
+from shmserve.ipc.messages.publications import ProcessExited
+from shmserve.ipc.messages.supervision import Drain, Drained, KillInstance, Stop
 from shmserve.scheduler.requests.request import NEVER
-from tests.rigs.scheduler_rig import MS, Rig, response_in_arena
+from tests.rigs.scheduler_rig import MS, Rig, ready_rig, response_in_arena
 
 DIED = "the model's worker died before this request's last response"
 
 
 def started(**options: Any) -> tuple[Rig, bytes, int, int]:
     """A decoupled model with one request at its worker: its number, and its key there."""
-    rig = Rig(decoupled=True, **options)
-    peer = rig.start()
-    (number,) = rig.submit()
-    _, batch = rig.execute()
+    rig, peer = ready_rig(decoupled=True, **options)
+    number, batch = rig.begin()
     return rig, peer, number, batch.requests[0].key
 
 
 def part(number: int, body: bytes = b"part", final: bool = False) -> m.Responded:
     """A response to a client."""
     return m.Responded(number, "", "", body, final)
-
-
-def to_worker(rig: Rig) -> list[Any]:
-    """What workers were told since the last time."""
-    return [message for _, message in rig.workers.take()]
 
 
 # --- responses ------------------------------------------------------------------------------------
@@ -135,8 +123,7 @@ def test_a_reply_ends_a_request_too() -> None:
 
 
 def test_a_batch_of_requests_ends_one_by_one() -> None:
-    rig = Rig({}, decoupled=True)
-    peer = rig.start()
+    rig, peer = ready_rig({}, decoupled=True)
     numbers = rig.submit(3)
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
@@ -147,8 +134,7 @@ def test_a_batch_of_requests_ends_one_by_one() -> None:
 
 
 def test_the_order_of_requests_is_not_preserved() -> None:
-    rig = Rig({"preserve_ordering": True}, decoupled=True)
-    peer = rig.start()
+    rig, peer = ready_rig({"preserve_ordering": True}, decoupled=True)
     first, second = rig.submit(2)
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
@@ -158,8 +144,7 @@ def test_the_order_of_requests_is_not_preserved() -> None:
 
 
 def test_an_ordinary_model_has_one_response() -> None:
-    rig = Rig()
-    peer = rig.start()
+    rig, peer = ready_rig()
     rig.submit()
     _, batch = rig.execute()
     rig.respond(peer, batch.requests[0].key)
@@ -187,7 +172,7 @@ def test_what_a_client_has_read_is_granted_to_the_worker() -> None:
         rig.respond(peer, key)
     rig.client(m.Credit(number, 2))
     rig.client(m.Credit(number, 1))
-    assert to_worker(rig) == [m.CreditExecution(key, 2), m.CreditExecution(key, 1)]
+    assert rig.to_workers() == [m.CreditExecution(key, 2), m.CreditExecution(key, 1)]
 
 
 @pytest.mark.parametrize("absurd", [1 << 62, (1 << 64) - 1])
@@ -199,7 +184,7 @@ def test_nobody_has_read_more_than_was_sent(absurd: int) -> None:
         rig.client(m.Credit(number, responses))
     rig.client(m.Credit(77, 1))
     rig.client(m.Credit(number, 1), b"7001.cd")
-    assert to_worker(rig) == [m.CreditExecution(key, 1)]
+    assert rig.to_workers() == [m.CreditExecution(key, 1)]
 
 
 # --- who does not wait any more -------------------------------------------------------------------
@@ -215,12 +200,12 @@ def test_a_cancelled_request_ends_when_the_model_ends_it(returned: bool, respons
         rig.returned(peer, m.Execute(1, []))
     rig.answers()
     rig.client(m.Cancel(number))
-    assert to_worker(rig) == [m.CancelExecution(key)]
+    assert rig.to_workers() == [m.CancelExecution(key)]
     rig.respond(peer, key, response_in_arena(100, 4096))
-    assert to_worker(rig) == [m.ReleaseOutputs(7000, [4096])]
+    assert rig.to_workers() == [m.ReleaseOutputs(7000, [4096])]
     assert rig.answers() == []
     rig.respond(peer, key, response_in_arena(100, 8192), final=True)
-    assert to_worker(rig) == [m.ReleaseOutputs(7000, [8192])]
+    assert rig.to_workers() == [m.ReleaseOutputs(7000, [8192])]
     assert rig.answers() == [m.Failed(number, "CANCELLED", "request cancelled", 0, False)]
     assert rig.report()["shmserve"]["failures"]["CANCELED"] == 1
 
@@ -231,7 +216,7 @@ def test_a_client_that_is_gone_costs_its_requests_only() -> None:
     rig.returned(peer, m.Execute(1, []))
     rig.answers()
     rig.supervisor(ProcessExited(7000, ""))
-    assert to_worker(rig) == [m.ReaderExited(7000), m.CancelExecution(key)]
+    assert rig.to_workers() == [m.ReaderExited(7000), m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.scheduler.live == 1
     rig.respond(peer, key, b"", final=True)
@@ -240,10 +225,8 @@ def test_a_client_that_is_gone_costs_its_requests_only() -> None:
 
 @pytest.mark.parametrize("returned", [True, False])
 def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
-    rig = Rig(decoupled=True)
-    peer = rig.start()
-    (number,) = rig.submit(timeout_ns=5 * MS)
-    _, batch = rig.execute()
+    rig, peer = ready_rig(decoupled=True)
+    number, batch = rig.begin(timeout_ns=5 * MS)
     key = batch.requests[0].key
     rig.respond(peer, key)
     if returned:
@@ -254,7 +237,7 @@ def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
         part(number),
         m.Failed(number, "UNAVAILABLE", "Request timeout expired", 0, True),
     ]
-    assert to_worker(rig) == [m.CancelExecution(key)]
+    assert rig.to_workers() == [m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.answers() == []
     rig.respond(peer, key, b"", final=True)
@@ -285,8 +268,7 @@ def test_what_was_open_never_runs_again() -> None:
 
 
 def test_what_has_had_none_runs_again_alone_while_others_of_its_batch_end() -> None:
-    rig = Rig({}, decoupled=True)
-    peer = rig.start()
+    rig, peer = ready_rig({}, decoupled=True)
     ended, begun, silent = rig.submit(3)
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
@@ -333,9 +315,9 @@ def test_draining_waits_for_what_is_open() -> None:
     rig, peer, _, key = started()
     rig.returned(peer, m.Execute(1, []))
     rig.supervisor(Drain())
-    assert not [each for _, each in rig.control.take() if isinstance(each, Drained)]
+    assert not rig.to_supervisor(Drained)
     rig.respond(peer, key, final=True)
-    assert [each for _, each in rig.control.take() if isinstance(each, Drained)]
+    assert rig.to_supervisor(Drained)
 
 
 def test_stopping_fails_what_is_open() -> None:
@@ -384,6 +366,6 @@ def test_one_request_too_many_waits_in_the_queue() -> None:
         rig.returned(peer, batch)
     assert rig.executes() == []
     rig.pass_time(5_000 * MS)
-    assert to_worker(rig) == rig.control.posted == []  # nobody is killed
+    assert rig.to_workers() == rig.control.posted == []  # nobody is killed
     rig.respond(peer, keys[0], final=True)
     rig.execute()

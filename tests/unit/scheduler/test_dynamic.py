@@ -9,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.tensors.padding import Pad, Padding
-from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
-from shmserve.scheduler.batchers.dispatch import DefaultBatcher
-from shmserve.scheduler.batchers.dynamic import decide
+from shmserve.scheduler.batchers.dynamic import (
+    Batch,
+    Batcher,
+    Closed,
+    WaitUntil,
+    decide,
+)
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
@@ -247,6 +251,6 @@ def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
 
 
 def test_the_default_scheduler_runs_one_request_after_another() -> None:
-    batcher = DefaultBatcher()
+    batcher = Batcher()
     assert batcher.decide(0, [], 0) is None
     assert batcher.decide(0, items(1, 2), 0) == Batch(1, Closed.IDLE)

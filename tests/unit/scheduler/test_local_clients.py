@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.capabilities import FIRST, Capabilities
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT as FIRST
+from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.model_spec import ModelSpec

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.scheduler.batchers.base import Closed
+from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import DONE, NEVER, ScheduledRequest
+from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
 
 NOW = 1_000_000
 LIMIT = 500
 NOTHING = Lost([], [])
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """A pool without a limit."""
+    return Pool(0)
 
 
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
@@ -34,24 +39,21 @@ def counts(pool: Pool) -> dict[str, int]:
     return {state: number for state, number in pool.counts().items() if number}
 
 
-def test_an_instance_counts_when_it_is_announced_and_offers_itself() -> None:
-    pool = Pool(0)
+def test_an_instance_counts_when_it_is_announced_and_offers_itself(pool: Pool) -> None:
     pool.expect(0, 100)
     assert not pool.free and counts(pool) == {"expected": 1}
     pool.offer(0, b"0.100", 100)
     assert pool.free and counts(pool) == {"idle": 1}
 
 
-def test_an_offer_ahead_of_its_announcement_is_kept() -> None:
-    pool = Pool(0)
+def test_an_offer_ahead_of_its_announcement_is_kept(pool: Pool) -> None:
     pool.offer(0, b"0.100", 100)
     assert not pool.free
     pool.expect(0, 100)
     assert pool.free
 
 
-def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
-    pool = Pool(0)
+def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
     ready(pool)
     batch = execution()
     pool.assign(batch)
@@ -63,8 +65,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
     assert slot is not None and pool.free
 
 
-def test_an_offer_of_a_process_that_is_gone_is_forgotten() -> None:
-    pool = Pool(0)
+def test_an_offer_of_a_process_that_is_gone_is_forgotten(pool: Pool) -> None:
     pool.offer(0, b"0.100", 100)
     assert pool.process_exited(100) == NOTHING
     pool.expect(0, 100)
@@ -94,8 +95,7 @@ def test_only_who_was_announced_is_taken() -> None:
     assert not pool.free
 
 
-def test_repeated_offers_and_announcements_change_nothing() -> None:
-    pool = Pool(0)
+def test_repeated_offers_and_announcements_change_nothing(pool: Pool) -> None:
     peer = ready(pool)
     ready(pool)
     pool.assign(execution())
@@ -103,8 +103,7 @@ def test_repeated_offers_and_announcements_change_nothing() -> None:
     assert not pool.free and pool.by_peer(peer) is not None
 
 
-def test_batches_go_to_who_has_been_free_for_longest() -> None:
-    pool = Pool(0)
+def test_batches_go_to_who_has_been_free_for_longest(pool: Pool) -> None:
     first, second = ready(pool, 0, 100), ready(pool, 1, 101)
     slot = pool.assign(execution(1))
     assert slot.peer == first
@@ -115,8 +114,7 @@ def test_batches_go_to_who_has_been_free_for_longest() -> None:
     assert not pool.free and pool.executing == 2
 
 
-def test_an_exit_returns_the_batch_and_frees_nothing() -> None:
-    pool = Pool(0)
+def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
     peer = ready(pool)
     batch = execution()
     pool.assign(batch)
@@ -126,14 +124,12 @@ def test_an_exit_returns_the_batch_and_frees_nothing() -> None:
     assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"expected": 1}
 
 
-def test_an_idle_instance_that_exits_gets_nothing_more() -> None:
-    pool = Pool(0)
+def test_an_idle_instance_that_exits_gets_nothing_more(pool: Pool) -> None:
     ready(pool)
     assert pool.process_exited(100) == NOTHING and not pool.free
 
 
-def test_a_doomed_instance_keeps_its_batch_and_gets_no_other() -> None:
-    pool = Pool(0)
+def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None:
     ready(pool)
     slot = pool.assign(execution())
     slot.meet("doom")
@@ -153,15 +149,13 @@ def test_the_limit_counts_from_the_start_of_the_batch() -> None:
     assert pool.overdue(NOW + LIMIT) == [] and pool.due_ns == NEVER
 
 
-def test_without_a_limit_nothing_is_overdue() -> None:
-    pool = Pool(0)
+def test_without_a_limit_nothing_is_overdue(pool: Pool) -> None:
     ready(pool)
     pool.assign(execution(started_ns=0))
     assert pool.due_ns == NEVER
 
 
-def test_it_has_failed_while_every_instance_is_gone() -> None:
-    pool = Pool(0)
+def test_it_has_failed_while_every_instance_is_gone(pool: Pool) -> None:
     assert pool.failure == ""
     ready(pool, 0, 100)
     ready(pool, 1, 101)
@@ -181,8 +175,7 @@ def test_it_has_failed_while_every_instance_is_gone() -> None:
     assert pool.failure == "again"
 
 
-def test_requests_and_pids_are_found() -> None:
-    pool = Pool(0)
+def test_requests_and_pids_are_found(pool: Pool) -> None:
     ready(pool)
     batch = execution()
     slot = pool.assign(batch)
@@ -213,8 +206,7 @@ def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
     assert slot.execution is None and pool.free
 
 
-def test_what_is_sent_ahead_goes_to_the_least_busy() -> None:
-    pool = Pool(0)
+def test_what_is_sent_ahead_goes_to_the_least_busy(pool: Pool) -> None:
     ready(pool, 0, 100), ready(pool, 1, 101)
     slots = []
     for number in range(6):
@@ -223,8 +215,7 @@ def test_what_is_sent_ahead_goes_to_the_least_busy() -> None:
     assert slots == [0, 1, 0, 1, 0, 1]
 
 
-def test_an_exit_returns_everything_the_running_one_first() -> None:
-    pool = Pool(0)
+def test_an_exit_returns_everything_the_running_one_first(pool: Pool) -> None:
     ready(pool)
     batches = [execution(1), execution(2), execution(3)]
     for batch in batches:
@@ -232,8 +223,7 @@ def test_an_exit_returns_everything_the_running_one_first() -> None:
     assert pool.process_exited(100) == Lost(batches, [])
 
 
-def test_an_exit_returns_what_was_open_apart() -> None:
-    pool = Pool(0)
+def test_an_exit_returns_what_was_open_apart(pool: Pool) -> None:
     ready(pool)
     first, second = execution(1), execution(2)
     pool.finish(pool.assign(first), NOW)
@@ -250,8 +240,7 @@ def retired(pool: Pool) -> list[int]:
     return pool.take_retired(lambda slot: False)
 
 
-def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more() -> None:
-    pool = Pool(0)
+def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more(pool: Pool) -> None:
     peer = ready(pool)
     slot = pool.assign(execution())
     pool.retire(0)
@@ -266,8 +255,7 @@ def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more() -> None:
     assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
 
 
-def test_one_that_retires_before_it_has_come_is_gone_at_once() -> None:
-    pool = Pool(0)
+def test_one_that_retires_before_it_has_come_is_gone_at_once(pool: Pool) -> None:
     pool.expect(0, 100)
     pool.retire(0)
     pool.retire(1)
@@ -275,8 +263,7 @@ def test_one_that_retires_before_it_has_come_is_gone_at_once() -> None:
     assert counts(pool) == {}
 
 
-def test_one_that_dies_while_it_retires_is_gone() -> None:
-    pool = Pool(0)
+def test_one_that_dies_while_it_retires_is_gone(pool: Pool) -> None:
     ready(pool)
     batch = execution()
     pool.assign(batch)
@@ -304,8 +291,9 @@ def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
     assert list(pool.free) == [slot]
 
 
-def test_an_offer_after_its_instance_was_taken_back_is_forgotten_with_its_process() -> None:
-    pool = Pool(0)
+def test_an_offer_after_its_instance_was_taken_back_is_forgotten_with_its_process(
+    pool: Pool,
+) -> None:
     ready(pool, 0, 100)
     pool.expect(1, 101)
     pool.retire(1)

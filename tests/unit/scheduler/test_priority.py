@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import PriorityQueue
-from shmserve.scheduler.requests.request import DONE, NEVER, ScheduledRequest
+from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
 
 LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
 CLIENT = Client[ScheduledRequest](b"1.a", print)

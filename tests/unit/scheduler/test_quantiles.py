@@ -5,7 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.statistics.table import ACCURACY, Quantiles
+from shmserve.scheduler.tables import (
+    ACCURACY,
+    Quantiles,
+)
 
 SECOND = 1_000_000_000
 ALL = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)

@@ -8,28 +8,25 @@ import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import BatchFit
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
+from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
 NOW = 1_000_000_000
 CLIENT = Client[ScheduledRequest](b"77.ab", print)
 
 
-def backlog(
-    policy: dict[str, Any] | None = None, max_queue_size: int = 0, delay_scheduler: int = 0
-) -> RequestQueue:
+def backlog(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
     """The queue of a model with batches up to 8 and this queue policy."""
     config = {
         "name": "m",
         "max_batch_size": 8,
         "dynamic_batching": {"default_queue_policy": policy or {}},
     }
-    limits = SchedulingLimits(max_queue_size=max_queue_size, delay_scheduler=delay_scheduler)
+    limits = SchedulingLimits(max_queue_size=max_queue_size)
     return RequestQueue(Settings.read(ModelSpec.of(config), "1", limits))
 
 
@@ -177,14 +174,3 @@ def test_timers_of_done_requests_do_not_pile_up() -> None:
         request.meet(Event.FINISH)
     assert len(queue.timers) <= 1025
     assert queue.expired(NOW) == [] and queue.timers.due_ns == NEVER
-
-
-def test_the_hook_holds_until_the_queue_has_been_full_once() -> None:
-    queue = backlog(delay_scheduler=2)
-    made = [admit(queue)]
-    assert queue.held
-    made.append(admit(queue))
-    assert not queue.held and list(queue.in_order) == made
-    queue.take(2)
-    made = [admit(queue)]
-    assert not queue.held and list(queue.in_order) == made

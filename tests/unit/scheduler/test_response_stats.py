@@ -6,9 +6,9 @@ from typing import Any
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
-from shmserve.scheduler.statistics.counters import LAST_INDEX
-from shmserve.supervisor.models.version.scheduler_process import CarryOver
-from tests.rigs.scheduler_rig import MS, Rig
+from shmserve.scheduler.tables import LAST_INDEX
+from shmserve.supervisor.models.scheduler_process import CarryOver
+from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
 NONE = {"count": 0, "ns": 0}
 
@@ -27,8 +27,7 @@ def stats_of(report: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
 
 def begun(**options: Any) -> tuple[Rig, bytes, int, int]:
     """A decoupled model with a request that was sent to its worker just now: number and key."""
-    rig = Rig(decoupled=True, **options)
-    peer = rig.start()
+    rig, peer = ready_rig(decoupled=True, **options)
     (number,) = rig.submit()
     return rig, peer, number, rig.execute()[1].requests[0].key
 
@@ -142,8 +141,7 @@ def test_they_are_not_among_what_is_kept_once_a_second_and_outlive_their_schedul
 
 
 def test_ordinary_models_have_none() -> None:
-    rig = Rig()
-    peer = rig.start()
+    rig, peer = ready_rig()
     rig.submit()
     rig.finish(peer, rig.execute()[1])
     report = rig.report()
@@ -184,8 +182,7 @@ def test_a_successor_counts_on() -> None:
 
 
 def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
-    rig = Rig(quantiles=[0.5, 1.0])
-    peer = rig.start()
+    rig, peer = ready_rig(quantiles=[0.5, 1.0])
     for ms in (2, 4, 30):
         rig.submit()
         rig.pass_time(ms * MS)

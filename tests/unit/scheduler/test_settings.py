@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import LevelPolicy, ModelSpec
 from shmserve.scheduler.settings import Batching, QueuePolicies, Settings
 
@@ -21,7 +21,7 @@ def read(config: dict[str, Any], **server: Any) -> Settings:
 def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:
     settings = read({}, max_queue_size=100, delay_scheduler=4)
     assert settings == Settings(
-        "m", "3", 8, None, QueuePolicies(LevelPolicy(max_queue_size=100)), False, 0, 0
+        "m", "3", 8, None, QueuePolicies(LevelPolicy(max_queue_size=100)), False, 0
     )
 
 
@@ -58,7 +58,7 @@ def test_everything_is_read() -> None:
     assert settings.request_limit_ns == 5_000
     assert settings.preserve_ordering
     assert settings.execution_limit_ns == 250_000_000
-    assert settings.hold_until == 4
+    assert settings.hold == (4, 0)
 
 
 def test_a_priority_that_is_no_level_is_the_default_level() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.counters import plus, total
+from shmserve.common.model_metrics import plus, total
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     BaseCounters,
@@ -16,9 +16,9 @@ from shmserve.ipc.messages.supervision import (
     StatisticsSnapshot,
 )
 from shmserve.scheduler.instances.executions import ServiceTime
-from shmserve.scheduler.statistics.table import Histogram
-from shmserve.scheduler.statistics.timing import Timing
-from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok
+from shmserve.scheduler.requests.request import Timing
+from shmserve.scheduler.tables import Histogram
+from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok, ready_rig
 
 
 def test_nothing_is_counted_before_the_first_request() -> None:
@@ -47,8 +47,7 @@ def test_nothing_is_counted_before_the_first_request() -> None:
 
 
 def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
-    rig = Rig({})
-    peer = rig.start()
+    rig, peer = ready_rig({})
     rig.submit(1, batch_size=3)
     rig.pass_time(0)
     _, batch = rig.execute()
@@ -91,8 +90,7 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
 
 def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> None:
     """The scheduler may hear of several at once, after the worker has done them in a row."""
-    rig = Rig()
-    peer = rig.start()
+    rig, peer = ready_rig()
     for _ in range(50):  # so short that more than one may be at a worker
         rig.submit()
         rig.pass_time(4)
@@ -115,8 +113,7 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
 
 
 def test_what_the_model_was_not_asked_is_no_execution() -> None:
-    rig = Rig({})
-    peer = rig.start()
+    rig, peer = ready_rig({})
     rig.submit()
     _, batch = rig.execute()
     (asked,) = batch.requests
@@ -131,8 +128,7 @@ def test_what_the_model_was_not_asked_is_no_execution() -> None:
 
 
 def test_failures_by_reason() -> None:
-    rig = Rig({"default_queue_policy": {"max_queue_size": 2}}, max_batch_size=1)
-    rig.start()
+    rig, _ = ready_rig({"default_queue_policy": {"max_queue_size": 2}}, max_batch_size=1)
     rig.submit(1, timeout_ns=2 * MS)
     (cancelled,) = rig.submit()
     rig.submit(1, timeout_ns=MS)
@@ -145,8 +141,7 @@ def test_failures_by_reason() -> None:
 
 
 def test_gauges_show_what_is_here_now() -> None:
-    rig = Rig({}, max_batch_size=2)
-    rig.start()
+    rig, _ = ready_rig({}, max_batch_size=2)
     rig.submit(2)
     rig.submit(3)
     rig.supervisor(InstanceExpected(1, 0))
@@ -202,8 +197,7 @@ def test_service_time_reserves_more_where_executions_vary() -> None:
 
 
 def test_a_successor_counts_on() -> None:
-    rig = Rig({})
-    peer = rig.start()
+    rig, peer = ready_rig({})
     rig.submit(3, batch_size=2)
     rig.submit(1, timeout_ns=MS)
     rig.client(m.Cancel(3))

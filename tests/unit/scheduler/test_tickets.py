@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.inference import Cancel
-from tests.rigs.scheduler_rig import MS, Rig
+from shmserve.ipc.messages.publications import ProcessExited
+from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
 ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
@@ -122,7 +123,7 @@ def test_a_worker_that_dies_gives_back_what_it_had() -> None:
     rig.supervisor(m.TicketGranted(1))
     rig.execute()
     asked(rig)
-    rig.supervisor(m.ProcessExited(100, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     assert asked(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]  # and it is run again
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
@@ -131,7 +132,7 @@ def test_a_worker_that_dies_gives_back_what_it_had() -> None:
 def test_who_dies_while_it_is_asked_for_is_not_granted() -> None:
     rig = limited()
     rig.submit()
-    rig.supervisor(m.ProcessExited(100, "signal 9"), m.TicketGranted(1))
+    rig.supervisor(ProcessExited(100, "signal 9"), m.TicketGranted(1))
     assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
     rig.start(0, 105)
     assert asked(rig) == [m.AskTicket(2, 0)]
@@ -149,8 +150,7 @@ def test_sequences_ask_for_the_instance_of_their_slot() -> None:
 
 
 def test_without_the_limiter_nobody_is_asked() -> None:
-    rig = Rig()
-    rig.start()
+    rig, _ = ready_rig()
     rig.submit()
     rig.execute()
     assert asked(rig) == []

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shmserve.scheduler.hosting.waiting import Waiter
+from shmserve.scheduler.hosting.event_loop import Waiter
 from shmserve.scheduler.requests.request import NEVER
 
 _HIGH = 1100  # past what select(2) can wait for

@@ -9,6 +9,8 @@ from typing import Any
 
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.control_requests import ChangeLogging, FindModel, IndexRepository
+from shmserve.ipc.messages.publications import SchedulerLost
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from tests.rigs.arrivals import arrived
@@ -41,11 +43,11 @@ def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_pa
         asked: list[Any] = []
         control = ControlSocket(endpoints.control(tmp_path))
         control.serve(
-            (m.IndexRepository, m.FindModel), lambda pid, message: asked.append((pid, message))
+            (IndexRepository, FindModel), lambda pid, message: asked.append((pid, message))
         )
         gateway = Dealer(endpoints.control(tmp_path), f"gateway.1.{os.getpid()}")
         gateway.send(m.Started())
-        gateway.send(m.IndexRepository(1, False))
+        gateway.send(IndexRepository(1, False))
         control.receive_all()
         assert not (heard or asked), "nobody has started it"
         control.enrol(os.getpid(), "gateway", heard.append)
@@ -61,7 +63,7 @@ def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_pa
 
     heard, asked = asyncio.run(listen())
     assert heard == [m.Started()]
-    assert asked == [(os.getpid(), m.IndexRepository(1, False))]
+    assert asked == [(os.getpid(), IndexRepository(1, False))]
 
 
 def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path) -> N
         control.receive_all()
         heard = []
         for _ in range(2):
-            control.broadcast(m.SchedulerLost("ipc://a", ""), "caller")
+            control.broadcast(SchedulerLost("ipc://a", ""), "caller")
             control.broadcast(m.Stop(), "worker", "caller")
             control.flush()
             heard.append(arrived(worker))
@@ -82,7 +84,7 @@ def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path) -> N
         control.close()
         return heard
 
-    stop, lost = m.Stop(), m.SchedulerLost("ipc://a", "")
+    stop, lost = m.Stop(), SchedulerLost("ipc://a", "")
     assert asyncio.run(listen()) == [[stop], [lost, stop]]
 
 
@@ -92,14 +94,14 @@ def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
     async def listen() -> list[Any]:
         heard: list[Any] = []
         control = ControlSocket(endpoints.control(tmp_path))
-        control.serve((m.ChangeLogging, m.FindModel), lambda pid, message: heard.append(message))
+        control.serve((ChangeLogging, FindModel), lambda pid, message: heard.append(message))
         control.enrol(os.getpid(), "worker", heard.append)
         worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
         for message in (
-            m.ChangeLogging(1, {"log_verbose_level": 7}),
+            ChangeLogging(1, {"log_verbose_level": 7}),
             m.Started(),
             m.Acknowledged(1),
-            m.FindModel(1, "m", ""),
+            FindModel(1, "m", ""),
         ):
             worker.send(message)
         control.receive_all()
@@ -107,4 +109,4 @@ def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
         control.close()
         return heard
 
-    assert asyncio.run(listen()) == [m.FindModel(1, "m", "")]
+    assert asyncio.run(listen()) == [FindModel(1, "m", "")]

@@ -22,9 +22,9 @@ from shmserve.cli.events import _as_json, _as_text
 from shmserve.client.errors import Disconnected
 from shmserve.client.events import TOPICS, EventReader, Gaps, ReceivedEvent
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import ServerEvent, events
-from shmserve.ipc.messages import events as m
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages import ServerEvent, publications
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.supervisor import events as events_package
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher, Subscriptions, changes
 
@@ -85,7 +85,7 @@ def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
 def test_before_it_is_open_nobody_listens() -> None:
     publisher = EventPublisher()
     publisher.publish(STARTED)
-    assert not publisher.wants(events.PROCESSES)
+    assert not publisher.wants(publications.PROCESSES)
     publisher.close()
 
 
@@ -94,17 +94,17 @@ def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
         told: list[tuple[str, bool]] = []
         async with published(run_dir, lambda *news: told.append(news)) as publisher:
             publisher.publish(STARTED)  # number 1 is the first that is sent
-            with EventReader(run_dir, [events.PROCESSES]) as reader:
-                await until(lambda: publisher.wants(events.PROCESSES))
-                assert not publisher.wants(events.MODELS)
+            with EventReader(run_dir, [publications.PROCESSES]) as reader:
+                await until(lambda: publisher.wants(publications.PROCESSES))
+                assert not publisher.wants(publications.MODELS)
                 publisher.publish(m.LoadRefused("m", "no"))
                 publisher.publish(STARTED)
                 arrived = await asyncio.to_thread(reader._next, 5000)
                 assert arrived is not None
                 _, header, found = arrived
                 assert (header.sequence, found) == (1, [STARTED])
-            await until(lambda: not publisher.wants(events.PROCESSES))
-        assert told == [(events.PROCESSES, True), (events.PROCESSES, False)]
+            await until(lambda: not publisher.wants(publications.PROCESSES))
+        assert told == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
     asyncio.run(live())
 
@@ -149,8 +149,8 @@ def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Pa
 
     async def live() -> tuple[int, int]:
         async with published(run_dir) as publisher:
-            with EventReader(run_dir, [events.PROCESSES]) as reader:
-                await until(lambda: publisher.wants(events.PROCESSES))
+            with EventReader(run_dir, [publications.PROCESSES]) as reader:
+                await until(lambda: publisher.wants(publications.PROCESSES))
                 for number in range(count):  # nobody waits for anybody here
                     publisher.publish(m.ProcessStarted(number, "x"))
 
@@ -181,8 +181,8 @@ def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
         holder: list[EventFeed] = []
         async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
             holder.append(feed(publisher, {}, []))
-            with EventReader(run_dir, [events.PROCESSES]) as reader:
-                await until(lambda: publisher.wants(events.PROCESSES))
+            with EventReader(run_dir, [publications.PROCESSES]) as reader:
+                await until(lambda: publisher.wants(publications.PROCESSES))
                 for number in range(count):
                     publisher.publish(m.ProcessStarted(number, "x"))
 
@@ -248,7 +248,7 @@ def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
                 told = await asyncio.to_thread(next, reader.follow())
                 assert told.event == m.ModelChanged("a", "1", "READY", "")
                 await until(lambda: len(asked) > 1)  # a second later
-            await until(lambda: not publisher.wants(events.COUNTERS))
+            await until(lambda: not publisher.wants(publications.COUNTERS))
             await until(lambda: holder[0]._timer is None)
 
     asyncio.run(live())
@@ -258,7 +258,7 @@ def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
     async def live() -> None:
         async with published(run_dir) as publisher:
             reader = EventReader(run_dir)
-            await until(lambda: publisher.wants(events.MODELS))
+            await until(lambda: publisher.wants(publications.MODELS))
         with reader, pytest.raises(Disconnected, match="the server has ended"):
             await asyncio.to_thread(next, reader.follow())
 
@@ -273,7 +273,7 @@ def test_no_server(run_dir: Path) -> None:
 def test_who_is_no_server(run_dir: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
         socket.bind(endpoints.events(run_dir))
-        with EventReader(run_dir, [events.MODELS]) as reader:
+        with EventReader(run_dir, [publications.MODELS]) as reader:
             assert socket.poll(5000)
             socket.send_multipart([b"models", b"\xc1"])
             with pytest.raises(Disconnected, match="is no server"):
@@ -285,7 +285,7 @@ def test_who_is_no_server(run_dir: Path) -> None:
 
 def test_the_page_has_every_event_and_field() -> None:
     page = (Path(events_package.__file__).parent / "EVENTS.md").read_text()
-    for kind, topic in events.TOPICS.items():
+    for kind, topic in publications.TOPICS.items():
         (row,) = (
             line
             for line in page.splitlines()
@@ -293,8 +293,8 @@ def test_the_page_has_every_event_and_field() -> None:
         )
         told = re.sub(r" \([^)]*\)|;.*", "", row.split(" | ", 2)[2]).removesuffix(" |")
         assert told == ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(kind)), row
-    assert set(events.TOPICS) == set(typing.get_args(ServerEvent))
-    assert set(events.TOPICS.values()) == set(TOPICS)
+    assert set(publications.TOPICS) == set(typing.get_args(ServerEvent))
+    assert set(publications.TOPICS.values()) == set(TOPICS)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_the_page_has_every_event_and_field() -> None:
     ],
 )
 def test_an_event_is_a_line(event: Any, line: str) -> None:
-    told = ReceivedEvent(events.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0)
+    told = ReceivedEvent(publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0)
     assert told.topic in TOPICS
     assert _as_text(told) == f"2023-11-14T22:13:20.123Z {line}"
     assert f'"event": "{type(event).__name__}"' in _as_json(told)

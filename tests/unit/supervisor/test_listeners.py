@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.common.peers import NO_GROUP
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.host.listeners import close, listen, listen_unix
 

@@ -17,12 +17,13 @@ import msgpack
 import pytest
 
 from shmserve.common import fd_limits
-from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
+from shmserve.common.peers import NO_GROUP
 from shmserve.ipc import endpoints
-from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.events import HealthChanged
-from shmserve.ipc.messages.local_clients import Hello, ShareMemory
+from shmserve.ipc.endpoints import Capabilities
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import Hello, ShareMemory
+from shmserve.ipc.messages.publications import HealthChanged
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.supervisor.local_clients.memory import LocalMemory
@@ -31,9 +32,10 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
 from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.region_rig import policy
 
 PLACES = 8
-POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
+POLICY = policy(max_regions=8, max_regions_per_uid=4)
 
 
 @pytest.fixture
@@ -60,6 +62,7 @@ def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.Mon
             lambda: (),
             Acknowledgements(),
             lambda _: left.set(),
+            nobody,
         )
         with contextlib.ExitStack() as stack:
             stack.callback(local_clients.connections.close)
@@ -83,13 +86,14 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
         left = asyncio.Event()
         capabilities = Capabilities(bytes(32))
         registry = LocalMemory(capabilities, RegionOpener(POLICY), ToldProcesses(), print)
+        nobody: Any = None
 
         def gone(number: int) -> None:
             registry.release(number)
             left.set()
 
         local_clients = LocalClientServer(
-            folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone
+            folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone, nobody
         )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
             program.connect(str(endpoints.listener(folder)))
@@ -153,7 +157,10 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
     async def serve() -> None:
         known = Acknowledgements()
         local_clients = LocalClientServer(
-            folder, NO_GROUP, Capabilities(bytes(32)), nobody, lambda: models, known, lambda _: None
+            folder,
+            NO_GROUP,
+            Capabilities(bytes(32)),
+            *(nobody, lambda: models, known, lambda _: None, nobody),
         )
         with contextlib.ExitStack() as stack:
             stack.callback(local_clients.connections.close)
@@ -163,7 +170,7 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
             local_clients.announce(replace(wide, acknowledge=number))
             (news,) = await _told(there, 1, hello=False)
             assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
-            there.send(frames.pack([m.Acknowledged(news.acknowledge)]))
+            there.send(frames.pack([Acknowledged(news.acknowledge)]))
             while not known.know(number):
                 await known.news()
             models.insert(0, wide)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-from shmserve.supervisor.main import _soon_asleep
+from shmserve.supervisor.main import _worker_environment
 
 
 def test_idle_threads_of_openmp_do_not_spin_for_long() -> None:
-    assert _soon_asleep({}) == {"GOMP_SPINCOUNT": "1000"}
-    assert _soon_asleep({"OMP_WAIT_POLICY": "active"}) == {}
+    assert _worker_environment({}, Path("/run"))["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in _worker_environment({"OMP_WAIT_POLICY": "active"}, Path("/run"))
+
+
+def test_variables_of_the_operator_win() -> None:
+    given = {"GOMP_SPINCOUNT": "7", "TORCHINDUCTOR_CACHE_DIR": "/cache"}
+    assert given.items() <= _worker_environment(given, Path("/run")).items()
 
 
 def test_it_imports_nothing_that_only_its_children_need() -> None:

@@ -1,8 +1,9 @@
-"""The rate limiter (section 3.9): capacity, order, no head-of-line blocking, bounded waiting."""
+"""The rate limiter (section 3.9), and the shares of the response cache."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.supervision import ResizeCache
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.resources.rate_limiter import (
     GLOBAL,
     PATIENCE,
+    CacheShares,
     Needs,
     RateLimiter,
     Tickets,
@@ -221,3 +224,24 @@ def test_the_death_of_who_holds_gives_back() -> None:
     tickets.remove(2)
     assert told[2:] == [(101, 1)]
     assert isinstance(TicketGranted(1), TicketGranted)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5))))
+def test_all_parts_together_are_never_more_than_the_bound(steps: list[tuple[bool, int]]) -> None:
+    shares = CacheShares(1000)
+    told: dict[int, int] = {}
+
+    def hears(member: int) -> Callable[[ResizeCache], None]:
+        def hear(message: ResizeCache) -> None:
+            told[member] = message.byte_size
+
+        return hear
+
+    for joins, member in steps:
+        if joins:
+            told[member] = shares.join(member, hears(member))
+        else:
+            shares.leave(member)
+            told.pop(member, None)
+        assert sum(told.values()) <= 1000
+        assert len(set(told.values())) <= 1

@@ -13,7 +13,7 @@ import pytest
 from shmserve.common.tasks import in_background
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
-from shmserve.ipc.messages.supervision import ProcessExited
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.processes.table import Child
@@ -26,6 +26,7 @@ def supervisor() -> Any:
     parts: dict[str, Any] = {each.name: MagicMock() for each in fields(Supervisor) if each.init}
     parts["context"] = MagicMock(tasks=set(), config=config)
     parts["context"].local_clients.leave = AsyncMock()
+    parts["endings"] = asyncio.Queue()
     parts["processes"].all.return_value = []
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
     ending = {"finish_sequences": AsyncMock(), "stop": AsyncMock(), "kill": AsyncMock()}
@@ -50,7 +51,7 @@ def test_a_start_that_fails_when_it_is_cut_short(
     ending = supervisor()
 
     async def start(_: Supervisor, began: float) -> int:
-        ending._signals.put_nowait(15)
+        ending.endings.put_nowait(15)
         try:
             return await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -90,7 +91,7 @@ READERS, OTHERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
 
 def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are as many processes as models, and each would be woken for each that is unloaded."""
-    monkeypatch.setattr("shmserve.supervisor.supervisor._TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("shmserve.supervisor.supervisor._REPORT_AFTER_S", 0.0)
 
     async def live() -> list[Any]:
         hears = supervisor()

@@ -13,9 +13,9 @@ import pytest
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace, WorkspaceAllocated
-from shmserve.ipc.messages.start import WorkspaceStart, decode
+from shmserve.ipc.messages import control_requests as m
+from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
+from shmserve.ipc.messages.supervision import Stop, WorkspaceAllocated, WorkspaceStart, decode_start
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_place
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.kept import WorkspaceHolders
@@ -165,7 +165,7 @@ def test_a_holder_allocates_says_where_and_ends_when_told(tmp_path: Path) -> Non
         assert message.device_uuid == cuda.uuid(1)
         assert cuda.extent(pointer, 1)[1] >= 5 * MB
         cuda.close(pointer, 1)
-        router.post(peer, m.Stop())
+        router.post(peer, Stop())
         router.flush()
         thread.join(10)
         assert not thread.is_alive() and not exporting.allocated
@@ -183,7 +183,7 @@ def test_a_holder_without_memory_says_so(tmp_path: Path) -> None:
 
 
 def test_a_start_record_comes_through(tmp_path: Path) -> None:
-    from shmserve.ipc.messages.start import encode
+    from shmserve.ipc.messages.supervision import encode_start
 
     start = WorkspaceStart(1, 5 * MB, tmp_path)
-    assert decode(WorkspaceStart, encode(start)) == start
+    assert decode_start(WorkspaceStart, encode_start(start)) == start

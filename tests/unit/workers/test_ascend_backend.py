@@ -13,8 +13,7 @@ import pytest
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers import backends
-from shmserve.workers.backends.ascend import AscendBackend
-from shmserve.workers.backends.ascend.offline_model import AclError, OfflineModel, layout
+from shmserve.workers.backends.ascend import AclError, AscendBackend, OfflineModel, layout
 from tests.rigs.fake_acl import FakeAcl, write
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 

@@ -6,7 +6,6 @@ import os
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
-from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
@@ -37,18 +36,11 @@ from tests.rigs.worker_rig import (
     Rig,
     inference,
     model_config,
-    rig,
     tensor,
     tensor_config,
 )
 
 F32 = np.float32
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture
@@ -611,7 +603,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     freed: list[int] = []
     seen: list[int] = []
     monkeypatch.setattr(
-        "shmserve.workers.memory.device_errors.free_cached", lambda: freed.append(len(seen))
+        "shmserve.workers.batch.failures.free_cached", lambda: freed.append(len(seen))
     )
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -829,19 +821,19 @@ def test_local_clients_that_keep_their_outputs_leave_memory_to_others() -> None:
         memory.delivered()
         return offsets
 
-    first = fill(FIRST)
+    first = fill(FIRST_LOCAL_CLIENT)
     assert len(first) == 32
-    assert [len(fill(FIRST + other)) for other in (1, 2)] == [16, 8]
+    assert [len(fill(FIRST_LOCAL_CLIENT + other)) for other in (1, 2)] == [16, 8]
     memory.allocate(CLIENT_PID, 8 * block)  # a gateway may have all that is left
     assert arena.used == MIB
-    memory.release(FIRST, first)
-    assert len(fill(FIRST)) == 16
-    for reader in (FIRST, FIRST + 1, FIRST + 2, CLIENT_PID):
+    memory.release(FIRST_LOCAL_CLIENT, first)
+    assert len(fill(FIRST_LOCAL_CLIENT)) == 16
+    for reader in (FIRST_LOCAL_CLIENT, FIRST_LOCAL_CLIENT + 1, FIRST_LOCAL_CLIENT + 2, CLIENT_PID):
         memory.drop_reader(reader)
     assert arena.used == 0
-    assert len(fill(FIRST)) == 32, "who has ended holds nothing"
-    memory.drop_reader(FIRST)
-    memory.allocate(FIRST, MIB)  # one output may be larger than a share
+    assert len(fill(FIRST_LOCAL_CLIENT)) == 32, "who has ended holds nothing"
+    memory.drop_reader(FIRST_LOCAL_CLIENT)
+    memory.allocate(FIRST_LOCAL_CLIENT, MIB)  # one output may be larger than a share
     arena.close()
 
 

@@ -19,14 +19,9 @@ from shmserve.ipc import link_table
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import (
-    FindModel,
-    ModelWithdrawn,
-    ProcessExited,
-    Refused,
-    SchedulerLost,
-    WorkerStarted,
-)
+from shmserve.ipc.messages.control_requests import FindModel, Refused
+from shmserve.ipc.messages.publications import ModelWithdrawn, ProcessExited, SchedulerLost
+from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.workers.bls.calls import Call, CallRouter

@@ -10,7 +10,8 @@ import pytest
 
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.messages.control_requests import Answered, FindModel, Refused
+from shmserve.ipc.messages.publications import Losses, MemoryDropped, ModelWithdrawn
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.links.supervisor import SupervisorLink
@@ -30,13 +31,13 @@ def ends(tmp_path: Path) -> Iterator[tuple[SupervisorLink, Router]]:
     router.close()
 
 
-def question(number: int) -> m.FindModel:
-    return m.FindModel(number, "other", "")
+def question(number: int) -> FindModel:
+    return FindModel(number, "other", "")
 
 
-def asked(router: Router) -> m.FindModel:
+def asked(router: Router) -> FindModel:
     ((_, message),) = arrived(router)
-    assert isinstance(message, m.FindModel)
+    assert isinstance(message, FindModel)
     return message
 
 
@@ -44,9 +45,9 @@ def test_an_answer_and_a_refusal(ends: tuple[SupervisorLink, Router]) -> None:
     control, router = ends
 
     def supervise() -> None:
-        router.post(NAME, m.Answered(asked(router).id, {"version": "1"}))
+        router.post(NAME, Answered(asked(router).id, {"version": "1"}))
         router.flush()
-        router.post(NAME, m.Refused(asked(router).id, "NOT_FOUND", "no such model"))
+        router.post(NAME, Refused(asked(router).id, "NOT_FOUND", "no such model"))
         router.flush()
 
     thread = threading.Thread(target=supervise)
@@ -60,14 +61,14 @@ def test_an_answer_and_a_refusal(ends: tuple[SupervisorLink, Router]) -> None:
 def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, Router]) -> None:
     """A model's own thread takes it from the socket; the loop, which waits, must still wake up."""
     control, router = ends
-    heard: list[m.Losses] = []
+    heard: list[Losses] = []
     control.on_models_changed = heard.append
-    news = m.ModelWithdrawn("other", "1", 0)
+    news = ModelWithdrawn("other", "1", 0)
     asking = threading.Thread(target=control.ask, args=(question,))
     asking.start()
     number = asked(router).id
     control.pump()
-    for message in (MemoryDropped(7), news, m.Stop(), m.Answered(number, {})):
+    for message in (MemoryDropped(7), news, m.Stop(), Answered(number, {})):
         router.post(NAME, message)
     router.flush()
     asking.join()
@@ -84,7 +85,7 @@ def test_what_the_loop_itself_took_is_not_waited_for(
 
     def supervise() -> None:
         number = asked(router).id
-        for message in (m.Attach("ipc://successor"), m.Answered(number, {})):
+        for message in (m.Attach("ipc://successor"), Answered(number, {})):
             router.post(NAME, message)
         router.flush()
 

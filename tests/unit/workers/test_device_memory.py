@@ -19,7 +19,7 @@ import torch
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Driver
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.memory import CheckMemory
+from shmserve.ipc.messages.supervision import CheckMemory
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -32,8 +32,7 @@ from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.memory.device_errors import DeviceLost
-from shmserve.workers.memory.device_memory import Allocation, DeviceMemory
+from shmserve.workers.memory.device_memory import Allocation, DeviceLost, DeviceMemory
 from tests.rigs.fake_cuda import Exported, FakeCuda, FakeDevice
 from tests.rigs.worker_rig import (
     FunctionBackend,

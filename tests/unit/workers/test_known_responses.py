@@ -3,8 +3,6 @@ same as the first one, and what differs is checked as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from tests.rigs.worker_rig import (
     Rig,
     inference,
     model_config,
-    rig,
     tensor,
     tensor_config,
 )
@@ -47,12 +44,6 @@ RESPONSES = st.lists(
     min_size=1,
     max_size=12,
 )
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 @settings(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model import FP32, INT64, TensorType
 from shmserve.workers.backends.native import NativeBackend
-from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -30,12 +29,6 @@ from shmserve.model import BF16, BYTES, Context, FP32, INT64
 
 T = TypeVar("T")
 """
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 def write(worker: Rig, text: str) -> None:

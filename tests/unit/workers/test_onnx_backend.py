@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,21 +14,21 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
-from shmserve.workers.backends.onnx import OnnxBackend, OnnxRuntimeError
-from shmserve.workers.backends.onnx.binding import DeviceBinding
-from shmserve.workers.backends.onnx.session import (
+from shmserve.workers.backends.onnx import (
+    OnnxBackend,
+    OnnxRuntimeError,
     describe,
     import_onnxruntime,
     providers,
     session_options,
 )
+from shmserve.workers.backends.onnx.binding import DeviceBinding
 from shmserve.workers.device import Device
 from tests.rigs.worker_rig import (
     Region,
     Rig,
     inference,
     model_config,
-    rig,
     tensor,
     tensor_config,
 )
@@ -39,12 +37,6 @@ from tests.support.onnx_models import FLOAT, save
 F32 = np.float32
 BARE: dict[str, Any] = {"name": "m", "max_batch_size": 0, "backend": "onnxruntime"}
 LARGE = 32 * 1024
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), out: Any = None) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,9 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.batch.padding import Padder
+from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
-from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
+from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
 NOBODY: Any = None
@@ -33,12 +31,6 @@ PADDING = {
     "FEATURES": {"like": "IMAGE"},
 }
 DIMS = [3, -1, -1]
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 def config(padding: dict[str, Any] = PADDING, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 _SCRIPT = """
-import os, sys, time
+import os, pkgutil, sys, time
 import torch
 
 def threads():
@@ -16,7 +16,9 @@ def threads():
 
 torch.set_num_threads(2)
 before = threads()
-__import__(sys.argv[1])
+loaded = pkgutil.resolve_name(sys.argv[1])
+if callable(loaded):
+    loaded()
 assert threads() == before, (before, threads())
 assert torch.get_num_threads() == 2
 child = os.fork()
@@ -44,7 +46,7 @@ assert torch.get_num_threads() == 2
 """
 
 
-@pytest.mark.parametrize("module", ["preloads.operations", "preloads.scripted", "backends.llm"])
+@pytest.mark.parametrize("module", ["preloads:operations", "preloads:scripted", "backends.llm"])
 def test_what_is_forked_computes_with_several_threads(module: str) -> None:
     command = [sys.executable, "-c", _SCRIPT, f"shmserve.workers.{module}"]
     subprocess.run(command, check=True, timeout=60)

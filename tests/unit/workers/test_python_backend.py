@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.inference import Failed, Finished, Submit
+from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
@@ -110,8 +111,8 @@ def region() -> Iterator[Region]:
 @pytest.fixture
 def others(model: Model, tmp_path: Path) -> Iterator[Others]:
     made = Others(tmp_path, model.rig.supervisor)
-    model.rig.context.control.send(m.WorkerStarted(1))
-    made.supervisor.next(m.WorkerStarted)  # type: ignore[type-var]
+    model.rig.context.control.send(WorkerStarted(1))
+    made.supervisor.next(WorkerStarted)  # type: ignore[type-var]
     yield made
     made.close()
 

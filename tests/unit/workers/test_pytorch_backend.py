@@ -9,7 +9,7 @@ import os
 import pickle
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,9 @@ from shmserve.workers import backends
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.backends.pytorch.names import Argument, ArgumentBinding, ResultBinding
 from shmserve.workers.device import Device, open_device
-from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 class Affine(torch.nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +14,10 @@ from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.request import Input, Request
-from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
+from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
 NOBODY: Any = None
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 def batch_input(kind: str, data_type: str = "TYPE_INT32") -> dict[str, Any]:

@@ -18,8 +18,8 @@ from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, 
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
 from shmserve.workers.batch.request import Output, Request, Response
-from shmserve.workers.model_view import as_model_sees, made_here
-from shmserve.workers.sequences import controls, state
+from shmserve.workers.sequences import inputs
+from shmserve.workers.tensor_specs import as_model_sees, made_here
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,
@@ -53,8 +53,10 @@ def control(kind: str, **says: Any) -> dict[str, Any]:
 
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
     """What a model sees of the controls in a row."""
-    made = controls.inputs(
-        controls.read(ModelSpec.of(config(batched, control_input=list(tensors)))), row, batched
+    made = inputs.control_inputs(
+        inputs.read_controls(ModelSpec.of(config(batched, control_input=list(tensors)))),
+        row,
+        batched,
     )
     shapes = {item.shape for item in made.values()}
     assert shapes <= {(1, 1) if batched else (1,)}
@@ -136,8 +138,8 @@ class Model:
         batched: bool = True,
         copies: bool = True,
     ) -> None:
-        made = state.read(ModelSpec.of(config(batched, state=list(specs))), folder)
-        self.states = state.States(made, copies)
+        made = inputs.read_states(ModelSpec.of(config(batched, state=list(specs))), folder)
+        self.states = inputs.States(made, copies)
 
     def lend(self, slot: int = 0, flags: int = 0) -> Request:
         """A request with the states of its slot."""
@@ -285,7 +287,7 @@ class Sequences:
             sequence_batching=more,
         )
         made.serve(FunctionBackend(made.context, self._execute), given)
-        self.states: state.States = made.instance._executor._states  # type: ignore[attr-defined]
+        self.states: inputs.States = made.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         if self.fails:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,19 +20,12 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.backends.pytorch.graphs import Recorder, Tensors
 from shmserve.workers.device import Device
-from shmserve.workers.memory.static_plan import MemoryPlan, buckets
-from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+from shmserve.workers.memory.static_plan import MemoryPlan, Recorder, Tensors, buckets
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
 ROW = 256 * 1024  # floats
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
-        yield made
 
 
 def config(dims: tuple[int, ...] = (3,), most: int = 8, **more: Any) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Backend `llm`: text generation by the Llama, Qwen2 and Qwen3 families from Hugging Face folders.
 
 The version folder is the model's; `engine.yaml` beside config.pbtxt has the settings of the engine.
-Its scheduler plans steps (`shmserve.ipc.messages.generation`), and this carries them out.
+The scheduler plans steps (`shmserve.ipc.messages.generation`), and the worker executes them.
 
-engine.py sequences.py    steps
-engine_file.py            `engine.yaml`
-model/       the folder, checked; the decoder, its attention and KV cache
-sampling/    from logits to tokens: parameters, sampler, speculation, grammars
-text/        requests to tokens, tokens to responses, in a thread of their own
+engine_file.py    `engine.yaml`
+engine.py         steps
+sequences.py      prompts and sequences
+parameters.py sampler.py speculation.py     from logits to tokens
+texts.py prompts.py answers.py              from requests to tokens, from tokens to responses
+model/            the checkpoint, the decoder, its attention and KV cache
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
+from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
@@ -31,9 +32,10 @@ from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
-from shmserve.workers.backends.llm.sampling.parameters import parse
-from shmserve.workers.backends.llm.sampling.speculation import DraftModel, NgramProposer, Proposer
-from shmserve.workers.backends.llm.text.texts import Texts, given_inputs
+from shmserve.workers.backends.llm.parameters import parse
+from shmserve.workers.backends.llm.prompts import given_inputs
+from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
+from shmserve.workers.backends.llm.texts import Texts
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
@@ -62,13 +64,13 @@ _OUTPUTS = [
 
 
 class LlmBackend(Backend):
-    """One model, its KV cache, and the texts of the requests that run."""
+    """A generative model, its KV cache, and the texts of its requests."""
 
     _texts: Texts | None = None
     _opened: Checkpoint | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The inputs and outputs of a generative model, and the settings of its engine."""
+        """Add the inputs and outputs of a generative model, and its engine's settings."""
         completed = {**config, "model_transaction_policy": {"decoupled": True}}
         completed["input"] = config.get("input") or _INPUTS
         completed["output"] = config.get("output") or _OUTPUTS
@@ -77,8 +79,11 @@ class LlmBackend(Backend):
         return {**completed, "parameters": parameters}
 
     def load(self, config: ModelSpec) -> None:
-        """Read the weights, and set the engine up. Raises InvalidArgument for a folder whose parts
-        do not fit, with all that is wrong."""
+        """Read the weights, and create the engine.
+
+        Raises:
+            InvalidArgument: Parts of the folder do not fit; the message has all problems.
+        """
         if config.max_batch_size:
             found = config.max_batch_size
             raise InvalidArgument(f"max_batch_size: {found} is not 0: requests join at every step")
@@ -106,7 +111,7 @@ class LlmBackend(Backend):
         raise Unsupported("a generative model has no batches")
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable:
-        """Prompts, steps, and the ends of beam searches."""
+        """Serve prompts, steps, and the ends of beam searches."""
         texts = self._texts = Texts(self._checkpoint(), writer.link, self._longest)
         engine = WorkerEngine(
             self._passes,
@@ -146,7 +151,7 @@ class LlmBackend(Backend):
         return self._opened
 
     def _settings(self, config: ModelSpec) -> EngineSettings:
-        """The settings of the configuration, or of engine.yaml, with what memory allows."""
+        """Return the settings of the configuration or of engine.yaml, limited by memory."""
         given = config.parameters.get(PARAMETER)
         folder = self.context.model_dir
         settings = EngineSettings.read(given) if given else engine_file.read(folder)
@@ -180,7 +185,7 @@ class LlmBackend(Backend):
         return passes
 
     def _draft_folder(self, name: str) -> Path:
-        """The folder of a model in the repository (its latest version), or at a path."""
+        """Return the folder of a model in the repository (its latest version), or at a path."""
         folder = self.context.repository / name
         versions = [each for each in folder.glob("*") if each.name.isdecimal()]
         if versions:
@@ -205,14 +210,13 @@ def _prepare(
     opened: WorkerRequest,
     message: Prepare,
 ) -> None:
-    """Have a request read in the thread of texts; what lies in shared memory is read here."""
+    """Pass a request to the thread of texts, after reading its inputs from shared memory."""
     try:
         with writer.link.lock:
             request = unpacker.request(opened.work)
             given = given_inputs(request)
     except Exception as error:
-        failure = error if isinstance(error, ShmserveError) else writer.failures.explain(error)
-        writer.refuse(opened, failure)
+        writer.refuse(opened, writer.failures.explain(error))
         return
     stream = ResponseStream(writer, opened, request)
     texts.put(partial(texts.prepare, stream, given, message.resumed))

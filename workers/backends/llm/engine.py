@@ -1,4 +1,4 @@
-"""The engine of a worker: carries out the steps that a scheduler plans, one after the other.
+"""The engine of a worker, which executes the steps that a scheduler plans, in order.
 
 Step ──> begin, copy blocks, propose ──> forward ──> sample, verify ──> Stepped
 """
@@ -14,20 +14,20 @@ import torch
 
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.sampling.grammars import allowed_tokens
-from shmserve.workers.backends.llm.sampling.sampler import (
+from shmserve.workers.backends.llm.sampler import (
     SampledRow,
     TokenLogprobs,
+    allowed_tokens,
     candidates,
     logprobs,
     process,
 )
-from shmserve.workers.backends.llm.sampling.speculation import Check, Proposal, Proposer, verify
 from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
+from shmserve.workers.backends.llm.speculation import Check, Proposal, Proposer, verify
 
 
 class Emitted(NamedTuple):
-    """What a step has added to a sequence."""
+    """The tokens that a step has added to a sequence."""
 
     sequence: int
     prompt: Prompt
@@ -39,7 +39,7 @@ class Emitted(NamedTuple):
 
 @dataclass(slots=True)
 class Planned:
-    """A row in its pass: where its first row is there, and where its logits begin."""
+    """A row in its pass: the index of its first row there, and of its first logits."""
 
     sequence: TokenSequence
     row: Row
@@ -51,8 +51,12 @@ class Planned:
 
 @dataclass(eq=False)
 class WorkerEngine:
-    """One model's sequences. `prompts` are the requests that were prepared, by key; `emit` hears of
-    all that a step has added."""
+    """The sequences of one model.
+
+    Attributes:
+        prompts: The prepared requests by key.
+        emit: Receives the tokens that a step has added.
+    """
 
     passes: Passes
     proposer: Proposer | None
@@ -62,7 +66,7 @@ class WorkerEngine:
     _last: int = 0
 
     def step(self, message: Step) -> Stepped:
-        """Carry out a step, but for sequences whose requests have ended."""
+        """Execute a step, except for sequences whose requests have ended."""
         started = time.perf_counter_ns()
         self._begin(message)
         self.passes.cache.copy(message.out, message.back, message.within)
@@ -87,7 +91,7 @@ class WorkerEngine:
         )
 
     def keys(self, message: Step) -> set[int]:
-        """The keys of the requests whose sequences have rows in a step."""
+        """Return the keys of the requests whose sequences have rows in a step."""
         live = self._sequences
         return {live[row.sequence].prompt.key for row in message.rows if row.sequence in live}
 
@@ -119,7 +123,7 @@ class WorkerEngine:
         return sorted(rows, key=lambda each: each[1].start)
 
     def _plan(self, rows: list[tuple[TokenSequence, Row]]) -> list[Planned]:
-        """The rows with what is proposed behind them, and what their grammars allow."""
+        """Return the rows with their proposals, and the tokens that their grammars allow."""
         wanted = [each for each in rows if each[1].draft] if self.proposer else []
         proposals = self.proposer.propose(wanted) if self.proposer and wanted else {}
         planned: list[Planned] = []
@@ -132,7 +136,7 @@ class WorkerEngine:
         return planned
 
     def _forward(self, planned: list[Planned]) -> torch.Tensor:
-        """The logits of all rows that are sampled, or whose prompt's logprobs are wanted."""
+        """Return the logits of all rows that are sampled or need log probabilities."""
         rows = self.passes.empty()
         wanted: list[int] = []
         for each in planned:
@@ -171,7 +175,7 @@ class WorkerEngine:
         return results + self._sampled(going, logits) if going else results
 
     def _sampled(self, going: list[Planned], logits: torch.Tensor) -> list[RowResult]:
-        """Sample what follows each of these, and verify what was proposed."""
+        """Sample the next token of each sequence, and verify its proposals."""
         sampled: list[SampledRow] = []
         places: list[int] = []
         checks: list[Check] = []
@@ -197,7 +201,7 @@ class WorkerEngine:
     def _go_on(
         self, each: Planned, check: Check, tokens: list[int], raw: torch.Tensor | None
     ) -> Emitted:
-        """Add what was sampled to a sequence."""
+        """Add the sampled tokens to a sequence."""
         sequence, prompt = each.sequence, each.sequence.prompt
         before = len(sequence.tokens)
         tokens, over = sequence.take(tokens)
@@ -213,8 +217,11 @@ class WorkerEngine:
 
     @staticmethod
     def _tell_prompt(each: Planned, logits: torch.Tensor) -> int:
-        """Note the logprobs of a prompt's tokens that a row has computed; how many rows of logits
-        are before those that are sampled."""
+        """Record the log probabilities of a prompt's tokens.
+
+        Returns:
+            The number of rows of logits before those that are sampled.
+        """
         prompt, row = each.sequence.prompt, each.row
         last = min(row.start + row.count, len(prompt.tokens) - 1)
         targets = prompt.tokens[row.start + 1 : last + 1]
@@ -233,5 +240,5 @@ def _beam(each: Planned, logits: torch.Tensor) -> RowResult:
 
 
 def _raw(logits: torch.Tensor, rows: list[SampledRow]) -> torch.Tensor | None:
-    """The logits as they are before they are processed, where logprobs are wanted."""
+    """Copy the unprocessed logits if log probabilities are wanted."""
     return logits.clone() if any(row.parameters.logprobs >= 0 for row in rows) else None

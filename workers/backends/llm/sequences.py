@@ -1,4 +1,4 @@
-"""Sequences as the worker has them: their tokens, their blocks, and the requests they belong to."""
+"""Sequences of a worker: their tokens, their blocks, and their requests."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.ipc.messages.generation import Row
-from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sampling.sampler import SampledRow, TokenLogprobs
+from shmserve.workers.backends.llm.parameters import GenerationParameters
+from shmserve.workers.backends.llm.sampler import SampledRow, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A request that runs: what its sequences share. `grammar` makes a matcher for each; `resumed`
-    has the tokens that its samples had elsewhere. Of its prompt's tokens `logprobs` are wanted, if
-    that is so, and `known` has them by their positions. `cached` tokens were not computed, -1: not
-    known yet."""
+    """A running request: the state that its sequences share.
+
+    Attributes:
+        grammar: The matcher that is copied for each sequence, or None.
+        resumed: The tokens that each sample generated on another instance.
+        known: The log probabilities of the prompt's tokens by position.
+        cached: The number of tokens that were not computed; -1 if that is not known yet.
+    """
 
     key: int
     tokens: list[int]
@@ -27,7 +31,7 @@ class Prompt:
     cached: int = -1
 
     def begin(self, number: int, sample: int) -> TokenSequence:
-        """A sequence from the prompt, and from what its sample had already."""
+        """Return a sequence that begins with the prompt, and the resumed tokens of its sample."""
         earlier = self.resumed.get(sample, [])
         matcher = self.grammar.deep_copy() if self.grammar is not None else None
         if matcher is not None:
@@ -37,8 +41,12 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """One sequence: its `tokens`, and its block `table`. Of the first `drafted` tokens the draft
-    model has keys and values in these blocks. `matcher`: how far its grammar is."""
+    """A sequence: its `tokens` and its block `table`.
+
+    Attributes:
+        matcher: The state of its grammar.
+        drafted: The number of tokens whose keys and values the draft model has in these blocks.
+    """
 
     number: int
     prompt: Prompt
@@ -49,7 +57,7 @@ class TokenSequence:
     drafted: int = 0
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
-        """Another sequence with the same beginning, and then `token`, if that is not -1."""
+        """Return a sequence with the same tokens, followed by `token` unless that is -1."""
         tokens = [*self.tokens, token] if token >= 0 else self.tokens[:]
         matcher = self.matcher.deep_copy() if self.matcher is not None else None
         return TokenSequence(
@@ -63,7 +71,7 @@ class TokenSequence:
         self.table[row.keep :] = row.blocks
 
     def sampled_row(self, drafts: list[int], allowed: Any = None) -> SampledRow:
-        """The row that is sampled behind its tokens and these."""
+        """Return the row that is sampled behind the tokens and `drafts`."""
         prompt = self.prompt
         tokens = [*self.tokens, *drafts] if drafts else self.tokens
         return SampledRow(
@@ -71,8 +79,7 @@ class TokenSequence:
         )
 
     def take(self, tokens: list[int]) -> tuple[list[int], str]:
-        """Go on with these tokens as far as it does not end: those that it took, and why it has
-        ended, if it has."""
+        """Append tokens until the sequence ends; return those taken, and the finish reason."""
         parameters, ends = self.prompt.parameters, self.prompt.ends
         first = len(self.prompt.tokens)
         for count, token in enumerate(tokens, 1):

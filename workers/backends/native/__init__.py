@@ -24,21 +24,19 @@ from typing import Any
 import torch
 
 from shmserve.errors import InvalidArgument, suggestion
-from shmserve.ipc.class_places import class_places
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.ipc.model_settings import MAX_STREAMS
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec, source_positions
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.model import Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
-from shmserve.workers.backends.native import attributes
-from shmserve.workers.backends.native import signature as predict_signature
-from shmserve.workers.backends.native.attributes import MAX_STREAMS
+from shmserve.workers.backends.native import declaration
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
-from shmserve.workers.memory.device_tensors import as_bytes
-from shmserve.workers.model_view import as_model_sees, made_here
+from shmserve.workers.memory.tensors import as_bytes
+from shmserve.workers.tensor_specs import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ _DEFAULT_MAX_STREAMS = 64
 
 
 class NativeBackend(Backend):
-    """One object of the model's class."""
+    """An object of the model's class."""
 
     device_inputs = True
 
@@ -63,48 +61,52 @@ class NativeBackend(Backend):
         self._coroutines: asyncio.Runner | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Inputs and outputs from the annotations, batching from the class's attributes."""
+        """Add inputs and outputs of the annotations, and batching of the attributes."""
         spec = ModelSpec.of(config)
         model = self._find(spec)
-        attributes.warn_of_misspelt(model, self._at)
-        predict = attributes.check(model, self._at)
+        declaration.warn_of_misspelt(model, self._at)
+        predict = declaration.check(model, self._at)
         completed = dict(config)
-        own = attributes.parameters(model)
+        own = declaration.parameters(model)
         completed["parameters"] = {**own, **(config.get("parameters") or {})}
-        inputs, outputs = predict_signature.as_config(predict)
+        inputs, outputs = declaration.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             completed["sequence_batching"] = model.sequence_batching
         for field in ("batch_input", "batch_output"):
             if not config.get(field) and hasattr(model, field):
-                completed[field] = attributes.mappings(model, field)
-        groups = attributes.instance_groups(model)
+                completed[field] = declaration.mappings(model, field)
+        groups = declaration.instance_groups(model)
         if groups:
             completed["instance_group"] = groups
         seen = ModelSpec.of(completed)
         ours = made_here(seen)
-        completed["input"] = config.get("input") or attributes.own_inputs(
+        completed["input"] = config.get("input") or declaration.own_inputs(
             model, inputs, ours, self._at
         )
         completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
         if not config.get("max_batch_size"):
             # Without inputs nothing says how many rows a batch has.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
-            completed["max_batch_size"] = attributes.whole(model, "max_batch_size", most)
+            completed["max_batch_size"] = declaration.whole(model, "max_batch_size", most)
         if predict.streams:
             completed["model_transaction_policy"] = {"decoupled": True}
             # For the scheduler, where others wait.
-            most = max(1, attributes.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            most = max(1, declaration.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
         elif completed["max_batch_size"] > 1 and not seen.has_scheduler:
-            delay = attributes.whole(model, "max_queue_delay_us", 0)
+            delay = declaration.whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
 
     def load(self, config: ModelSpec) -> None:
-        """Make the object; raises InvalidArgument when configuration and annotations disagree."""
+        """Create the object.
+
+        Raises:
+            InvalidArgument: Configuration and annotations disagree.
+        """
         context = self.context
         kind = self._find(config)
-        predict = predict_signature.read(kind)
+        predict = declaration.read(kind)
         signature = Signature(as_model_sees(config), context.version)
         _check(signature, predict)
         if predict.streams != config.decoupled:
@@ -141,7 +143,7 @@ class NativeBackend(Backend):
         self.checks_ready = hasattr(self._model, "is_ready")
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """One call of `predict` for the whole batch."""
+        """Call `predict` once for the whole batch."""
         inputs = self._runner.inputs(requests)
         with torch.inference_mode():
             with self._runner.calling():
@@ -151,7 +153,7 @@ class NativeBackend(Backend):
             return self._runner.responses(requests, self._take(result))
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
-        """One call of `predict` for each request, whose iterator runs on after this."""
+        """Call `predict` once for each request; the iterators outlast this call."""
         assert self._streams is not None
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
@@ -160,8 +162,11 @@ class NativeBackend(Backend):
         return self._runner.response(request, self._take(yielded))
 
     def is_ready(self) -> bool:
-        """Readiness by the model's `is_ready`. Raises what it raises, Internal for what is no
-        bool."""
+        """Call the model's `is_ready`.
+
+        Raises:
+            Internal: The result is not a bool. Exceptions of the model are passed on.
+        """
         run = asyncio.run if self._streams is None else self._streams.wait
         with torch.inference_mode():
             return says_ready(self._model, run)
@@ -172,7 +177,7 @@ class NativeBackend(Backend):
         return self._coroutines.run(coroutine)
 
     def unload(self) -> None:
-        """Call the model's own `unload`, if it has one."""
+        """Call the model's `unload`, if it has one."""
         if self._streams is not None:
             self._streams.close()
         if self._coroutines is not None:
@@ -193,19 +198,18 @@ class NativeBackend(Backend):
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{near}")
             self._class = found
             self._file = file
-            self._places = class_places(path.read_text(encoding="utf-8"), name)
+            self._places = source_positions(path.read_text(encoding="utf-8"), name)
         return self._class
 
     def _at(self, name: str) -> str:
-        """The place of what the class has, as a line begins; that of the class where it is not in
-        its file."""
+        """Return the place of an attribute, or of the class, as the beginning of a line."""
         own = (name, name.partition(".")[0], "")
         place = next((self._places[each] for each in own if each in self._places), "")
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"
         return f"{where}:{place}: " if place else f"{where}: "
 
 
-def _check(signature: Signature, predict: predict_signature.PredictSignature) -> None:
+def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
     annotated = {p.name: p.type for p in predict.parameters}
     needed = {p.name for p in predict.parameters if not p.optional}
     sides: tuple[tuple[str, dict[str, TensorSpec], dict[str, TensorType], set[str]], ...] = (

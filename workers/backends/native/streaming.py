@@ -1,10 +1,9 @@
 """Generators as `predict`: each `yield` is a response, sent at once.
 
-A generator runs in a thread of its own, an asynchronous one in an event loop that all share, so
-requests are served side by side, up to `most` of them; others wait in the scheduler's queue, and
-here those of the last batch that were one too many. When
-its client has gone a generator is closed at its next `yield` (GeneratorExit), an asynchronous one
-is cancelled where it waits. Until then `shmserve.model.Context.cancelled` tells it.
+A generator runs in a thread of its own. Asynchronous generators share one event loop. Up to `most`
+requests run concurrently; others wait in the scheduler's queue, and here if the last batch had too
+many. When its client disconnects, a generator is closed at its next `yield` (GeneratorExit), and an
+asynchronous one is cancelled. `shmserve.model.Context.cancelled` reports it before.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from shmserve.errors import Cancelled
 from shmserve.model import IS_CANCELLED
 from shmserve.workers.backends import Request, Response, ResponseStream
-from shmserve.workers.backends.event_loop import EventLoopThread
+from shmserve.workers.user_code import EventLoopThread
 
 _CANCELLED = Cancelled("request cancelled")
 
@@ -30,9 +29,9 @@ Respond = Callable[[Request, Any], Response]
 
 
 class GeneratorStreams:
-    """Runs the iterators that `predict` gives for the inputs of one request.
+    """The iterators that `predict` returns for one request each.
 
-    `respond(request, yielded)` makes a response of what one of them yields.
+    `respond(request, yielded)` returns the response for a yielded value.
     """
 
     def __init__(self, predict: Callable[..., Any], respond: Respond, most: int) -> None:
@@ -47,7 +46,7 @@ class GeneratorStreams:
         self._senders = ThreadPoolExecutor(most, "send")
 
     def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """Begin to respond to a request, or where `most` are being served as soon as one ends."""
+        """Start a request, or queue it while `most` requests run."""
         with self._lock:
             if not self._places:
                 self._waiting.append((stream, inputs))
@@ -56,12 +55,14 @@ class GeneratorStreams:
         self._begin(stream, inputs)
 
     def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """Start a stream that has a place."""
+        """Start a request that has a free place."""
         try:
             with torch.inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
-                future = self._event_loop().run(self._relay_async(iterator, stream), [stream])
+                future = self._event_loop().run(
+                    self._relay_async(iterator, stream), stream.fail_raised
+                )
                 stream.on_cancel(future.cancel)
                 future.add_done_callback(lambda _: self._end(stream))
             else:
@@ -69,11 +70,11 @@ class GeneratorStreams:
                     target=self._serve, args=(iter(iterator), stream), name="stream", daemon=True
                 ).start()
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            stream.fail(stream.explain(error))
+            stream.fail_raised(error)
             self._free_place()
 
     def _free_place(self) -> None:
-        """A place is free: the next has it."""
+        """Pass a free place to the next request in the queue."""
         with self._lock:
             if not self._waiting:
                 self._places += 1
@@ -85,7 +86,7 @@ class GeneratorStreams:
             self._begin(stream, inputs)
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the event loop that all share, and wait for what it returns."""
+        """Run a coroutine in the shared event loop, and return its result."""
         return self._event_loop().wait(coroutine)
 
     def _event_loop(self) -> EventLoopThread:
@@ -94,7 +95,7 @@ class GeneratorStreams:
         return self._loop
 
     def close(self) -> None:
-        """End what runs in the event loop."""
+        """End the event loop and the sending threads."""
         if self._loop is not None:
             self._loop.close()
         self._senders.shutdown(wait=False, cancel_futures=True)
@@ -109,7 +110,7 @@ class GeneratorStreams:
             with torch.inference_mode(), _responding(stream):
                 self._relay(iterator, stream)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            stream.fail(stream.explain(error))
+            stream.fail_raised(error)
         finally:
             self._end(stream)
 

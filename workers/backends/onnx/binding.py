@@ -1,10 +1,10 @@
-"""IO binding: a session's inputs and outputs where our memory has them already.
+"""IO binding: inputs and outputs of a session in memory of the server.
 
 inputs    where they were gathered: a client's region, an arena or a buffer that is kept
-outputs   of one request, where it wants them or where its reader will find them, if their shape is
-          known before the run; else, and in batches, where onnxruntime puts them
+outputs   of a single request: in the client's region or the arena, if the shape is known before the
+          run; else, and in batches, in memory of onnxruntime
 
-A shape is known where the file fixes it, or gives it by the same symbols as an input's.
+A shape is known if the file fixes it, or has it in symbols of an input.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shmserve.ipc.tensors.arrays import STORED
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
-from shmserve.workers.backends.described import Described, Description
 from shmserve.workers.device import Device
-from shmserve.workers.memory.torch_types import as_torch
+from shmserve.workers.memory.tensors import as_torch
+from shmserve.workers.tensor_specs import Described, Description
 
 _WORTH = 64 * 1024  # bytes of an output: to bind it costs more than to copy less
 # What a client may change while the model runs must not be used as an index.
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 
 class HostBinding:
-    """Runs a session on the CPU: numpy arrays in, numpy arrays out."""
+    """A session on the CPU: numpy arrays in, numpy arrays out."""
 
     def __init__(self, context: ModelContext, session: Any, description: Description) -> None:
         self._context = context
@@ -52,8 +52,12 @@ class HostBinding:
     def run(
         self, inputs: Mapping[str, Array], wanted: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Array]:
-        """The outputs `wanted` of a batch. Raises what onnxruntime raises, InvalidArgument for
-        BYTES that are not UTF-8, which ONNX knows no others than."""
+        """Return the outputs `wanted` of a batch.
+
+        Raises:
+            InvalidArgument: BYTES are not UTF-8, which ONNX requires. Errors of onnxruntime are
+                passed on.
+        """
         placed: dict[str, Array] = {}
         if len(requests) == 1 and self._bindable:
             placed = self._places(inputs, wanted, requests[0])
@@ -73,7 +77,7 @@ class HostBinding:
     def _places(
         self, inputs: Mapping[str, Array], wanted: Sequence[str], request: Request
     ) -> dict[str, Array]:
-        """Arrays to compute outputs in, by name."""
+        """Return arrays in which outputs are computed, by name."""
         found: dict[str, Array] = {}
         sizes = _sizes(self._inputs, inputs)
         own = _free_places(request, _WORTH)
@@ -130,12 +134,12 @@ class HostBinding:
         }
 
     def _made(self, name: str, value: Any, binding: Any) -> Array:
-        """An array over memory of onnxruntime's, which it keeps."""
+        """Return an array over memory of onnxruntime, which it keeps."""
         return np.asarray(_Tensor(value, binding, _DTYPES[self._outputs[name].datatype]))
 
 
 class DeviceBinding:
-    """Runs a session on a device: torch tensors that are there in, and out."""
+    """A session on a device: torch tensors of the device in and out."""
 
     def __init__(self, session: Any, description: Description, device: Device) -> None:
         self._session = session
@@ -148,7 +152,7 @@ class DeviceBinding:
     def run(
         self, inputs: Mapping[str, Any], wanted: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Any]:
-        """The outputs `wanted` of a batch. Raises what onnxruntime raises."""
+        """Return the outputs `wanted` of a batch; errors of onnxruntime are passed on."""
         binding = self._session.io_binding()
         for name, tensor in inputs.items():
             kind = _element(self._datatypes[name])
@@ -166,7 +170,7 @@ class DeviceBinding:
         }
 
     def _made(self, name: str, value: Any, binding: Any) -> torch.Tensor:
-        """A tensor over memory of onnxruntime's, which it keeps."""
+        """Return a tensor over memory of onnxruntime, which it keeps."""
         shape, datatype = tuple(value.shape()), self._datatypes[name]
         size = math.prod(shape) * ITEM_SIZE[datatype]
         held: Any = _Tensor(value, binding, np.dtype(np.uint8), size)
@@ -176,8 +180,10 @@ class DeviceBinding:
 
 
 class _Tensor:
-    """Memory of an OrtValue, for numpy and torch; keeps it, and the binding that it is of.
-    `byte_size`: as so many bytes, whatever its shape."""
+    """Memory of an OrtValue, for numpy and torch.
+
+    It keeps the value and its binding. With `byte_size` it is so many bytes, whatever its shape.
+    """
 
     def __init__(
         self, value: Any, binding: Any, dtype: np.dtype[Any], byte_size: int | None = None
@@ -195,7 +201,7 @@ class _Tensor:
 
 
 def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dict[str, int]:
-    """The values of the inputs' symbolic dimensions in this call."""
+    """Return the sizes of the inputs' symbolic dimensions in this call."""
     return {
         symbol: size
         for name, array in inputs.items()
@@ -205,7 +211,7 @@ def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dic
 
 
 def _shape(tensor: Described, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """The shape of an output in a call, if that is known before."""
+    """Return the shape of an output in a call, if it is known before."""
     shape = [
         sizes.get(symbol, -1) if dim == -1 else dim
         for dim, symbol in zip(tensor.dims, tensor.symbols, strict=True)

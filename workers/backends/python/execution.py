@@ -1,5 +1,4 @@
-"""One execution of a Python model: from its requests to the response of each, or, of a decoupled
-one, to what it sends by itself, also after its batch."""
+"""The execution of a Python model: from its requests to a response for each, or to streams."""
 
 from __future__ import annotations
 
@@ -11,12 +10,11 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Internal
 from shmserve.workers.backends import ModelContext, Request, Response, ResponseStream
-from shmserve.workers.backends.event_loop import EventLoopThread
-from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
@@ -24,6 +22,8 @@ from shmserve.workers.backends.python.response import (
     SingleResponse,
     to_response,
 )
+from shmserve.workers.backends.python.tensor import Lender
+from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +36,32 @@ _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
 
 def _misbehaved(instance: str, what: str) -> Internal:
-    """The error for clients of a model that does something wrong, in Triton's words."""
+    """Return the error for clients of a model that violates the API, in Triton's words."""
     return Internal(f"Failed to process the request(s) for model '{instance}', message: {what}")
 
 
 class PythonExecution:
-    """Calls `execute` of one model that is not decoupled. Where that is a coroutine function, one
-    event loop runs them. `iterative`: it may ask for a request once more."""
+    """Execution of a model that is not decoupled.
+
+    If its `execute` is a coroutine function, one event loop runs the coroutines. An `iterative`
+    model may ask for a request once more.
+    """
 
     def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
         self._context = context
         self._model = model
         self._iterative = iterative
+        self._instance = context.instance_name
         self._lender = Lender(context.model_name, context.mappings, context.copied)
         self._runner: asyncio.Runner | None = None
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """Raises what the model raises, Internal for a bad return."""
+        """Call the model, and return a response for each request.
+
+        Raises:
+            Internal: The model returned something else than its responses. Exceptions of the model
+                are passed on.
+        """
         received = [ReceivedRequest(request, self._lender) for request in requests]
         try:
             responses = self._execute(received)
@@ -67,13 +76,13 @@ class PythonExecution:
         return responses
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine of the model; returns or raises what it does."""
+        """Run a coroutine of the model; return its result or raise its exception."""
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.run(coroutine)
 
     def close(self) -> None:
-        """End the event loop."""
+        """Close the event loop."""
         if self._runner is not None:
             self._runner.close()
 
@@ -83,10 +92,11 @@ class PythonExecution:
         if type(returned) is not list:
             returned = self._listed(returned, received)
         if len(returned) != len(received):
-            raise self._misbehaved(
+            raise _misbehaved(
+                self._instance,
                 "Number of InferenceResponse objects do not match the number of InferenceRequest "
                 f"objects. InferenceRequest(s) size is:{len(received)}, and InferenceResponse(s) "
-                f"size is:{len(returned)}"
+                f"size is:{len(returned)}",
             )
         pairs = list(zip(received, returned, strict=True))
         awaited = [request.outbox for request, item in pairs if request.outbox and item is None]
@@ -104,14 +114,14 @@ class PythonExecution:
         ]
 
     def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
-        """The list that `execute` has returned, or its coroutine returns."""
+        """Return the list that `execute`, or its coroutine, has returned."""
         if asyncio.iscoroutine(returned):
             returned = self.run(returned)
         if returned is None and all(r.outbox is not None or r.rescheduled for r in received):
             return [None] * len(received)
         if not isinstance(returned, list):
             what = f"Expected a list in the execute return, found type '{type(returned)}'."
-            raise self._misbehaved(what)
+            raise _misbehaved(self._instance, what)
         return returned
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
@@ -127,20 +137,20 @@ class PythonExecution:
             "Expected an 'InferenceResponse' object in the execute function return list, found "
             f"type '{type(response)}'."
         )
-        return Response(error=self._misbehaved(what))
+        return Response(error=_misbehaved(self._instance, what))
 
     def _not_rescheduled(self, response: Any) -> Response:
-        """Why a request that its model wants to get again has failed."""
+        """Return the error of a request whose model asks for it once more in vain."""
         if response is None:
             return Response(error=Internal(_NOT_ITERATIVE))
         what = (
             "Expected a None object in the execute function return list for reschduled request, "
             f"found type '{type(response)}'."
         )
-        return Response(error=self._misbehaved(what))
+        return Response(error=_misbehaved(self._instance, what))
 
     def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
-        """Wait for responses that the model sends from its threads, or tasks of its loop."""
+        """Wait for responses that threads of the model, or tasks of its loop, send."""
         if self._runner is not None and not all(outbox.done.is_set() for outbox in outboxes):
             self.run(_arrival(outboxes))
         for outbox in outboxes:
@@ -148,18 +158,18 @@ class PythonExecution:
 
     @staticmethod
     def _sent(received: Sequence[ReceivedRequest]) -> list[Response]:
-        """The responses that the model has sent, if there is one to every request."""
+        """Return the responses that the model has sent, if every request has one."""
         sent = [r.outbox.response for r in received if r.outbox is not None]
         responses = [response for response in sent if response is not None]
         return responses if len(responses) == len(received) else []
 
-    def _misbehaved(self, what: str) -> Internal:
-        return _misbehaved(self._context.instance_name, what)
-
 
 class DecoupledExecution:
-    """Calls `execute` of one decoupled model. Where that is a coroutine function, they run side by
-    side in an event loop that has a thread of its own. `iterative`: as `PythonExecution` has it."""
+    """Execution of a decoupled model, whose responses may outlast the batch.
+
+    If its `execute` is a coroutine function, the coroutines run concurrently in an event loop with
+    a thread of its own. An `iterative` model may ask for a request once more.
+    """
 
     def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
         self._context = context
@@ -168,7 +178,11 @@ class DecoupledExecution:
         self._loop: EventLoopThread | None = None
 
     def execute(self, streams: list[ResponseStream]) -> None:
-        """Raises what the model raises, Internal where it returns something."""
+        """Call the model.
+
+        Raises:
+            Internal: The model returned something. Exceptions of the model are passed on.
+        """
         for stream in streams:
             # Nobody knows when the model's threads have done with them.
             for item in stream.request.inputs.values():
@@ -176,7 +190,7 @@ class DecoupledExecution:
         received = [DecoupledRequest(stream) for stream in streams]
         returned = self._model.execute(list(received))
         if asyncio.iscoroutine(returned):
-            self._running_loop().run(returned, streams)
+            self._running_loop().run(returned, partial(_fail_all, streams))
         elif returned is not None:
             where = self._context.instance_name
             raise _misbehaved(
@@ -191,11 +205,11 @@ class DecoupledExecution:
                 stream.fail(Internal(_NOT_ITERATIVE))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine of the model; returns or raises what it does."""
+        """Run a coroutine of the model; return its result or raise its exception."""
         return self._running_loop().wait(coroutine)
 
     def close(self) -> None:
-        """End the event loop."""
+        """Close the event loop."""
         if self._loop is not None:
             self._loop.close()
 
@@ -203,6 +217,12 @@ class DecoupledExecution:
         if self._loop is None:
             self._loop = EventLoopThread()
         return self._loop
+
+
+def _fail_all(streams: Sequence[ResponseStream], error: BaseException) -> None:
+    explained = streams[0].explain(error)  # logged once
+    for stream in streams:
+        stream.fail(explained)
 
 
 async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
@@ -220,7 +240,7 @@ async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
 
 
 def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
-    """The memory of the inputs is used again: what the model keeps of them becomes its own."""
+    """Copy the inputs that the model keeps, because their memory is reused."""
     for index, request in enumerate(requests):
         if not request.shared:
             continue
@@ -232,8 +252,10 @@ def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest
 
 
 def thread_ended(args: threading.ExceptHookArgs) -> None:
-    """A thread has raised: log it, and let go of what its functions had. It is a
-    `threading.excepthook`; a model may have its own."""
+    """Log an exception of a thread, and release the variables of its functions.
+
+    It is a `threading.excepthook`; a model may install another.
+    """
     if args.exc_type is not SystemExit and args.thread is not None:
         logger.error("thread '%s' of the model failed", args.thread.name, exc_info=args.exc_value)
     for frame, _ in traceback.walk_tb(args.exc_traceback):

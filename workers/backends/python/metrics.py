@@ -1,8 +1,8 @@
-"""Metrics of a model's own: families with labelled values, kept in this process.
+"""Metrics of a model: families with labelled values, kept in this process.
 
-Families are this module's, because Triton's interface has a model make them by itself, with nothing
-of its server in its hands. The values are this instance's, so `Metric.value` is too; `changes`
-gives them to whoever adds them up over instances. Names and labels are checked as in Triton.
+Families belong to this module, because Triton's API creates them without a reference to the server.
+The values are those of this instance, and so is `Metric.value`; `changes` returns them to be summed
+over instances. Names and labels are checked as in Triton.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ on_change: Callable[[bool], None] | None = None
 
 
 def changes() -> list[list[Any]] | None:
-    """Every family if anything changed since the last call, else None.
+    """Return all families if anything changed since the last call, else None.
 
-    [[name, description, kind, [[labels, numbers, buckets], ...]], ...]; labels are sorted pairs.
+    The form is [[name, description, kind, [[labels, numbers, buckets], ...]], ...]; labels are
+    sorted pairs.
     """
     global _changed
     if not _changed:
@@ -92,7 +93,7 @@ def changes() -> list[list[Any]] | None:
 
 
 def _note_change(at_once: bool) -> None:
-    """Without the lock."""
+    """Report a change; must be called without the lock."""
     global _changed
     if not _changed:
         _changed = True
@@ -102,14 +103,14 @@ def _note_change(at_once: bool) -> None:
 
 @contextlib.contextmanager
 def _changing() -> Iterator[None]:
-    """The lock, for a change that is told once that is free."""
+    """Hold the lock for a change, and report it after its release."""
     with _lock:
         yield
     _note_change(at_once=True)
 
 
 class _Owner:
-    """The metrics of one `MetricFamily` object. `alive`: the object is."""
+    """The metrics of one `MetricFamily` object; `alive` while the object is."""
 
     def __init__(self, family: _Family) -> None:
         self.family = family
@@ -122,7 +123,10 @@ _ended: deque[_Owner] = deque()
 
 
 def _drop_ended() -> None:
-    """With the lock: values, and families, go with the last object that has made them."""
+    """Remove the values and families whose last object was collected.
+
+    Must be called with the lock.
+    """
     while _ended:
         owner = _ended.popleft()
         for labels in owner.labels:
@@ -136,10 +140,10 @@ def _drop_ended() -> None:
 
 
 class MetricFamily:
-    """Values of one name, told apart by labels. Families of one name and kind are the same one.
+    """Values of one name with different labels. Families of one name and kind are the same.
 
-    Its values go when it does. Raises TritonModelException for a name that Prometheus does not
-    allow, or one of another kind, TypeError for what is no name, text or kind.
+    The values are removed with the last object. It raises TritonModelException for a name that
+    Prometheus does not allow or that has another kind, TypeError for a wrong type of an argument.
     """
 
     COUNTER = MetricKind.COUNTER
@@ -173,9 +177,10 @@ class MetricFamily:
     def Metric(
         self, labels: dict[str, str] | None = None, buckets: Sequence[float] | None = None
     ) -> Metric:
-        """The value with these labels; a histogram needs the upper bounds of its buckets.
+        """Return the value with these labels; a histogram needs the upper bounds of buckets.
 
-        Raises TritonModelException for labels or buckets that do not fit.
+        Raises:
+            TritonModelException: The labels or buckets do not fit.
         """
         family = self._owner.family
         bounds = _bounds(family.kind, buckets)
@@ -224,22 +229,29 @@ def _labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:
 
 
 def _number(value: object) -> float:
-    """`value` as a float, numpy's too, but for texts; raises TypeError."""
+    """Return a number, which may be numpy's, as a float.
+
+    Raises:
+        TypeError: The value is not a number.
+    """
     if isinstance(value, str | bytes):
         raise TypeError(f"must be a number, not {type(value)}")
     return float(value)  # type: ignore[arg-type]
 
 
 class Metric:
-    """One value of a family. Raises TritonModelException for what its kind does not do, and once
-    the family was deleted, TypeError for what is no number."""
+    """A value of a family.
+
+    Its methods raise TritonModelException for an operation that its kind lacks and after the family
+    was deleted, TypeError for an argument that is not a number.
+    """
 
     def __init__(self, owner: _Owner, value: _Value) -> None:
         self._owner = owner
         self._value = value
 
     def increment(self, value: float) -> None:
-        """Add to a counter (not less than 0) or a gauge."""
+        """Add to a counter (0 or more) or a gauge."""
         number = _number(value)
         self._only("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
         if self._owner.family.kind is MetricKind.COUNTER and number < 0:
@@ -267,7 +279,7 @@ class Metric:
             self._value.numbers[1 + bisect_left(self._value.buckets, number)] += 1
 
     def value(self) -> float:
-        """The value of a counter or a gauge, in this instance."""
+        """Return the value of a counter or a gauge in this instance."""
         self._only("get", "Value", MetricKind.COUNTER, MetricKind.GAUGE)
         numbers = self._value.numbers
         return float(numbers[0] + numbers[2] if len(numbers) > 1 else numbers[0])

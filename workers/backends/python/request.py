@@ -1,4 +1,4 @@
-"""Requests as models of the Python backend know them: those they get, and those they make."""
+"""Requests of the Python backend's API: those that a model receives, and those that it makes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from shmserve.workers.backends.python.errors import (
     text,
     whole,
 )
-from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
     InferenceResponseSender,
@@ -32,7 +31,7 @@ from shmserve.workers.backends.python.response import (
     from_call,
     from_error,
 )
-from shmserve.workers.backends.python.tensor import ReceivedTensor, Tensor
+from shmserve.workers.backends.python.tensor import Lender, ReceivedTensor, Tensor
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
@@ -41,14 +40,14 @@ RELEASE_RESCHEDULE = 2
 
 
 class MemoryType(IntEnum):
-    """Where outputs of a call may be wanted."""
+    """The memory in which outputs of a call may be wanted."""
 
     TRITONSERVER_MEMORY_GPU = 0
     TRITONSERVER_MEMORY_CPU = 1
 
 
 class PreferredMemory:
-    """Where the outputs of a call should be; they come in host memory all the same."""
+    """The preferred memory of a call's outputs; they come in host memory regardless."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         if not isinstance(preferred_memory_type, MemoryType):
@@ -57,13 +56,13 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace that a request belongs to, as its message has it; "" for none."""
+    """The trace of a request, as its message has it; "" for none."""
 
     def __init__(self, message: str = "") -> None:
         self.message = message
 
     def get_context(self) -> str | None:
-        """The context to pass on, W3C's as JSON; None where the request is not traced."""
+        """Return the W3C context to pass on as JSON, or None for an untraced request."""
         if not self.message:
             return None
         return json.dumps({"traceparent": TraceContext.of(self.message).traceparent})
@@ -76,9 +75,13 @@ _NO_TRACE = InferenceTrace()
 class InferenceRequest:
     """An inference of another model, for `exec` or `async_exec`.
 
-    `inputs` are Tensors, `requested_output_names` may be empty for all outputs; `model_version` -1
-    is the latest, `timeout` is in microseconds, 0 for none. `parameters` reach the other model.
-    `priority` is its level in the other model's queue, 1 the highest, 0 that model's default.
+    Args:
+        inputs: Tensors.
+        requested_output_names: The outputs; all outputs if it is empty.
+        model_version: -1 is the latest.
+        timeout: In microseconds; 0 for none.
+        parameters: Custom parameters for the other model.
+        priority: The level in the other model's queue; 1 is the highest, 0 the model's default.
     """
 
     def __init__(
@@ -130,27 +133,27 @@ class InferenceRequest:
     # --- what it says
 
     def inputs(self) -> list[Tensor]:
-        """Its input tensors."""
+        """Return the input tensors."""
         return list(self._inputs)
 
     def request_id(self) -> str:
-        """Its id; may be empty."""
+        """Return the id; it may be empty."""
         return self._request_id
 
     def correlation_id(self) -> int | str:
-        """The sequence it belongs to; 0 for none."""
+        """Return the id of the sequence; 0 for none."""
         return self._correlation_id
 
     def requested_output_names(self) -> set[str]:
-        """The names of the outputs that are wanted."""
+        """Return the names of the requested outputs."""
         return set(self._outputs)
 
     def parameters(self) -> str:
-        """Its custom parameters, as JSON."""
+        """Return the custom parameters as JSON."""
         return json.dumps(self._parameters)
 
     def flags(self) -> int:
-        """TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END, combined."""
+        """Return the combination of TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
@@ -158,26 +161,30 @@ class InferenceRequest:
         self._flags = whole(flags, "flags", bits=32)
 
     def timeout(self) -> int:
-        """Its own limit in microseconds; 0 for none."""
+        """Return the timeout in microseconds; 0 for none."""
         return self._timeout
 
     def trace(self) -> InferenceTrace:
-        """Its trace."""
+        """Return the trace."""
         return self._trace
 
     def set_release_flags(self, flags: int) -> None:
-        """Set TRITONSERVER_REQUEST_RELEASE_ALL or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: whether
-        the request, when `execute` returns, is done with or to come again."""
+        """Set what happens to the request when `execute` returns.
+
+        Args:
+            flags: TRITONSERVER_REQUEST_RELEASE_ALL, or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE to
+                receive the request once more.
+        """
         self._release_flags = whole(flags, "flags", bits=32)
 
     # --- calling another model
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Run it and wait. What goes wrong is in the response; `decoupled`, which a model with any
-        number of responses needs: an iterator over them, when the first has come.
+        """Run the inference and wait; an error is in the response.
 
-        A signal handler may not call it: it may have interrupted a thread in the middle of another
-        call, whose locks that holds.
+        A model with any number of responses needs `decoupled`: the result is then an iterator over
+        them, once the first has arrived. A signal handler must not call it, because it may have
+        interrupted a thread that holds the locks of another call.
         """
         try:
             if not decoupled:
@@ -192,9 +199,10 @@ class InferenceRequest:
     def async_exec(
         self, decoupled: bool = False
     ) -> asyncio.Future[InferenceResponse | ResponseIterator]:
-        """Run it, from a coroutine: it begins now, the result of the future is that of `exec`.
+        """Start the inference from a coroutine; the future has the result of `exec`.
 
-        Raises RuntimeError where no event loop runs.
+        Raises:
+            RuntimeError: No event loop is running.
         """
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[CallResponse]
@@ -239,12 +247,15 @@ class InferenceRequest:
     # --- only for requests that came from a client
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the response any more."""
+        """Check whether the request was cancelled."""
         return False
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """The sender of the response, apart from `execute`'s return. Only for a received
-        request."""
+        """Return the sender of the response, apart from the return of `execute`.
+
+        Raises:
+            TritonModelException: The model has not received the request.
+        """
         raise TritonModelException("only a request that a model received has a response sender")
 
 
@@ -277,7 +288,7 @@ async def _iterator(
 
 
 class ReceivedRequest(InferenceRequest):
-    """A request as `execute` gets it."""
+    """A request that `execute` receives."""
 
     # What most requests never have otherwise.
     _model_name = ""
@@ -301,29 +312,23 @@ class ReceivedRequest(InferenceRequest):
         self.tensors = {name: ReceivedTensor(inputs[name], lender) for name in inputs}
 
     def set_release_flags(self, flags: int) -> None:
-        """As `InferenceRequest` says."""
         super().set_release_flags(flags)
         self.rescheduled = self._release_flags == RELEASE_RESCHEDULE
 
     def inputs(self) -> list[Tensor]:
-        """Its input tensors."""
         return list(self.tensors.values())
 
     def parameters(self) -> str:
-        """Its custom parameters, as JSON."""
         return json.dumps(self._parameters, separators=(",", ":"))
 
     def trace(self) -> InferenceTrace:
-        """Its trace."""
         trace = self._origin.work.trace
         return InferenceTrace(trace) if trace else _NO_TRACE
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the response any more."""
         return self._origin.is_cancelled()
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """The sender of the response, apart from `execute`'s return."""
         sender = self._sender() if self._sender is not None else None
         if sender is None:
             if self.outbox is None:
@@ -335,13 +340,15 @@ class ReceivedRequest(InferenceRequest):
 
 
 class DecoupledRequest(ReceivedRequest):
-    """A request as `execute` of a decoupled model gets it. Once neither it nor its sender is left,
-    nobody can send any more, and it ends."""
+    """A request that `execute` of a decoupled model receives.
+
+    The request ends once neither it nor its sender is referenced.
+    """
 
     def __init__(self, stream: ResponseStream) -> None:
         super().__init__(stream.request, None)
         self._kept_sender = InferenceResponseSender(StreamedResponses(stream))
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """The sender of its responses, the same on every call."""
+        """Return the sender of the responses, the same on every call."""
         return self._kept_sender

@@ -55,24 +55,24 @@ class InferenceResponse:
         self._parameters = {} if parameters is None else checked_parameters(parameters)
 
     def output_tensors(self) -> list[Tensor]:
-        """Its outputs."""
+        """Return the outputs."""
         return self._outputs
 
     def has_error(self) -> bool:
-        """Whether it is an error."""
+        """Check whether the response is an error."""
         return self._error is not None
 
     def error(self) -> TritonError | None:
-        """Its error, if it is one."""
+        """Return the error, or None."""
         return self._error
 
     def parameters(self) -> str:
-        """Its parameters, as JSON."""
+        """Return the parameters as JSON."""
         return json.dumps(self._parameters)
 
 
 def to_response(response: InferenceResponse) -> Response:
-    """A model's response as the server carries it."""
+    """Convert a model's response to one of the server."""
     error = response._error
     if error is not None:
         return Response(error=to_server(error))
@@ -86,21 +86,21 @@ def to_response(response: InferenceResponse) -> Response:
 
 
 def from_call(response: CallResponse) -> InferenceResponse:
-    """Another model's response as a model sees it."""
+    """Convert the response of another model."""
     made = InferenceResponse([ReceivedTensor(output, None) for output in response.outputs])
     made._parameters = response.parameters
     return made
 
 
 def from_error(error: ShmserveError) -> InferenceResponse:
-    """The error of another model as a model sees it."""
+    """Convert an error of another model."""
     return InferenceResponse(error=to_model(error))
 
 
 class ResponseIterator:
-    """The responses to a call, each when it comes; once all have, it can be iterated again.
+    """An iterator over the responses to a call, as they arrive.
 
-    Letting go of it cancels the call.
+    It can be iterated again once all have arrived. A collected iterator cancels its call.
     """
 
     def __init__(self, call: StreamCall | None, *responses: InferenceResponse) -> None:
@@ -131,8 +131,11 @@ class ResponseIterator:
         )
 
     def cancel(self) -> None:
-        """Have the called model hear that no more responses are wanted. What it sends until it ends
-        comes: most often an error with the code CANCELLED. Once all have come it does nothing."""
+        """Cancel the call, unless all responses have arrived.
+
+        Responses until the called model ends it still arrive, most often an error with the code
+        CANCELLED.
+        """
         if self._call is not None:
             self._call.cancel()
 
@@ -145,10 +148,12 @@ RESPONSE_COMPLETE_FINAL = 1
 
 
 class SingleResponse:
-    """Where the one response to a request is put that does not come back from `execute`.
+    """The response to a request that is sent apart from the return of `execute`.
 
-    `done` is set when it is there, or when nobody is left who could put it, because of `error`, if
-    that is known; `listener` is called then too.
+    Attributes:
+        done: Set when there is a response, or no sender is left.
+        error: The exception of the sending thread, if that is known.
+        listener: Called when `done` is set.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool]) -> None:
@@ -160,8 +165,11 @@ class SingleResponse:
         self._is_cancelled = is_cancelled
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Keep a copy of the response. Raises TritonModelException for a second one, and for an end
-        before the first."""
+        """Store a copy of the response.
+
+        Raises:
+            TritonModelException: There is a response already, or the end comes before the response.
+        """
         if response is not None and self.response is not None:
             raise TritonModelException(
                 "Unable to send response. Non-decoupled model cannot send more than one response."
@@ -179,11 +187,11 @@ class SingleResponse:
             self.abandon()
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the response any more."""
+        """Check whether the request was cancelled."""
         return self._is_cancelled()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Nothing more comes."""
+        """Complete the request, because no sender is left."""
         self.error = error
         self.done.set()
         if self.listener is not None:
@@ -191,28 +199,32 @@ class SingleResponse:
 
 
 class StreamedResponses:
-    """The responses of a decoupled model: each is sent at once."""
+    """The responses of a decoupled model, sent at once."""
 
     def __init__(self, stream: ResponseStream) -> None:
         self._stream = stream
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Send it. Raises TritonModelException after the end."""
+        """Send a response.
+
+        Raises:
+            TritonModelException: The end was sent.
+        """
         if self._stream.closed:
             raise _closed()
         self._stream.send(None if response is None else to_response(response), final)
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for more responses."""
+        """Check whether the request was cancelled."""
         return self._stream.is_cancelled()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """The request ends here, whether or not the model has said so."""
+        """End the request, because no sender is left."""
         self._stream.abandon(error)
 
 
 class InferenceResponseSender:
-    """Sends the responses to one request, from any thread, also after `execute` has returned."""
+    """The sender of the responses to one request, for any thread and after `execute`."""
 
     __slots__ = ("__weakref__", "_channel", "_raised")
 
@@ -221,11 +233,14 @@ class InferenceResponseSender:
         self._raised: BaseException | None = None  # by a thread that had it
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Send a response; with TRITONSERVER_RESPONSE_COMPLETE_FINAL it is the last, and the flag
-        may also come alone.
+        """Send a response.
 
-        Its arrays are read before this returns. Raises TritonModelException after the last one; in
-        a model that is not decoupled also for a second response, and for the flag before the first.
+        The arrays have been read when it returns. The flag TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        marks the last response, and may be sent alone.
+
+        Raises:
+            TritonModelException: The last response was sent. In a model that is not decoupled also
+                for a second response, and for the flag before the first.
         """
         if type(flags) is not int:
             flags = _whole(self, response, flags)
@@ -244,7 +259,7 @@ class InferenceResponseSender:
         self._channel.send(response, flags == RESPONSE_COMPLETE_FINAL)
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for a response any more."""
+        """Check whether the request was cancelled."""
         return self._channel.is_cancelled()
 
     def __del__(self) -> None:
@@ -272,7 +287,7 @@ def _incompatible(sender: InferenceResponseSender, response: Any, flags: Any) ->
 
 
 def _snapshot(response: Response) -> Response:
-    """The model goes on, and may reuse its arrays, before the response is written."""
+    """Copy the arrays of a response, because the model may reuse them before they are written."""
     response.outputs = [
         output._replace(
             data=output.data.copy() if isinstance(output.data, np.ndarray) else output.data.clone()

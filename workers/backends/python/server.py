@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc.messages.supervision import AskReady, FindModel, LoadModel, UnloadModel
+from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
@@ -29,8 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 class ServerApi:
-    """The server as one worker's model sees it. `running`: the model may call others; `alone`: it
-    has no other instance."""
+    """The API of the server for the model of a worker.
+
+    Attributes:
+        running: Whether the model may call others.
+        alone: Whether the model has no other instance.
+    """
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
@@ -42,33 +46,36 @@ class ServerApi:
         self.executing: Sequence[Request] = ()
 
     def deadline_ns(self) -> int:
-        """When the last of the requests being executed is no longer waited for; 0: never."""
+        """Return the last deadline of the executing requests, or 0 if one has none."""
         deadlines = [request.work.deadline_ns for request in self.executing]
         return max(deadlines, default=0) if all(deadlines) else 0
 
     def trace(self) -> str:
-        """The trace of the request that is being executed; "" where there are several, since
-        nobody can tell for which of them another model is called."""
+        """Return the trace of the executing request, or "" if there are several."""
         return self.executing[0].work.trace if len(self.executing) == 1 else ""
 
     def call(self, request: CallRequest) -> CallResponse:
-        """Run an inference of another model. Raises the ShmserveError that it ended with."""
+        """Run an inference of another model.
+
+        Raises:
+            ShmserveError: The inference has failed.
+        """
         with self._beginning(request):
             begun = self.calls.begin(Call(self.calls, request))
         return self.calls.wait(begun)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
-        """Begin one, from the running event loop."""
+        """Start an inference from the running event loop."""
         with self._beginning(request):
             return self.calls.call_soon(request)
 
     def open(self, request: CallRequest) -> StreamCall:
-        """Begin one that may have any number of responses."""
+        """Start an inference that may have any number of responses."""
         with self._beginning(request):
             return self.calls.begin(StreamCall(self.calls, request))
 
     def open_soon(self, request: CallRequest, begun: asyncio.Future[None]) -> StreamCall:
-        """Begin one from the running event loop; `begun` is done when there is a response."""
+        """Start a stream from the event loop; `begun` is done at the first response."""
         with self._beginning(request):
             call = StreamCall(self.calls, request, begun)
             self.calls.submit_soon(call, begun)
@@ -91,17 +98,25 @@ class ServerApi:
                 raise InvalidArgument("it would wait for its only instance, which makes this call")
 
     def load_model(self, name: str, config: str, files: dict[str, bytes]) -> None:
-        """Load or reload a model. Raises the ShmserveError that the server refused with."""
+        """Load or reload a model.
+
+        Raises:
+            ShmserveError: The server has refused.
+        """
         self.context.control.ask(LoadModel, name, config, files)
         self.calls.invalidate(name)
 
     def unload_model(self, name: str, dependents: bool) -> None:
-        """Unload a model. Raises the ShmserveError that the server refused with."""
+        """Unload a model.
+
+        Raises:
+            ShmserveError: The server has refused.
+        """
         self.context.control.ask(UnloadModel, name, dependents)
         self.calls.invalidate(name)
 
     def is_model_ready(self, name: str, version: str) -> bool:
-        """Whether a model (version "": its latest) can run inferences now."""
+        """Check whether a model (version "": its latest) can run inferences now."""
         try:
             found = self.context.control.ask(FindModel, name, version)
         except (NotFound, Unavailable):
@@ -113,7 +128,7 @@ class ServerApi:
 
 
 def _not_begun(model: str, error: ShmserveError) -> ShmserveError:
-    """Triton's words for a call that reached no scheduler: the calling model is at fault."""
+    """Return the error, in Triton's words, of a call that reached no scheduler."""
     why = error.message
     if isinstance(error, NotFound):
         why = f"Failed for execute the inference request. Model '{model}' is not ready."
@@ -127,20 +142,24 @@ _server: ServerApi | None = None
 
 
 def install(server: ServerApi | None) -> None:
-    """Make `server` what this process's model sees."""
+    """Install the server of this process's model."""
     global _server
     _server = server
 
 
 def current() -> ServerApi:
-    """The server of this process's model. Raises TritonModelException outside a worker."""
+    """Return the server of this process's model.
+
+    Raises:
+        TritonModelException: This process is not a worker.
+    """
     if _server is None:
         raise TritonModelException("this is only possible in a model that a server runs")
     return _server
 
 
 def by_server(why: str) -> str:
-    """The server's refusal of something, in Triton's words."""
+    """Return a refusal of the server in Triton's words."""
     if _server is None:
         return why
     name = _server.context.instance_name
@@ -150,8 +169,13 @@ def by_server(why: str) -> str:
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
     """Load or reload a model, as POST /v2/repository/models/NAME/load does.
 
-    `config` is a JSON configuration to use instead of the model's own, `files` maps
-    "file:1/model.py" and the like to contents. Raises TritonModelException when it fails.
+    Args:
+        model_name: The model.
+        config: A JSON configuration that replaces the model's own.
+        files: Contents by "file:1/model.py" and the like.
+
+    Raises:
+        TritonModelException: The server has refused.
     """
     model_name, config = text(model_name, "model_name"), text(config, "config")
     if files is not None and not isinstance(files, dict):
@@ -176,7 +200,11 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Unload all versions of a model. Raises TritonModelException when it fails."""
+    """Unload all versions of a model.
+
+    Raises:
+        TritonModelException: The server has refused.
+    """
     model_name = text(model_name, "model_name")
     try:
         current().unload_model(model_name, bool(unload_dependents))
@@ -185,9 +213,10 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether a model can run inferences now; version "" is the latest.
+    """Check whether a model can run inferences now; version "" is the latest.
 
-    Raises TritonModelException for a version that is no number.
+    Raises:
+        TritonModelException: The version is not a number.
     """
     model_name, model_version = text(model_name, "model_name"), text(model_version, "model_version")
     if model_version and not (model_version.isdecimal() and int(model_version)):
@@ -205,15 +234,15 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
 
 def get_model_dir() -> str:
-    """The folder of the model's version, where its files are."""
+    """Return the folder of the model's version."""
     return str(current().context.version_dir)
 
 
 class SharedMemory:
-    """The shared memory that the inputs of this model's calls of others take."""
+    """The shared memory for inputs of this model's calls of others."""
 
     def free_memory(self) -> int:
-        """Bytes of it that are free: as many as before, once the calls have ended."""
+        """Return the number of free bytes."""
         return current().calls.free_bytes
 
 
@@ -221,13 +250,15 @@ shared_memory = SharedMemory()
 
 
 def workspace(byte_size: int) -> _Workspace:
-    """So many bytes of the device's shared workspace in the with block, as a numpy array of uint8,
-    or on a GPU as a torch tensor; it waits until the pool has them. What is in them at first is
-    anybody's. In a coroutine it is `async with`.
+    """Lease bytes of the device's shared workspace for a with block, or for `async with`.
 
-    Ours, not Triton's. Ask for all that an execution needs at once, and call no other model in the
-    block. Raises TritonModelException without a pool (--workspace-byte-size), for more than all of
-    it, and for a second workspace of the same execution.
+    The block waits until the pool has the bytes. They are a numpy array of uint8, or on a GPU a
+    torch tensor, with undefined contents. Triton does not have this function. Ask for all bytes of
+    an execution at once, and call no other model in the block.
+
+    Raises:
+        TritonModelException: There is no pool (--workspace-byte-size), the pool is smaller, or the
+            execution has a workspace already.
     """
     return _Workspace(current().context.workspace, byte_size, _as_array)
 
@@ -253,7 +284,7 @@ class _Workspace(LeasedWorkspace):
 
 
 class Logger:
-    """Writes to the server's log."""
+    """A writer to the server's log."""
 
     class LogLevel(IntEnum):
         """The severity of a line of the log."""
@@ -270,29 +301,33 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
-        """Write a line; raises TypeError for what is no text, or no level."""
+        """Write a line.
+
+        Raises:
+            TypeError: The message is not a text, or the level is none.
+        """
         if not isinstance(level, Logger.LogLevel):
             raise TypeError(f"the level of a log message must be one of Logger's, not {level!r}")
         logger.log(_LEVELS[level], "%s", text(message, "a log message"))
 
     @staticmethod
     def log_info(message: str) -> None:
-        """Something worth knowing."""
+        """Write a line with the level INFO."""
         Logger.log(message, Logger.INFO)
 
     @staticmethod
     def log_warn(message: str) -> None:
-        """Something that may be wrong."""
+        """Write a line with the level WARNING."""
         Logger.log(message, Logger.WARNING)
 
     @staticmethod
     def log_error(message: str) -> None:
-        """Something that is wrong."""
+        """Write a line with the level ERROR."""
         Logger.log(message, Logger.ERROR)
 
     @staticmethod
     def log_verbose(message: str) -> None:
-        """Something for who looks closely (--log-verbose)."""
+        """Write a line with the level VERBOSE, for --log-verbose."""
         Logger.log(message, Logger.VERBOSE)
 
 

@@ -1,19 +1,132 @@
-"""Tensors as models of the Python backend know them: of numpy, of torch, or an input as it came."""
+"""Tensors of the Python backend's API, and the lending of input arrays to models.
+
+A model written for Triton owns the arrays it receives: it may write into them and keep them. Input
+arrays of this server are views of memory that is reused. The first inputs are therefore lent as
+copies. A model that has neither changed nor kept a copy receives read-only views from then on. Once
+it keeps a view, the memory of that view becomes the model's before it is reused (copy-on-keep).
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.arrays import NUMPY, STORED, encode_bytes
 from shmserve.workers.backends.python.errors import TritonModelException, text
-from shmserve.workers.backends.python.inputs import Lender
-from shmserve.workers.batch.request import Array, Input, Output
+from shmserve.workers.batch.request import Array, Copied, Input, Output, Response
 from shmserve.workers.bls.request import CallInput
 
 if TYPE_CHECKING:
     import torch
+
+
+logger = logging.getLogger(__name__)
+
+_TRIAL = 8  # executions with lent inputs
+_NOT_WRITABLE = "The given NumPy array is not writable"
+
+
+class Lender:
+    """The lender of one model's input arrays, for one thread."""
+
+    def __init__(self, model_name: str, mappings: Mappings, copied: Copied | None = None) -> None:
+        self._model_name = model_name
+        self._mappings = mappings
+        self._copied = copied or Copied()
+        self._copying = True
+        self._trials_left = _TRIAL
+        # What is lent in this execution, and what a copy was made of.
+        self._loans: dict[Input, memoryview | None] = {}
+        self._filter: Any = None
+
+    def lend(self, source: Input) -> Array:
+        """Return the array of a shared input of the running execution; the same on every call."""
+        if source not in self._loans:
+            if self._copying:
+                self._loans[source] = source.raw
+                self._copied.inputs += source.detach()
+            else:
+                if not self._loans and "torch" in sys.modules:
+                    self._refuse_aliases()
+                self._loans[source] = None
+        return source.numpy()
+
+    def _refuse_aliases(self) -> None:
+        # torch knows no read-only tensors: it warns, normally once, and lets the model write.
+        sys.modules["torch"].set_warn_always(True)
+        if not warnings.filters or warnings.filters[0] is not self._filter:
+            warnings.filterwarnings("error", message=_NOT_WRITABLE)
+            self._filter = warnings.filters[0]
+
+    def forget(self) -> None:
+        """Drop all loans after a failed execution, whose references are unknown."""
+        self._loans = {}
+
+    def settle(self, responses: Sequence[Response]) -> None:
+        """Check, after an execution, which arrays the model has kept or changed."""
+        if not self._loans:
+            return
+        loans, self._loans = self._loans, {}
+        kept: list[Input] = []
+        changed = False
+        for source in loans:
+            original = loans[source]
+            if _references(source, responses) > _ALONE:
+                kept.append(source)
+            elif original is not None and not changed:
+                changed = _changed(source, original)
+        if kept or changed:
+            self._trials_left = 0
+            if not self._copying:
+                self._own(kept)
+            self._copying = True
+        elif self._trials_left:
+            self._trials_left -= 1
+            self._copying = self._trials_left > 0
+
+    def _own(self, kept: Sequence[Input]) -> None:
+        logger.warning(
+            "model '%s' has begun to keep its inputs, so each is copied for it", self._model_name
+        )
+        places = [source.place for source in kept if source.place is not None]
+        self._mappings.detach(places)
+        self._copied.inputs += sum(place.byte_size for place in places)
+
+
+def _changed(source: Input, original: memoryview) -> bool:
+    before, after = np.frombuffer(original, np.uint8), np.frombuffer(source.raw, np.uint8)
+    return not np.array_equal(before, after)
+
+
+def _references(source: Input, responses: Sequence[Response]) -> int:
+    """Count the references to an input's array, except those of `responses` and their views."""
+    array = source.array
+    known = 0
+    views: set[int] = set()
+    for response in responses:
+        for output in response.outputs:
+            if output.data is array:
+                known += 1
+            elif isinstance(output.data, np.ndarray) and output.data.base is array:
+                views.add(id(output.data))
+    return sys.getrefcount(array) - known - len(views)
+
+
+def _alone() -> int:
+    """Return the reference count of an array that only its input refers to."""
+    source = Input("", "UINT8", (1,), memoryview(bytearray(1)))
+    source.numpy()
+    return _references(source, ())
+
+
+_ALONE = _alone()
+
 
 NUMBER = {name: number for number, name in enumerate(STORED, start=1)}  # Triton's
 _DATATYPE = {dtype: name for name, dtype in NUMPY.items()}
@@ -23,8 +136,11 @@ _CPU = (1, 0)  # DLPack's kDLCPU, device 0
 class Tensor:
     """A named tensor: `Tensor(name, numpy_array)`, or `from_dlpack`.
 
-    The array may be of any numpy type that has a protocol datatype; BYTES are object arrays, or
-    numpy's bytes. It is not copied. Raises TritonModelException for other types and an empty name.
+    The array is not copied. It may have any numpy type that has a protocol datatype; BYTES are
+    object arrays or numpy's bytes.
+
+    Raises:
+        TritonModelException: The type is not supported, or the name is empty.
     """
 
     __slots__ = ("_data", "_datatype", "_name")
@@ -49,13 +165,14 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """A tensor over a DLPack capsule, or over what has `__dlpack__`; on any device.
+        """Make a tensor over a DLPack capsule, or an object with `__dlpack__`, on any device.
 
-        Raises TritonModelException for what is neither, not contiguous, or of another type.
+        Raises:
+            TritonModelException: The object is neither, is not contiguous, or has another datatype.
         """
         from torch.utils import dlpack
 
-        from shmserve.workers.memory.torch_types import PROTOCOL
+        from shmserve.workers.memory.tensors import PROTOCOL
 
         name = text(name, "the name of a Tensor")
         if not name:
@@ -81,26 +198,26 @@ class Tensor:
         return made
 
     def name(self) -> str:
-        """Its name."""
+        """Return the name."""
         return self._name
 
     def shape(self) -> list[int]:
-        """Its dimensions, the batch dimension included."""
+        """Return the dimensions, including the batch dimension."""
         return list(self._data.shape)
 
     def triton_dtype(self) -> int:
-        """Triton's number of its datatype: 1 is BOOL, 13 BYTES, 14 BF16."""
+        """Return Triton's number of the datatype: 1 is BOOL, 13 BYTES, 14 BF16."""
         return NUMBER[self._datatype]
 
     def is_cpu(self) -> bool:
-        """Whether it is in host memory."""
+        """Check whether the tensor is in host memory."""
         return self._device() == _CPU
 
     def as_numpy(self) -> Array:
-        """The tensor as a numpy array, without a copy where the model may have it so; BYTES as
-        objects.
+        """Return the tensor as a numpy array, if possible without a copy; BYTES are objects.
 
-        Raises TritonModelException for BF16, which numpy lacks, and for a tensor on a device.
+        Raises:
+            TritonModelException: The tensor is BF16, which numpy lacks, or is on a device.
         """
         if self._device() != _CPU:
             raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
@@ -112,28 +229,32 @@ class Tensor:
         return self._array()
 
     def to_dlpack(self) -> Any:
-        """The tensor as a DLPack capsule; raises TritonModelException for BYTES."""
+        """Return the tensor as a DLPack capsule.
+
+        Raises:
+            TritonModelException: The tensor is BYTES.
+        """
         return self.__dlpack__()
 
     def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
-        """The tensor as a DLPack capsule, for `from_dlpack` of numpy, torch and others."""
+        """Return the tensor as a DLPack capsule, for `from_dlpack` of numpy, torch and others."""
         data = self._torch()
         if self._device() == _CPU:
             return data.__dlpack__(**options)
         return data.__dlpack__(stream=stream, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """DLPack's (device type, device number)."""
+        """Return DLPack's (device type, device number)."""
         return self._device()
 
     # --- for the backend
 
     def as_output(self) -> Output:
-        """The tensor as an output of a response."""
+        """Return the tensor as an output of a response."""
         return Output(self._name, self._datatype, self._data)
 
     def as_call_input(self) -> CallInput:
-        """The tensor as an input of a call of another model."""
+        """Return the tensor as an input of a call of another model."""
         array = self._array()
         wire: bytes | memoryview
         if self._datatype == "BYTES":
@@ -150,10 +271,10 @@ class Tensor:
         return int(kind), int(number)
 
     def _array(self) -> Array:
-        """The tensor in host memory; BF16 as its bits."""
+        """Return the tensor in host memory; BF16 as bit patterns."""
         if isinstance(self._data, np.ndarray):
             return self._data
-        from shmserve.workers.memory.torch_types import host_array
+        from shmserve.workers.memory.tensors import host_array
 
         return host_array(self._data)
 
@@ -183,7 +304,6 @@ class ReceivedTensor(Tensor):
         self._lender = lender
 
     def as_numpy(self) -> Array:
-        """As `Tensor` says."""
         source = self._data
         if source.on_device or self._datatype == "BF16":
             return super().as_numpy()  # which says what is wrong
@@ -192,23 +312,22 @@ class ReceivedTensor(Tensor):
         return source.numpy()
 
     def as_output(self) -> Output:
-        """As `Tensor` says."""
         source = self._data
         data = source.torch() if source.on_device else source.numpy()
         return Output(self._name, self._datatype, data)
 
     def as_call_input(self) -> CallInput:
-        """As `Tensor` says; where it came in memory, it stays there."""
+        """Return the tensor as an input of a call; a tensor in shared memory is not copied."""
         source = self._data
         wire: Any = source.raw if source.place is None else source.place
         if source.place is None and source.on_device:
-            from shmserve.workers.memory.device_tensors import to_host
+            from shmserve.workers.memory.tensors import to_host
 
             wire = to_host(source.raw)
         return CallInput(self._name, self._datatype, source.shape, wire)
 
     def own(self) -> None:
-        """The model keeps this tensor beyond its request."""
+        """Detach the tensor, because the model keeps it beyond its request."""
         self._data.detach()
 
     def _device(self) -> tuple[int, int]:

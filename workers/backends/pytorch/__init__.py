@@ -31,12 +31,11 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
-from shmserve.workers.backends.described import Description, complete
-from shmserve.workers.backends.pytorch import export
-from shmserve.workers.backends.pytorch.graphs import CudaRecorder, Graphs, Recorder
 from shmserve.workers.backends.pytorch.names import ArgumentBinding, ResultBinding
 from shmserve.workers.backends.pytorch.programs import (
     Program,
+    check,
+    describe,
     load_class,
     load_exported,
     load_script,
@@ -44,7 +43,8 @@ from shmserve.workers.backends.pytorch.programs import (
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
-from shmserve.workers.model_view import as_model_sees
+from shmserve.workers.memory.static_plan import CudaRecorder, Graphs, Recorder
+from shmserve.workers.tensor_specs import Description, as_model_sees, complete
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class PytorchBackend(Backend):
         _check_strings(signature, self._arguments.strings)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
-            export.check(signature, description, self._arguments.by_position)
+            check(signature, description, self._arguments.by_position)
         self._serving = program
         inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
@@ -146,7 +146,7 @@ class PytorchBackend(Backend):
                 self._loaded = program, None
             elif path.suffix == ".pt2":
                 program, exported = load_exported(path, self._device)
-                self._loaded = program, export.describe(exported)
+                self._loaded = program, describe(exported)
             else:
                 self._loaded = load_script(path, self._device), None
         return self._loaded

@@ -1,7 +1,7 @@
-"""The three forms a torch model comes in: TorchScript, an exported program, a class in a file.
+"""The forms of a torch model: TorchScript, an exported program, or a class in a file.
 
-All become a `Program`: something to call, what its forward takes, how many results it returns where
-that is known.
+Each form is loaded as a `Program`: a callable with the arguments of its forward, and the number of
+its results where that is known. The graph of an exported program also describes inputs and outputs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export.graph_signature import TensorArgument
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
+from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.workers import preloads
 from shmserve.workers.backends.pytorch.names import Argument
 from shmserve.workers.device import Device
+from shmserve.workers.memory.tensors import PROTOCOL
+from shmserve.workers.tensor_specs import Described, Description
 from shmserve.workers.user_code import import_file, in_words
 
 logger = logging.getLogger(__name__)
@@ -33,8 +39,13 @@ COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model to call. `arguments` None: unknown. `single_dict`: it takes all as one dict. `module`
-    has the weights."""
+    """A model to call.
+
+    Attributes:
+        arguments: None if they are unknown.
+        single_dict: Whether it takes all inputs as one dict.
+        module: The module with the weights.
+    """
 
     call: Callable[..., Any]
     arguments: Sequence[Argument] | None
@@ -45,7 +56,7 @@ class Program:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Errors in words that name the file; that memory is short is not its fault."""
+    """Convert errors to messages that name the file, except those of memory."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -58,12 +69,15 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def load_script(path: Path, device: Device) -> Program:
-    """A TorchScript archive; raises InvalidArgument for what `torch.save` wrote."""
+    """Load a TorchScript archive.
+
+    Raises:
+        InvalidArgument: The file was written by `torch.save`, or cannot be read.
+    """
     try:
         with _reading(path), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            # The zygote has done so where the server began with such a model.
-            importlib.import_module("shmserve.workers.preloads.scripted")
+            preloads.scripted()
             module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
     except InvalidArgument as error:
         if "locating file constants.pkl" not in str(error):
@@ -93,14 +107,18 @@ def load_script(path: Path, device: Device) -> Program:
 
 
 def _is_strings(kind: Any) -> bool:
-    """Whether a type of TorchScript is List[str], as Triton's BYTES tensors are there."""
+    """Check whether a TorchScript type is List[str], the type of Triton's BYTES tensors."""
     return isinstance(kind, torch._C.ListType) and isinstance(
         kind.getElementType(), torch._C.StringType
     )
 
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
-    """An archive of `torch.export.save`; raises InvalidArgument when it holds pickled objects."""
+    """Load an archive of `torch.export.save`.
+
+    Raises:
+        InvalidArgument: The archive holds pickled objects, or cannot be read.
+    """
     with _tensors_only(), _reading(path):
         exported = torch.export.load(path)
     if device.remote:
@@ -242,3 +260,103 @@ def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
     if not isinstance(options, dict):
         raise InvalidArgument(f"parameter '{COMPILE_KEY}' is not a JSON object")
     return None if options.get("disable") in (True, "True", "true") else options
+
+
+_UNBOUNDED = 2**31
+
+
+def describe(exported: torch.export.ExportedProgram) -> Description:
+    """Describe the inputs and outputs in the graph of a program.
+
+    Raises:
+        InvalidArgument: The protocol lacks a datatype.
+    """
+    signature = exported.graph_signature
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
+    names = [name for name in signature.user_inputs if isinstance(name, str)]
+    inputs = tuple(_described(name, values[name]) for name in names)
+    results = [
+        spec.arg.name if isinstance(spec.arg, TensorArgument) else None
+        for spec in signature.output_specs
+        if spec.kind.name == "USER_OUTPUT"
+    ]
+    labels = _labels(exported, len(results))
+    outputs = tuple(
+        _described(label, values[result])
+        for label, result in zip(labels, results, strict=True)
+        if result is not None
+    )
+    return Description(inputs, outputs, _largest_batch(exported, (*inputs, *outputs)))
+
+
+def _described(name: str, value: Any) -> Described:
+    datatype = PROTOCOL.get(value.dtype)
+    if datatype is None:
+        raise InvalidArgument(
+            f"tensor '{name}' of the exported program is {value.dtype}, which no client can send"
+        )
+    dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
+    symbols = tuple("" if isinstance(size, int) else str(size) for size in value.shape)
+    return Described(name, datatype, dims, symbols)
+
+
+def _labels(exported: torch.export.ExportedProgram, count: int) -> Sequence[str]:
+    out_spec = exported.call_spec.out_spec
+    if out_spec is not None and out_spec.type is not None and len(out_spec.children()) == count:
+        if issubclass(out_spec.type, Mapping):
+            return [str(key) for key in out_spec.context]
+        if hasattr(out_spec.type, "_fields") or hasattr(out_spec.context, "_fields"):
+            named = out_spec.context if hasattr(out_spec.context, "_fields") else out_spec.type
+            return list(named._fields)
+    return [f"OUTPUT__{at}" for at in range(count)]
+
+
+def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Described]) -> int:
+    leading = {tensor.leading for tensor in tensors}
+    if len(leading) != 1 or "" in leading:
+        return 0
+    symbol = leading.pop()
+    for known, bounds in exported.range_constraints.items():
+        if str(known) == symbol:
+            upper = bounds.upper
+            return int(upper) if upper < _UNBOUNDED else _UNBOUNDED
+    return 0  # an expression such as 2*s0 is no batch dimension
+
+
+def check(
+    signature: Signature, description: Description, by_position: Sequence[tuple[int, str]]
+) -> None:
+    """Check a configuration against an exported program.
+
+    Raises:
+        InvalidArgument: The configuration promises what the program cannot do.
+    """
+    flat = any(spec.ragged for spec in signature.inputs.values())
+    most = 0 if flat else signature.max_batch_size
+    if most > 0 and description.largest_batch == 0:
+        raise InvalidArgument(
+            f"model '{signature.name}' has max_batch_size {most}, but its program was exported "
+            "with a fixed first dimension: export it with "
+            "dynamic_shapes={...: {0: torch.export.Dim('batch')}}"
+        )
+    if most > description.largest_batch:
+        raise InvalidArgument(
+            f"model '{signature.name}' has max_batch_size {most}, but its program was exported for "
+            f"{description.largest_batch} at most"
+        )
+    for position, name in by_position:
+        spec, tensor = signature.inputs[name], description.inputs[position]
+        if spec.datatype != tensor.datatype:
+            raise InvalidArgument(
+                f"input '{name}' of model '{signature.name}' has data_type "
+                f"{TO_CONFIG[spec.datatype]}, but its program takes {TO_CONFIG[tensor.datatype]}"
+            )
+        if spec.ragged:
+            continue  # as many dimensions as the program likes
+        dims = spec.model_dims
+        want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
+        if not agree(dims, want):
+            raise InvalidArgument(
+                f"input '{name}' of model '{signature.name}' has the shape {shape_text(dims)}, but "
+                f"its program takes {shape_text(want)}"
+            )

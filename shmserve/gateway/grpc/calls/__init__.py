@@ -1,7 +1,7 @@
-"""Calls: what a handler sees of them, and what they are on the wire.
+"""Calls: their interface for handlers, and their form on the wire.
 
-call.py              what all calls have, and unary ones; what connections are to them
-streaming_call.py    those with any number of messages
-head.py              the head of one: method, deadline, metadata, encodings
-messages.py          messages out of pieces of data, inflated; framed and deflated
+call.py              the base class of calls, unary calls, and the interface of connections
+streaming_call.py    calls with any number of messages
+headers.py           the head of a call (method, deadline, metadata, encodings), and its status
+messages.py          messages: assembled and inflated; framed and deflated
 """

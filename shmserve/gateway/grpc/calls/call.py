@@ -1,12 +1,11 @@
-"""Calls: what their handlers see of them. A unary call has one message and one response, a
-streaming one (`streaming_call.py`) any number of each.
+"""The base class of calls, and unary calls, which have one message and one response.
 
-    begun ──> its message is here ──> `on_message` ──> finish or fail ──> `on_over`: all is sent
-      ├──> the client has left, or its time is over ──> `on_gone`, `on_over`
-      └──> late: its message does not come
+    begun ──> message received ──> `on_message` ──> finish or fail ──> `on_over`: all is sent
+      ├──> disconnected, or deadline expired ──> `on_gone`, `on_over`
+      └──> late: the message was not received in time
 
-They see their connection as a `Carrier`. A unary call has no task: what happens to it goes on where
-its event is handled.
+Streaming calls (`streaming_call.py`) have any number of messages and responses. A `Carrier` is the
+connection of a call. A unary call has no task; its events are handled in callbacks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,16 @@ from typing import Any, ClassVar, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.grpc.calls.head import ENCODINGS, CallHead
+from shmserve.gateway.grpc.calls.headers import (
+    ENCODINGS,
+    INTERNAL,
+    LATE,
+    MISSING,
+    OVER,
+    CallHead,
+    StatusCode,
+    percent_encoded,
+)
 from shmserve.gateway.grpc.calls.messages import (
     LARGE,
     PREFIX,
@@ -36,7 +44,6 @@ from shmserve.gateway.grpc.calls.messages import (
     inflated,
     release,
 )
-from shmserve.gateway.grpc.status import INTERNAL, LATE, MISSING, OVER, StatusCode, percent_encoded
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.header_blocks import STATUS_200, encode
 from shmserve.gateway.http2.limits import Limits
@@ -48,13 +55,13 @@ logger = logging.getLogger(__name__)
 
 
 _READ = 64 * 1024  # bytes
-# The header blocks of responses: the same bytes for every client, made once where they can be.
+# The header blocks of responses, which have the same bytes for every client.
 _FIELDS = (
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
 )
 _HEAD = STATUS_200 + encode(_FIELDS)
-# Of responses whose messages may be compressed so; None: they are not.
+# The header block by the encoding of the messages; None: they are not compressed.
 HEADS: dict[str | None, bytes] = {
     None: _HEAD,
     **{name: _HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
@@ -64,14 +71,19 @@ _UNARY = {encoding: ResponseForm(head, OK_TRAILERS) for encoding, head in HEADS.
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
-_OVER_S = 0.005  # a call with less time left is over
+_OVER_S = 0.005  # A call with less time left has expired.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrpcFront:
-    """What all connections of a gateway share. `begin` makes a call of a stream and its head;
-    `body_timeout_s` is a client's time to send a message or to take one, `largest_inflated` bounds
-    compressed messages, in bytes."""
+    """The objects that all connections of a gateway share.
+
+    Attributes:
+        begin: Creates the call of a stream and its head.
+        body_timeout_s: The time in which a client sends a message or reads one.
+        largest_inflated: The limit of inflated messages, in bytes.
+        read_buffer: The buffer of all connections. Its content is consumed before the next read.
+    """
 
     settings: GrpcSettings
     begin: Callable[[Carrier, Stream, CallHead], Any]
@@ -82,50 +94,49 @@ class GrpcFront:
     tls: ssl.SSLContext | None
     deflater: Deflater | None
     limits: Limits = field(default_factory=Limits)
-    # What comes of any of them is read to this, and used before the next is.
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ)))
 
 
 class Carrier(Protocol):
-    """A connection, as the calls on it see it."""
+    """The connection of a call."""
 
     front: GrpcFront
     loop: asyncio.AbstractEventLoop
     client: ClientIdentity
-    guarded: bool  # calls of this client must be authorised
+    guarded: bool  # Calls of this client need authorisation.
     http2: Http2Connection[CallHead]
 
     def flush(self) -> None:
-        """Write what is ready."""
+        """Write the pending frames."""
 
     def watch(self, call: Any, arriving: ArrivingMessage) -> None:
-        """Have an eye on a call whose message is not here."""
+        """Watch the time limit of a call's message."""
 
     def unwatch(self, call: Any) -> None:
-        """Its message is here, or it is over."""
+        """End the watch, since the message was received or the call has ended."""
 
     def over(self) -> None:
-        """A call is over, and all of it is sent."""
+        """Record that a call has ended and that all its frames are sent."""
 
     def settled(self) -> None:
-        """Who was told to go knows it, and no call is here that is waited for."""
+        """Record that the client was notified of the drain and that no awaited call is open."""
 
     def abort(self) -> None:
-        """End it now, whatever is not flushed."""
+        """Close the connection at once, without flushing."""
 
     def force_close(self) -> None:
-        """End it; what is written already may still be flushed."""
+        """Close the connection. Written bytes may still be flushed."""
 
 
 def response_start(http_status: int) -> bytes:
-    """The start of the only block of a response without messages."""
+    """Return the start of the only header block of a response without messages."""
     if http_status == 200:
         return _HEAD
     return encode(((b":status", str(http_status).encode()), *_FIELDS))
 
 
 def trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]) -> bytes:
-    """The trailers of a response."""
+    """Return the trailers of a response."""
     if code is StatusCode.OK and not (details or metadata):
         return OK_TRAILERS
     fields = [(b"grpc-status", str(code.value).encode())]
@@ -136,11 +147,17 @@ def trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]
 
 
 class GrpcCall(ABC):
-    """A call of a `client`; `done` once nothing more is sent but what is queued. `awaited`: it ends
-    by itself, which a drain waits for."""
+    """A call of a client.
+
+    Attributes:
+        awaited: Whether a drain waits for the end of the call.
+        done: Whether the status is queued or sent.
+        on_gone: The callback for a disconnect or an expired deadline.
+        on_over: The callback for the time when all frames are sent.
+    """
 
     awaited: ClassVar[bool]
-    _unasked: ClassVar[float]  # of a stream's window, what a message may count on
+    _unasked: ClassVar[float]  # the part of the window for one message
     __slots__ = (
         *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
         *("_stream", "_timer", "client", "done", "head", "on_gone", "on_over"),
@@ -159,7 +176,7 @@ class GrpcCall(ABC):
         self.on_over: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
         self._arriving: ArrivingMessage | None = None
-        self._begun = False  # the head of its response is sent
+        self._begun = False  # The head of the response is sent.
         self._compression: str | None = None
         self._ends = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -173,18 +190,17 @@ class GrpcCall(ABC):
     # --- for its handler
 
     def time_remaining(self) -> float | None:
-        """Until its deadline, in seconds; None: it has none."""
+        """Return the time until the deadline in seconds, or None."""
         return self._ends - time.monotonic() if self._ends else None
 
     def is_out_of_time(self) -> bool:
-        """Whether its deadline is now, or so soon that no response would be in time."""
+        """Return whether the deadline has expired, or is too soon for a response."""
         return bool(self._ends) and self._ends - time.monotonic() < _OVER_S
 
     def fail(
         self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """End it with a status; of what was written before, an error overtakes what waits for the
-        client to take it."""
+        """End the call with a status. An error discards responses that are not sent yet."""
         if self.done:
             return
         self._end()
@@ -208,7 +224,7 @@ class GrpcCall(ABC):
     # --- for its connection
 
     def data(self, piece: memoryview, ended: bool) -> None:
-        """A piece of its data is here; `ended`: the last."""
+        """Receive data; `ended` marks the last piece."""
         if self.done:
             return
         try:
@@ -218,7 +234,7 @@ class GrpcCall(ABC):
                 self._half_closed()
         except BrokenMessage as broken:
             self.fail(*broken.ending)
-        except ShmserveError as error:  # there is no memory for it
+        except ShmserveError as error:  # out of memory
             self.fail(StatusCode.UNAVAILABLE, error.message)
         except Exception:
             logger.exception("a call failed")
@@ -233,12 +249,12 @@ class GrpcCall(ABC):
         self._cut(assembly, len(piece))
 
     def place(self, most: int) -> memoryview | None:
-        """Where its next bytes go in the end, `most` of them; None where that is not known."""
+        """Return the final memory of at most `most` of the next bytes, or None."""
         assembly = self._assembly
         return None if assembly is None or self.done else assembly.place(most)
 
     def _cut(self, assembly: Assembly, size: int) -> None:
-        """Take the messages that are whole with the `size` bytes that came."""
+        """Take the messages that are complete with the last `size` bytes."""
         while (message := assembly.take()) is not None:
             self._arrived()
             self._received(message)
@@ -256,15 +272,15 @@ class GrpcCall(ABC):
         self._wants(assembly)
 
     def _wants(self, assembly: Assembly) -> None:
-        """Have the client send what is missing, however much it is."""
+        """Enlarge the window for the rest of a large message."""
         extra, assembly.extra = assembly.extra, 0
-        self._connection.http2.grant(self._stream, extra)
+        self._connection.http2.send_window_update(self._stream, extra)
 
     def check_message(self) -> None:  # noqa: B027
-        """All is handled that came with its beginning."""
+        """Handle the end of the data that was received with the head."""
 
     def await_message(self) -> ArrivingMessage:
-        """Watch that its message comes: it has begun, or there is none yet."""
+        """Start the time limit of a message that is incomplete or missing."""
         if self._arriving is None:
             front = self._connection.front
             self._arriving = ArrivingMessage(front.body_timeout_s, front.budget, self.late)
@@ -278,18 +294,18 @@ class GrpcCall(ABC):
             self._connection.unwatch(self)
 
     def late(self) -> None:
-        """End it: its message does not come in time."""
+        """End the call, since its message was not received in time."""
         self.fail(*LATE)
 
     def gone(self) -> None:
-        """The client has left, or has broken a rule."""
+        """End the call, since the client has disconnected or violated the protocol."""
         if not self.done:
             self._end()
             self._leave()
         self._over()
 
     def _expired(self) -> None:
-        """Its time is over."""
+        """End the call, since its deadline has expired."""
         if not self.done:
             self._end()
             self._leave()
@@ -321,16 +337,16 @@ class GrpcCall(ABC):
     # --- for its kinds
 
     def _is_ahead(self) -> bool:
-        """Whether more messages are here than are asked for: others are taken later."""
+        """Return whether so many messages are unread that further ones are taken later."""
         return False
 
     @abstractmethod
     def _received(self, message: Received) -> None:
-        """A message is here."""
+        """Handle a complete message."""
 
     @abstractmethod
     def _half_closed(self) -> None:
-        """The client sends no more."""
+        """Handle the end of the client's data."""
 
     async def _inflated(self, message: Received) -> bytes:
         data, front = message.data, self._connection.front
@@ -351,11 +367,13 @@ class GrpcCall(ABC):
 
 
 class UnaryCall(GrpcCall):
-    """A call with one message, for which `on_message` is called, and one response: `finish` or
-    `fail` it once."""
+    """A call with one message and one response.
+
+    `on_message` is called with the message. It calls `finish` or `fail` once, at any time.
+    """
 
     awaited = True
-    _unasked = 3 / 4  # the rest may be used up by padding
+    _unasked = 3 / 4  # Padding may use the rest.
     __slots__ = ("_asked", "_task", "on_message")
 
     def __init__(
@@ -372,12 +390,12 @@ class UnaryCall(GrpcCall):
         self._task: asyncio.Task[None] | None = None
 
     def check_message(self) -> None:
-        """Watch that its message comes, if it is not here yet."""
+        """Start the time limit of the message if it was not received yet."""
         if not (self._asked or self.done):
             self.await_message()
 
     def data(self, piece: memoryview, ended: bool) -> None:
-        """A piece of its data is here; `ended`: the last. Most often it is the message, whole."""
+        """Receive data, which is nearly always the complete message."""
         size = len(piece)
         if PREFIX.size <= size < LARGE and self._assembly is None and not self._asked:
             flag, length = PREFIX.unpack_from(piece)
@@ -388,13 +406,13 @@ class UnaryCall(GrpcCall):
         super().data(piece, ended)
 
     def finish(self, response: bytes) -> None:
-        """End it with its response."""
+        """End the call with its response."""
         if self._compression is None:
             self._send(framed(response))
         elif len(response) < LARGE:
             self._send(self._framed(response))
         else:
-            self.on_gone = None  # there is nothing to be given up any more
+            self.on_gone = None  # The inference has ended, and cannot be cancelled.
             self._task = asyncio.ensure_future(self._finish_in_turns(response))
 
     async def _finish_in_turns(self, response: bytes) -> None:

@@ -1,5 +1,7 @@
-"""gRPC's messages in a stream of data: a byte that says whether it is compressed, four of its size,
-its bytes. Assembled from pieces of any size, inflated within limits; framed and deflated.
+"""The messages of gRPC: assembled from data, inflated within limits; framed and deflated.
+
+A message has a byte that indicates compression, four bytes for its size, and its content. It can be
+received in pieces of any size.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ from typing import NamedTuple, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.compression import Inflater
-from shmserve.gateway.grpc.calls.head import CallHead
-from shmserve.gateway.grpc.status import Ending, StatusCode
+from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 
-LARGE = 64 * 1024  # bytes of a message that is placed where it is to be, if it can
+LARGE = 64 * 1024  # bytes of a message that is received into its final memory if possible
 PREFIX = struct.Struct(">BI")
 
 _NOTHING = memoryview(b"")
@@ -27,7 +28,7 @@ _WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class BrokenMessage(Exception):
-    """What comes is no message that can be taken; `ending` is how its call ends."""
+    """An error about received data; `ending` is the status of the call."""
 
     def __init__(self, code: StatusCode, text: str) -> None:
         super().__init__(text)
@@ -35,46 +36,48 @@ class BrokenMessage(Exception):
 
 
 class Placed(Protocol):
-    """A message whose large parts are where they are to be already; of `len` bytes."""
+    """A message of `len` bytes whose tensors are in the arena already."""
 
     def __len__(self) -> int: ...
 
     def release(self) -> None:
-        """Nobody needs it."""
+        """Release the memory of the message."""
 
 
 Message = bytes | Placed
 
 
 class Sink(Protocol):
-    """A message that goes where it is to be while it arrives."""
+    """The destination of a message that is received into its final memory."""
 
     def place(self, most: int) -> memoryview | None:
-        """Where the next bytes go, `most` of them; None where that is not known. What is there
-        when it is fed is not copied."""
+        """Return memory for at most `most` of the next bytes, or None if it is unknown.
+
+        Bytes in this memory are not copied by `feed`.
+        """
 
     def feed(self, piece: memoryview) -> None:
-        """The next bytes."""
+        """Receive the next bytes."""
 
     def whole(self) -> Message:
-        """All of it is here."""
+        """Return the complete message."""
 
     def drop(self) -> None:
-        """Nobody needs it any more."""
+        """Release the memory of an incomplete message."""
 
 
-# For a call with this head, whose next message has so many bytes; None: it is assembled.
+# Returns the destination of a call's next message, given its size. None: the message is assembled.
 Sinks = Callable[[CallHead, int], Sink | None]
 
 
 def release(message: Message) -> None:
-    """Nobody needs this message."""
+    """Release the memory of a message."""
     if not isinstance(message, bytes):
         message.release()
 
 
 class Received(NamedTuple):
-    """A whole message; `extra` is what of its size was granted to the client beyond the window."""
+    """A complete message; `extra` bytes of it were permitted beyond the window."""
 
     data: Message
     compressed: bool
@@ -82,8 +85,10 @@ class Received(NamedTuple):
 
 
 class ArrivingMessage(Arrival):
-    """A message of which a part is here, as long as its client may take for the rest; `on_evicted`
-    is told when others need its memory."""
+    """An incomplete message and its time limit.
+
+    `on_evicted` is called when other messages need its memory.
+    """
 
     def __init__(
         self, patience_s: float, budget: BodyBudget, on_evicted: Callable[[], None]
@@ -94,21 +99,23 @@ class ArrivingMessage(Arrival):
         self.began = time.monotonic()
 
     def overdue(self, now: float) -> bool:
-        """Whether it has taken too long."""
+        """Return whether the time limit has expired."""
         return now > self.began + self.patience_s + self.received / SLOWEST_RATE
 
     def _waited(self, now: float) -> float:
         return now - self.began
 
     def evict(self) -> None:
-        """Give its memory back now; its call ends."""
+        """Release the memory and end the call."""
         super().evict()
         self._on_evicted()
 
 
 class Assembly:
-    """Assembles the messages of one call: `feed` it with what comes, and `take` what is whole.
-    A message of up to `unasked` bytes comes unasked."""
+    """The assembly of one call's messages: `feed` it with data, and `take` complete messages.
+
+    Clients may send `unasked` bytes of a message before the window is enlarged.
+    """
 
     __slots__ = (
         *("_at", "_compressed", "_copied", "_head", "_later", "_message", "_piece", "_prefix"),
@@ -120,43 +127,47 @@ class Assembly:
         self._head = head
         self._sinks = sinks
         self.sink: Sink | None = None
-        self._piece = _NOTHING  # what came, of which `_at` bytes are taken
+        self._piece = _NOTHING  # received data, of which `_at` bytes are consumed
         self._at = 0
-        self._copied = True  # out of the buffer that it came in
-        self._later = bytearray()  # what came behind it
+        self._copied = True  # out of the read buffer
+        self._later = bytearray()  # data behind the piece
         self._prefix = b""
         self._size = 0
-        self._message = bytearray()  # what is here of one that goes nowhere else
+        self._message = bytearray()  # the received part of a message without a sink
         self._compressed = False
-        self.missing = 0  # bytes of the message that has begun
-        self.extra = 0  # bytes of it that the client may not send unasked
+        self.missing = 0  # bytes of the incomplete message
+        self.extra = 0  # bytes of the message beyond the window
 
     @property
     def begun(self) -> int:
-        """How many bytes are here of the message that is not whole, when there is none to take."""
+        """The received bytes of the incomplete message, once `take` has returned None."""
         return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
 
     def place(self, most: int) -> memoryview | None:
-        """Where the next bytes go in the end, `most` of them; None where that is not known."""
+        """Return the final memory of at most `most` of the next bytes, or None."""
         if self.sink is None or self._at < len(self._piece) or self._later:
             return None
         return self.sink.place(min(most, self.missing))
 
     def feed(self, piece: memoryview) -> None:
-        """These bytes came."""
+        """Receive bytes."""
         if self._at == len(self._piece) and not self._later:
             self._piece, self._at, self._copied = piece, 0, False
         else:
             self._later += piece
 
     def leave(self) -> None:
-        """What is here is taken later: it is not to keep the buffer that it is in."""
+        """Copy the received data, since it is consumed later than the read buffer is reused."""
         if not self._copied:
             self._piece, self._at = memoryview(bytes(self._piece[self._at :])), 0
             self._copied = True
 
     def take(self) -> Received | None:
-        """The next message that is whole, None: its rest is to come. Raises BrokenMessage."""
+        """Return the next complete message, or None.
+
+        Raises:
+            BrokenMessage: The data is not a message, or the message is too large.
+        """
         while self._at < len(self._piece) or self._go_on():
             if not self.missing:
                 taken = PREFIX.size - len(self._prefix)
@@ -194,7 +205,7 @@ class Assembly:
         return data
 
     def drop(self) -> None:
-        """Nothing of what is here is needed."""
+        """Discard the received data."""
         sink, self.sink = self.sink, None
         if sink is not None:
             sink.drop()
@@ -218,8 +229,13 @@ class Assembly:
 
 
 async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -> bytes:
-    """A compressed message as it was, in turns of the loop; raises BrokenMessage. Until it is whole
-    what is here of it counts in `budget`: others may be inflated in the same turns."""
+    """Inflate a message in several turns of the event loop.
+
+    The inflated part counts in `budget`, since other messages are inflated in the same turns.
+
+    Raises:
+        BrokenMessage: The message cannot be inflated within the limits.
+    """
     if encoding == "identity":
         raise BrokenMessage(
             StatusCode.INTERNAL, "a compressed message in a call without grpc-encoding"
@@ -232,7 +248,7 @@ async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -
             memory.hold(len(piece))
             pieces.append(piece)
             if len(pieces) % 4 == 0:
-                await asyncio.sleep(0)  # others have their turn
+                await asyncio.sleep(0)
         inflater.finish()
     except InvalidArgument as error:
         raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, error.message) from None
@@ -244,33 +260,33 @@ async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -
 
 
 def framed(data: bytes) -> tuple[bytes, bytes]:
-    """A message as it is sent."""
+    """Return the framed message."""
     return PREFIX.pack(0, len(data)), data
 
 
 class Deflater:
-    """Compresses the messages of calls whose clients take that, with zlib's `level`."""
+    """The compression of responses, with a level of zlib."""
 
     def __init__(self, level: int) -> None:
         self._level = level
 
     def encoding(self, accepts: frozenset[str]) -> str | None:
-        """The encoding for a client that accepts these."""
+        """Return the encoding for a client that accepts these encodings, or None."""
         return next((name for name in _WBITS if name in accepts), None)
 
     def framed(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """A message as it is sent; as it is where that is shorter."""
+        """Return the framed message, compressed if that is shorter."""
         stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
         return _shorter(data, stream.compress(data) + stream.flush())
 
     async def framed_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """The same of a large one, in turns of the loop."""
+        """Return the framed message, compressed in several turns of the event loop."""
         stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)
         for at in range(0, len(data), LARGE):
             pieces.append(stream.compress(view[at : at + LARGE]))
-            await asyncio.sleep(0)  # others have their turn
+            await asyncio.sleep(0)
         pieces.append(stream.flush())
         return _shorter(data, b"".join(pieces))
 

@@ -1,4 +1,4 @@
-"""A streaming call: any number of messages and responses, handled by a task."""
+"""A streaming call, whose messages and responses are handled by a task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.grpc.calls.call import HEADS, Carrier, GrpcCall
-from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.headers import DONE, INTERNAL, CallHead, Ending, StatusCode
 from shmserve.gateway.grpc.calls.messages import (
     PREFIX,
     Assembly,
@@ -20,7 +20,6 @@ from shmserve.gateway.grpc.calls.messages import (
     framed,
     release,
 )
-from shmserve.gateway.grpc.status import DONE, INTERNAL, Ending, StatusCode
 from shmserve.gateway.http2.outgoing import Stream
 
 logger = logging.getLogger(__name__)
@@ -28,16 +27,18 @@ logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
-_TOGETHER = 64 * 1024  # bytes of small messages that are sent in one frame
-_AHEAD = 256  # messages of a stream that nobody has asked for; a small one is larger than its bytes
+_TOGETHER = 64 * 1024  # bytes of small messages in one frame
+_AHEAD = 256  # unread messages of a stream, since a small message uses more than its bytes
 
 
 class StreamingCall(GrpcCall):
-    """A call with any number of messages and responses, which a task handles; that is cancelled
-    when the client has left."""
+    """A call with any number of messages and responses.
+
+    A task handles the call. A disconnect cancels the task.
+    """
 
     awaited = False
-    _unasked = 1 / 2  # as much may be used up by those before it
+    _unasked = 1 / 2  # Earlier messages may use the other half.
     __slots__ = ("_ahead", "_closed", "_consumed", "_news", "_queue", "_task", "_written")
 
     def __init__(
@@ -45,15 +46,15 @@ class StreamingCall(GrpcCall):
     ) -> None:
         super().__init__(connection, stream, head, sinks)
         self._queue: deque[Received] = deque()
-        self._ahead = False  # there may be more in what came
-        self._closed = False  # the client sends no more
+        self._ahead = False  # Received data may contain more messages.
+        self._closed = False  # The client has half-closed the stream.
         self._news: asyncio.Future[None] | None = None
         self._written: asyncio.Future[None] | None = None
-        self._consumed = 0  # bytes that the client may send in the place of those taken
+        self._consumed = 0  # read bytes without a window update
         self._task: asyncio.Task[None] | None = None
 
     def run(self, handler: StreamHandler) -> None:
-        """Serve it with this; what the handler returns is how it ends."""
+        """Start the handler, whose result is the status of the call."""
         self.on_gone = self._cancel
         self._task = asyncio.ensure_future(self._run(handler))
 
@@ -84,8 +85,11 @@ class StreamingCall(GrpcCall):
         self._wake(self._written)
 
     async def requests(self) -> AsyncIterator[Any]:
-        """Its messages, each when it is asked for, and then its asker's to release; raises
-        BrokenMessage."""
+        """Yield the messages. The consumer releases them.
+
+        Raises:
+            BrokenMessage: The data is not a message.
+        """
         while True:
             while not self._queue:
                 if self._ahead:
@@ -105,15 +109,15 @@ class StreamingCall(GrpcCall):
     def _grant(self) -> None:
         if self._consumed > self._connection.front.limits.window // 4:
             consumed, self._consumed = self._consumed, 0
-            self._connection.http2.grant(self._stream, consumed)
+            self._connection.http2.send_window_update(self._stream, consumed)
         if not self._queue and self._assembly is not None:
             self._wants(self._assembly)
         self._connection.flush()
 
     def _wants(self, assembly: Assembly) -> None:
-        if not self._queue:  # what was asked for before is to be taken first
+        if not self._queue:  # Queued messages are read first.
             extra, assembly.extra = assembly.extra, 0
-            self._connection.http2.grant(self._stream, extra)
+            self._connection.http2.send_window_update(self._stream, extra)
 
     def _is_ahead(self) -> bool:
         return len(self._queue) >= _AHEAD
@@ -130,7 +134,7 @@ class StreamingCall(GrpcCall):
         if self._assembly is not None:
             try:
                 self._cut(self._assembly, 0)
-            except ShmserveError as error:  # there is no memory for it
+            except ShmserveError as error:  # out of memory
                 raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
 
     def _received(self, message: Received) -> None:
@@ -152,8 +156,11 @@ class StreamingCall(GrpcCall):
         sending.head(self._stream, HEADS[self._compression])
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
-        """Write these; returns when the client takes the last of them, or has left. Raises
-        TimeoutError where it has not taken all within `stall_s` seconds."""
+        """Write responses, and wait until the windows permit the last one, or for a disconnect.
+
+        Raises:
+            TimeoutError: The client has not read the responses within `stall_s` seconds.
+        """
         if self.done or not responses:
             return
         if not self._begun:
@@ -174,7 +181,7 @@ class StreamingCall(GrpcCall):
                 sending.data(self._stream, piece)
         self._connection.flush()
         if not self._stream.queued:
-            await asyncio.sleep(0)  # they go out before the next ones are made
+            await asyncio.sleep(0)  # The responses are sent before the next ones are produced.
             return
         self._stream.on_progress = self._progress
         self._written = self._connection.loop.create_future()

@@ -1,11 +1,10 @@
-"""The receiving half of a connection: bytes -> the queue of its requests, read timeouts, and
-back-pressure both ways.
+"""The receiving half of a connection: a queue of requests, read timeouts, and back-pressure.
 
-Heads are cached: one that is byte for byte the last one's, as programs send it again and again, is
-not parsed again, whether its body comes with it or, as most clients write it, right behind.
+Programs send requests whose heads are equal. The last head is therefore cached, and a head with the
+same bytes is not parsed again. Its body may arrive with the head or in the next packet.
 
-Writing waits while the client reads more slowly than we write. A connection is not read while the
-stream of a body is full, or while too many pipelined requests are queued.
+Writing waits while the client reads more slowly than the server writes. A connection is not read
+while the stream of a body is full, or while too many pipelined requests are queued.
 """
 
 from __future__ import annotations
@@ -14,18 +13,14 @@ import asyncio
 from abc import abstractmethod
 from collections import deque
 
-from shmserve.common.access.auth_tokens import Authorisation
+from aiohttp import StreamReader
+from aiohttp.http import HttpProcessingError, HttpRequestParser, RawRequestMessage
+
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.common.tasks import settle
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import LimitedConnection
-from shmserve.gateway.http.connection.aiohttp_parts import (
-    HttpProcessingError,
-    MalformedBody,
-    Message,
-    StreamReader,
-    make_parser,
-)
-from shmserve.gateway.http.request import (
+from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
     HttpRequest,
@@ -34,15 +29,25 @@ from shmserve.gateway.http.request import (
 )
 from shmserve.gateway.settings import GatewaySettings
 
+# The head of a request, and the stream of its body.
+Message = tuple[RawRequestMessage, StreamReader]
+
 SMALL_BODY = 128 * 1024  # a tensor of 64 KiB is one, with its header
 _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
+_MOST_HEADERS = 128
+_LONGEST_LINE = 8190
+_READ_AHEAD = 256 * 1024  # of an unread body; the parser reads at most twice as much
+
+
+class MalformedBody(Exception):
+    """The framing of a body violates HTTP."""
 
 
 class Incoming(LimitedConnection, asyncio.Protocol):
-    """The requests of a connection, as their bytes come.
+    """The received requests of a connection.
 
-    `client` is who sends them, once the connection is made.
+    `client` is the identity of the client, set in `connection_made`.
     """
 
     client: ClientIdentity
@@ -50,49 +55,61 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: GatewaySettings) -> None:
         self._loop = loop
         self._settings = settings
-        self._parser = make_parser(self, loop, _MOST_QUEUED)
+        # The parser calls `connected`, `pause_reading` and `resume_reading` of its protocol, which
+        # aiohttp does not document. pyproject.toml therefore restricts aiohttp to tested versions.
+        self._parser = HttpRequestParser(
+            self,  # type: ignore[arg-type]
+            loop,
+            _READ_AHEAD,
+            max_line_size=_LONGEST_LINE,
+            max_field_size=_LONGEST_LINE,
+            max_headers=_MOST_HEADERS,
+            payload_exception=MalformedBody,
+            auto_decompress=False,
+            max_msg_queue_size=_MOST_QUEUED,
+        )
         self.transport = None  # once the connection is made
         self._ended = False
-        # --- what has come
-        # The queue; an error ends it, behind which nothing is parsed. A request is one whose head
-        # was cached: it is alone, and its body is here.
+        # --- received requests
+        # The queue. Nothing is parsed behind an error. A request with a cached head is the only
+        # entry, and its body is complete.
         self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it awaits a request
-        self._parsing = True  # not behind an error, or in another protocol
-        # --- what is missing
+        self._parsing = True  # False behind an error or a change of the protocol
+        # --- read timeouts
         self._timer: asyncio.TimerHandle | None = None
-        self._deadline = 0.0  # of what is missing, by the loop's time
-        self._busy = False  # a request is being handled
-        self._starts = False  # bytes of the next one are here, but not its whole head
-        self._content: StreamReader | None = None  # a body that is not all here
-        self._awaiting = False  # it is small, and awaited
+        self._deadline = 0.0  # of the missing bytes, by the loop's time
+        self._busy = False  # A request is being handled.
+        self._starts = False  # The head of the next request is incomplete.
+        self._content: StreamReader | None = None  # an incomplete body
+        self._awaiting = False  # The body is small, and awaited.
         # --- the cached head
         self._cached_head = b""  # of the last request with a small body
-        self._cached_body_at = 0  # where in that request its body begins
-        self._cached_size = 0  # of that request, with its body
+        self._cached_body_at = 0  # the offset of the body in that request
+        self._cached_size = 0  # of that request with its body
         self._cached_request: HttpRequest | None = None
-        # What was found of it holds as long as these tokens do.
+        # The cached request was authorised by these rules.
         self._cached_rules: Authorisation | None = None
-        self._cached_body = WholeBody()  # of each such request: one is here at a time
-        self._held = b""  # a cached head, whose body should come next
-        # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
-        # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
+        self._cached_body = WholeBody()  # reused, since only one such request is queued
+        self._held = b""  # a cached head without its body
+        # The missing bytes of the last request. -1: the start of the next request is unknown, as
+        # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing = 0
-        self._since = loop.time()  # the last request ended, or the connection was made
+        self._since = loop.time()  # of the end of the last request, or of the connection's start
         # --- back-pressure
         self.writing_paused = False
         self._drained: asyncio.Future[None] | None = None
         self._stream_full = False
-        self._too_many = False  # requests are queued
+        self._too_many = False  # Too many requests are queued.
         self._reading_paused = False
 
     @property
     def connected(self) -> bool:
-        """Whether there is a client."""
+        """Whether the client is connected."""
         return self.transport is not None
 
     def force_close(self) -> None:
-        """End it; what is written already may still be flushed."""
+        """Close the connection. Written bytes may still be flushed."""
         self._ended = True
         if self._waiter is not None:
             self._waiter.cancel()
@@ -101,14 +118,14 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self.transport = None
 
     def abort(self) -> None:
-        """End it now, whatever is not flushed."""
+        """Close the connection at once, without flushing."""
         transport = self.transport
         self.force_close()
         if transport is not None:
             transport.abort()
 
     def _close(self) -> None:
-        # A client that does not read could put off the end for good, beyond every limit.
+        # A client that does not read could delay the end of the connection without a limit.
         transport = self.transport
         if transport is not None and not transport.is_closing():
             transport.close()
@@ -117,28 +134,28 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether it is not on its way out."""
+        """Whether the connection accepts further requests."""
         return not self._ended
 
     @property
     def idle_since(self) -> float | None:
-        """Since when no request is here, not even the whole head of one; None when one is."""
+        """The time since which the connection has no request with a whole head, or None."""
         return None if self._busy or self._held or self._messages else self._since
 
     @property
     def sending_since(self) -> float | None:
-        """The same for the body of a request whose head is here; None when no body is missing."""
+        """The time since which the body of a received head is incomplete, or None."""
         sending = self._held or (self._busy and self._content is not None)
         return self._since if sending else None
 
     @abstractmethod
     def _begin(self, repeat: Repeat, body: bytes) -> bool:
-        """Whether a request with the cached head is under way, without the task."""
+        """Begin a request with the cached head without the task; return whether it was begun."""
 
     # --- bytes
 
     def data_received(self, data: bytes) -> None:
-        """Parse; bytes that complete no request start the read timeout."""
+        """Parse the bytes. Bytes that complete no request start the read timeout."""
         held, self._held = self._held, b""
         if held:
             data = held + data
@@ -147,7 +164,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         waiter = self._waiter
         size = len(data)
         if waiter is None:
-            pass  # the task has not begun, or has ended; or a request is handled, by it or without
+            pass  # The task has not begun or has ended, or a request is being handled.
         elif (
             between
             and size <= self._cached_size
@@ -203,7 +220,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             if content.is_eof():
                 self._content = None
             elif self._messages:
-                # What follows is no part of the body and no request: the parser gave up.
+                # The parser failed: the bytes are neither a part of the body nor a request.
                 content.set_exception(MalformedBody("malformed body"))
         if self._busy or self._messages:
             self._starts = False
@@ -212,7 +229,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._start_timeout(self._settings.header_timeout_s)
 
     def _cache_head(self, data: bytes) -> None:
-        """Cache the head of a request, if `data` is one request, or the start of one."""
+        """Cache the head if `data` is exactly one request, or the start of one."""
         self._cached_size, self._missing = 0, -1
         if len(self._messages) != 1 or not self._parsing:
             return
@@ -233,8 +250,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._cached_rules = self.client.listener.authorisation
 
     def _start_timeout(self, timeout_s: float) -> None:
-        """The read timeout of what is missing from now on."""
-        # One coarse timer a connection, which looks at what it finds: one a request costs more.
+        """Start the read timeout of the missing bytes."""
+        # A timer for each request would cost more than one coarse timer for each connection.
         self._deadline = self._loop.time() + timeout_s
         if self._timer is not None and self._timer.when() > self._deadline:
             self._timer.cancel()
@@ -262,17 +279,21 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     # --- writing
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than we write."""
+        """Record that the client reads more slowly than the server writes."""
         self.writing_paused = True
 
     def resume_writing(self) -> None:
-        """The client has caught up, or is gone."""
+        """Record that the client has read what was written, or has disconnected."""
         self.writing_paused = False
         drained, self._drained = self._drained, None
         settle(drained, None)
 
     async def drain(self) -> None:
-        """Wait until the client has read what was written; raises ConnectionError."""
+        """Wait until the client has read what was written.
+
+        Raises:
+            ConnectionError: The client has disconnected.
+        """
         if self.writing_paused and self.transport is not None:
             self._drained = self._loop.create_future()
             await self._drained
@@ -282,13 +303,13 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     # --- reading, as the parser and its streams ask for it
 
     def pause_reading(self) -> None:
-        """The stream of a body is full."""
+        """Pause reading, since the stream of a body is full."""
         self._stream_full = True
         self._parser.pause_reading()
         self._set_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """The stream of a body is not full any more, or has ended."""
+        """Resume reading, since the stream of a body has ended or has space again."""
         if self._stream_full:
             self._stream_full = False
             if resume_parser:
@@ -296,7 +317,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._set_reading()
 
     def _dequeued(self, count: int) -> None:
-        """One request less is queued: `count` are."""
+        """Resume reading if the queue, with `count` requests left, is short enough."""
         self._parser.message_consumed()
         if self._too_many and count <= _MOST_QUEUED // 2:
             self._too_many = self._parse_rest() >= _MOST_QUEUED

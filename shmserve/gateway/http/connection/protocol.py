@@ -1,15 +1,15 @@
 """The asyncio protocol of HTTP connections: keep-alive and pipelining on one task a connection.
 
-aiohttp's server makes a task, a request, a writer and a response for each request, a third of what
-a small inference costs here. Ours has aiohttp's parser, and handles one request after the other in
-the connection's own task. When the client leaves, that task is cancelled, wherever it is.
+aiohttp's server creates a task, a request, a writer and a response for each request, which is a
+third of the cost of a small inference. This protocol uses aiohttp's parser, and handles the
+requests one after the other in the connection's task. A disconnect cancels the task.
 
-What is like the requests before it needs no turn of that task either: it is begun as it comes, and
-written as it is answered. The task rests meanwhile, or takes it over:
+A request that equals an earlier request needs no turn of the task: the request is begun in
+`data_received`, and its response is written in the callback. The task waits meanwhile:
 
-    data_received ──> under way ──its response──> written; the task goes on, if anything has come
-                         ├──a response that takes a task──> the task handles what is begun
-                         └──the client leaves──> cancelled
+    data_received ──> in flight ──response──> written; the task continues if a request has arrived
+                         ├──response that needs a task──> the task handles the begun request
+                         └──disconnect──> cancelled
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ import contextlib
 import logging
 from typing import Protocol
 
+from aiohttp import StreamReader
+from aiohttp.http import HttpProcessingError
+
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.connection_limits import Acceptor
-from shmserve.gateway.http.connection.aiohttp_parts import (
-    HttpProcessingError,
-    MalformedBody,
-    StreamReader,
-)
-from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming
-from shmserve.gateway.http.request import (
+from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming, MalformedBody
+from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
     BegunRequest,
     HttpRequest,
+    HttpResponse,
     Repeat,
     WholeBody,
+    drain,
+    error_response,
 )
-from shmserve.gateway.http.response import HttpResponse, drain, error_response
 from shmserve.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
 
 class Application(Protocol):
-    """What handles the requests of connections; `active` counts those that are not answered."""
+    """The handler of the requests of connections; `active` counts the requests in flight."""
 
     active: int
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
-        """The response to a request; raises nothing."""
+        """Return the response to a request; raise only CancelledError."""
 
     def left(self) -> None:
-        """A request is answered, or its client is gone."""
+        """Record that a response was sent, or that its client has disconnected."""
 
 
-_IDLE_S = 3600.0  # keep-alive connections that are idle cost nothing
+_IDLE_S = 3600.0  # Idle keep-alive connections cost nothing.
 _LINGER_S = 2.0
-_GOES_S = 0.5  # for the next request of a client that is told to go by its response
+_GOES_S = 0.5  # for a last request, whose response closes the connection
 
 
 class HttpConnection(Incoming):
@@ -74,14 +74,14 @@ class HttpConnection(Incoming):
     # --- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Register it, and handle its requests from now on."""
+        """Register the connection and start the task that handles its requests."""
         self.attach(transport)
         self.client = self._owner.connection_made(self)
         self._idle_timer = self._loop.call_later(self._idle_s, self._end_if_idle)
         self._task = self._loop.create_task(self._serve_all())
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Cancel the request that is being handled."""
+        """Cancel the request in flight and deregister the connection."""
         self._owner.connection_lost(self)
         self.force_close()
         self.resume_writing()
@@ -105,7 +105,7 @@ class HttpConnection(Incoming):
             self.force_close()
 
     def leave(self, after_calls: bool = False) -> None:
-        """Have the client go: with its next response, or soon if it asks for nothing."""
+        """Close the connection with its next response, or soon if it is idle."""
         self._idle_s = _GOES_S
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -177,8 +177,7 @@ class HttpConnection(Incoming):
         self._close()
 
     def _next_request(self) -> HttpRequest | None:
-        """The one that is under way, or the first one of the queue, which is handled from now on;
-        None: it is no HTTP."""
+        """Return the request in flight or the first in the queue, or None for invalid HTTP."""
         underway, self._underway = self._underway, None
         if underway is not None:
             underway.request.begun = underway
@@ -220,7 +219,7 @@ class HttpConnection(Incoming):
             self.transport.write(response.head(None, len(body)) + body)
 
     async def _await_small(self, request: HttpRequest, content: StreamReader) -> None:
-        """Wait for all of a small body, so that handlers find it here, or find why it is not."""
+        """Wait until a small body is complete or has failed, so that handlers need not wait."""
         headers = request.headers
         if not 0 < int(headers.get(CONTENT_LENGTH, 0)) <= SMALL_BODY or EXPECT in headers:
             return
@@ -231,14 +230,15 @@ class HttpConnection(Incoming):
         try:
             await content.wait_eof()
         except (TimeoutError, MalformedBody):
-            return  # the content raises it again
+            return  # The stream raises the exception again when it is read.
         finally:
             self._awaiting = False
 
 
 async def _linger(content: StreamReader | WholeBody) -> None:
-    # A client that is still sending would lose the response to a reset if we closed at once.
-    with contextlib.suppress(Exception):  # whatever is wrong with the rest, this is the end
+    # Closing at once would reset the connection of a client that still sends its request, and the
+    # client would lose the response.
+    with contextlib.suppress(Exception):
         async with asyncio.timeout(_LINGER_S):
             while not content.is_eof():
                 await content.readany()

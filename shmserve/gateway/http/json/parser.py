@@ -1,11 +1,13 @@
-"""JSON from clients: parsing within limits, duplicate keys refused, and typed access with Triton's
-texts (pure).
+"""A parser of clients' JSON with limits, and typed access with Triton's error texts (pure).
 
-The parser does not report duplicate keys. A text has a colon for each member that it spells out,
-and more of them only in strings. What was parsed has as many members as were spelled out, or fewer
-where a name stood twice. So where there are as many members as colons, no name does; and nearly
-always all of the members are in the places that an inference request has for them, which are
-quickly counted.
+orjson does not report duplicate keys. A JSON text contains one colon for each member, and further
+colons only in strings. The parsed value has fewer members than the text if a key occurs twice.
+A value with as many members as colons therefore has no duplicate keys. Nearly always, all members
+are where an inference request may have members, so that counting them is fast.
+
+Nearly all bytes of a large body are numbers in `"data": [...]`. `loads_large` cuts these arrays
+out, and `Numbers.parts` parses them in slices, so that the event loop handles other requests in
+between.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import gc
 import json
 import re
+import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +29,17 @@ from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 
 MOST_DEEP = 100
-# Of objects, and of their members. No request needs more, and each takes the time of many numbers.
+# The limit of objects, and of members. An object takes the time of many numbers.
 MOST_MEMBERS = 256 * 1024
 
-_LARGE = 1024 * 1024
-_LONGEST_LENIENT = 8 * _LARGE
+LARGE = 1024 * 1024
+_LONGEST_LENIENT = 8 * LARGE
+_WORTH_CUTTING = 64 * 1024
+_SLICE = 128 * 1024
+_BLANK = b" \t\r\n"
+# Arrays of numbers contain no quote and no brace. The pattern finds the few long arrays by their
+# beginning, since looking at each of millions of short arrays would take seconds.
+_LONG_ARRAY = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[)[^"{}]{%d}'
 
 _UNREADABLE = "failed to parse the request JSON buffer: "
 _TOO_MANY = f"more than {MOST_MEMBERS} objects or members"
@@ -41,13 +51,13 @@ _STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)
 
 
 class JsonFault(Internal):
-    """The JSON is not what the protocol asks for: the client's fault, but Triton answers 500."""
+    """An error in the JSON of a client, for which Triton responds with 500."""
 
     server_fault = False
 
 
 class DuplicateKey(InvalidArgument):
-    """A `name` that stands twice in one object of a client's text."""
+    """An error about a key that occurs twice in an object of a client's JSON."""
 
     def __init__(self, fault: DoubledName) -> None:
         super().__init__(f"{_UNREADABLE}{fault}")
@@ -57,27 +67,29 @@ class DuplicateKey(InvalidArgument):
 def loads(raw: bytes) -> Any:
     """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton, in up to 8 MiB.
 
-    Raises JsonFault for what is not JSON, DuplicateKey for a name that stands twice in one object,
-    InvalidArgument for nesting deeper than 100 and for far too many members.
+    Raises:
+        JsonFault: The text is not JSON.
+        DuplicateKey: A key occurs twice in an object.
+        InvalidArgument: The nesting is deeper than 100, or there are far too many members.
     """
     if len(raw) > 2 * MOST_MEMBERS and any(_too_many(raw, mark) for mark in (b"{", b":")):
         raise InvalidArgument(_UNREADABLE + _TOO_MANY)
     try:
-        value = orjson.loads(raw) if len(raw) < _LARGE else _loads_large(raw)
+        value = orjson.loads(raw) if len(raw) < LARGE else _loads_large(raw)
     except orjson.JSONDecodeError as error:
         return _loads_lenient(raw, error)
-    plain = raw.count(b":") == members_of_request(value)
-    objects = OBJECTS_IN_REQUEST if plain else raw.count(b"{")
+    plain = raw.count(b":") == _members_of_request(value)
+    objects = _OBJECTS_IN_REQUEST if plain else raw.count(b"{")
     if objects + raw.count(b"[") > MOST_DEEP and _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    if not plain and (fault := doubled(raw, value)) is not None:
+    if not plain and (fault := _doubled(raw, value)) is not None:
         raise DuplicateKey(fault)
     return value
 
 
 def _loads_large(raw: bytes) -> Any:
-    # Millions of arrays that are being made are looked at again and again by the collector of
-    # cycles, which finds none: that would be most of the time, in which nothing else is handled.
+    # The garbage collector would repeatedly scan millions of new lists, which have no cycles. The
+    # scans would take most of the time, during which the event loop handles nothing else.
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -92,11 +104,10 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         return loads(raw[3:])
     if _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    # No variable may hold the exception: with its frames, and the text, it would wait for the
-    # collector.
+    # No variable may hold the exception: its frames, with the text, would form a cycle.
     reason = f"{_UNREADABLE}{strict.msg.partition(': line')[0]}. at {strict.pos}"
-    # What is larger has its numbers in arrays, which are read in slices (large_arrays.py). As one
-    # piece it would keep everybody waiting for ten times as long as with the quick parser.
+    # Larger texts have their numbers in arrays, which are parsed in slices. The json module would
+    # block the event loop for ten times as long as orjson.
     if len(raw) > _LONGEST_LENIENT or (b"NaN" not in raw and b"Inf" not in raw):
         raise JsonFault(reason)
     spelled = _STRING_OR_INF.sub(_spelled_out, raw)
@@ -131,22 +142,22 @@ def _whole(text: str) -> int | float:
 
 
 def _too_many(raw: bytes, mark: bytes) -> bool:
-    return raw.count(mark) > MOST_MEMBERS and len(outside_strings(raw, mark)) > MOST_MEMBERS
+    return raw.count(mark) > MOST_MEMBERS and len(_outside_strings(raw, mark)) > MOST_MEMBERS
 
 
 def _too_deep(raw: bytes) -> bool:
-    # Brackets in strings are no nesting, and must not hide any.
-    steps = _STEPS[outside_strings(raw, b"[]{}")]
+    # Brackets in strings are not nesting, and must not hide nesting.
+    steps = _STEPS[_outside_strings(raw, b"[]{}")]
     return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > MOST_DEEP)
 
 
 # The members of a request, of its inputs and of its outputs.
 _MEMBERS = ("id", "inputs", "outputs", "parameters", "name", "shape", "datatype", "data")
-_MOST_LOOKED_AT = 16  # of an object's unknown members
+_MOST_LOOKED_AT = 16  # unknown members of an object
 
 
 def misspelt(holder: Any) -> Iterator[tuple[str, str]]:
-    """The members of an object of a request that mean nothing, and what is likely meant by each."""
+    """Yield the unknown members of an object of a request, and the likely meant member of each."""
     strange = [] if type(holder) is not dict else [n for n in holder if n not in _MEMBERS]
     for name in strange[:_MOST_LOOKED_AT]:
         near = nearest(name, _MEMBERS)
@@ -155,7 +166,7 @@ def misspelt(holder: Any) -> Iterator[tuple[str, str]]:
 
 
 def missing(field: str, holder: Any) -> JsonFault:
-    """The text for a member that is not there, and what of `holder` is likely meant to be it."""
+    """Return the error for a missing member, with the misspelt member of `holder`, if any."""
     hint = "".join(
         f"; did you mean it by '{clip(name)}'?" for name, near in misspelt(holder) if near == field
     )
@@ -165,8 +176,7 @@ def missing(field: str, holder: Any) -> JsonFault:
 
 
 def mistyped(field: str, kind: str, tensor: str = "") -> JsonFault:
-    """The text for a member, perhaps of an input, that is not a `kind`: "string", "array",
-    "unsigned-integer", ..."""
+    """Return the error for a member that is not of a `kind`, such as "unsigned-integer"."""
     whose = f" (input '{tensor}')" if tensor else ""
     return JsonFault(
         f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}{whose}"
@@ -174,12 +184,12 @@ def mistyped(field: str, kind: str, tensor: str = "") -> JsonFault:
 
 
 def mistyped_value(kind: str) -> JsonFault:
-    """The text for a value that is not a `kind`, where Triton does not say whose it is."""
+    """Return the error for a value that is not of a `kind`, without the name of the member."""
     return JsonFault(f"attempt to access JSON non-{kind} as {kind}")
 
 
 def member_string(holder: dict[str, Any], field: str) -> str:
-    """A member that must be there and a string."""
+    """Return a required member that is a string."""
     value = holder.get(field)
     if type(value) is not str:
         raise mistyped(field, "string") if field in holder else missing(field, holder)
@@ -187,7 +197,7 @@ def member_string(holder: dict[str, Any], field: str) -> str:
 
 
 def member_array(holder: Any, field: str) -> list[Any]:
-    """A member that must be there and an array; `holder` may be anything."""
+    """Return a required member that is an array; `holder` may be any JSON value."""
     if type(holder) is not dict or field not in holder:
         raise missing(field, holder)
     value = holder[field]
@@ -197,14 +207,14 @@ def member_array(holder: Any, field: str) -> list[Any]:
 
 
 def unsigned(value: Any, field: str) -> int:
-    """`value` as an integer in [0, 2**64)."""
+    """Return `value` if it is an integer in [0, 2**64)."""
     if type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED:
         raise mistyped(field, "unsigned-integer")
     return value
 
 
 def boolean(value: Any, field: str) -> bool:
-    """`value` as true or false."""
+    """Return `value` if it is true or false."""
     if type(value) is not bool:
         raise mistyped(field, "boolean")
     return value
@@ -212,15 +222,15 @@ def boolean(value: Any, field: str) -> bool:
 
 _ALL = frozenset(range(256))
 _HOLDERS = frozenset((dict, list))
-# Finding which name it is takes tens of milliseconds at most.
+# Naming a duplicate key takes tens of milliseconds at most.
 _LONGEST_NAMED = 1024 * 1024
 
-# One in another: the request, a tensor, its parameters, and an empty one without a colon.
-OBJECTS_IN_REQUEST = 4
+# The depth of objects: the request, a tensor, its parameters, and an empty object without a colon.
+_OBJECTS_IN_REQUEST = 4
 
 
-def members_of_request(value: Any) -> int:
-    """The number of members where an inference request has some; others are left out."""
+def _members_of_request(value: Any) -> int:
+    """Return the number of members in those objects that an inference request has."""
     if type(value) is not dict:
         return 0
     count = len(value)
@@ -236,9 +246,9 @@ def members_of_request(value: Any) -> int:
     return count
 
 
-def doubled(raw: bytes, value: Any) -> DoubledName | None:
-    """The fault of the text of `value`; None: there is none."""
-    if _colons(raw) == _members(value):
+def _doubled(raw: bytes, value: Any) -> DoubledName | None:
+    """Return the error if the text of `value` has duplicate keys."""
+    if len(_outside_strings(raw, b":")) == _members(value):
         return None
     if len(raw) <= _LONGEST_NAMED:
         try:
@@ -261,14 +271,10 @@ def _members(value: Any) -> int:
     return count
 
 
-def _colons(raw: bytes) -> int:
-    return len(outside_strings(raw, b":"))
+def _outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
+    """Return the bytes among `marks` outside of the strings of a JSON text, in order.
 
-
-def outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
-    """The bytes among `marks` that stand outside of the strings of a JSON text, in order.
-
-    What follows the first fault of a text that is not JSON may be taken for a string or not.
+    Behind the first error of a text that is not JSON, the result is undefined.
     """
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -276,3 +282,91 @@ def outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
     quotes = kept == ord('"')
     found: NDArray[np.uint8] = kept[~(quotes | np.logical_xor.accumulate(quotes))]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The text of a JSON array of numbers, nested or flat."""
+
+    text: bytes
+    start: int
+    stop: int
+
+    def parts(self) -> Iterator[list[Any]]:
+        """Yield the values, a slice at a time, nested as in the text.
+
+        A parser holds the interpreter lock from the first byte to the last: tens of megabytes would
+        block the process for hundreds of milliseconds. The text is therefore cut at commas, and
+        each slice becomes JSON with the brackets that are open at the cut:
+
+            [[1, 2, 3], [4, | 5, 6], [7]]        ->  [[1, 2, 3], [4]]   [[5, 6], [7]]
+
+        Raises:
+            JsonFault: The text is not JSON.
+        """
+        text, at, depth = self.text, self.start, 0
+        while at <= self.stop:
+            comma = text.find(b",", at + _SLICE, self.stop)
+            last = comma < 0
+            piece = text[at : self.stop if last else comma].strip(_BLANK)
+            before, depth = depth, depth + piece.count(b"[") - piece.count(b"]")
+            ends_well = depth == 0 if last else 0 < depth <= MOST_DEEP
+            # A cut would hide a comma with nothing before or behind it.
+            bare = not piece or piece.endswith(b"[") or (before and piece.startswith(b"]"))
+            if not ends_well or bare:
+                raise JsonFault(
+                    f"failed to parse the request JSON buffer: malformed array. at {at}"
+                )
+            yield loads(b"[" * before + piece + b"]" * depth)
+            if last:
+                return
+            at = comma + 1
+
+
+def loads_large(body: bytes) -> Any:
+    """Parse JSON as `loads` does; large arrays of numbers under the key "data" become `Numbers`."""
+    spans = list(_arrays(body))
+    if not spans:
+        return loads(body)
+    token = secrets.token_hex(16)  # A client cannot guess the string that stands for a cut.
+    cuts: dict[str, Numbers] = {}
+    pieces: list[bytes] = []
+    end = 0
+    for start, stop in spans:
+        name = f"{token}.{len(cuts)}"
+        cuts[name] = Numbers(body, start, stop)
+        pieces += (body[end:start], b'"', name.encode(), b'"')
+        end = stop
+    pieces.append(body[end:])
+    header = loads(b"".join(pieces))
+    _put_back(header, cuts)
+    return header
+
+
+def _put_back(header: Any, cuts: dict[str, Numbers]) -> None:
+    inputs = header.get("inputs") if type(header) is dict else None
+    for tensor in inputs if type(inputs) is list else ():
+        data = tensor.get("data") if type(tensor) is dict else None
+        if type(data) is str and data in cuts:
+            tensor["data"] = cuts.pop(data)
+    if cuts:
+        raise JsonFault("a large 'data' array stands outside of 'inputs'")
+
+
+def _arrays(body: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the spans of large arrays under the key "data" without strings and objects."""
+    pattern = re.compile(_LONG_ARRAY % (_WORTH_CUTTING - 1))
+    at = 0
+    while found := pattern.search(body, at):
+        key, start = found.start(), found.start(1)
+        at = found.end()
+        if body[key - 1 : key] == b"\\":
+            continue  # The key is a part of a string.
+        # The array ends before the next quote or brace.
+        stop = body.find(b'"', at)
+        stop = len(body) if stop < 0 else stop
+        brace = body.find(b"}", at, stop)
+        stop = body.rfind(b"]", start, stop if brace < 0 else brace) + 1
+        if stop - start >= _WORTH_CUTTING:
+            yield start, stop
+            at = stop

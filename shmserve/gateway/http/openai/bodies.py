@@ -1,34 +1,36 @@
-"""Bodies of requests: the model, the prompts, and what is said besides (pure but for reading)."""
+"""The bodies of requests (model, prompts and parameters) and of errors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
-from shmserve.errors import InvalidArgument, NotFound, clip
-from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
-from shmserve.gateway.http.json.parser import JsonFault, loads
+from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
+from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.http.body import read_json
+from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
-from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.on_demand import loaded
 
-# An input and an output that tell a model which generates text.
+# The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
 TEXT = "text_output"
 
 _OUTPUTS = (TEXT, "index", "finish_reason", "usage")
 _MOST_PROMPTS = 1024
-_ALL = 1 << 24  # tokens: as many as the model takes
+_UNLIMITED = 1 << 24  # tokens, which is the maximum of models
 
 
 class Asked(NamedTuple):
-    """A request for text: a tensor for each of its prompts, and the parameters of all of them. With
-    `usage` a stream ends with the numbers of tokens."""
+    """A request for text: a tensor for each prompt, and the parameters of all prompts.
+
+    With `usage`, a stream ends with the numbers of tokens.
+    """
 
     model: GatewayModel
     prompts: list[InferInput]
@@ -38,7 +40,7 @@ class Asked(NamedTuple):
     usage: bool
 
     def requests(self) -> list[InferRequest]:
-        """The inference request of each prompt."""
+        """Return the inference request of each prompt."""
         names = [*_OUTPUTS, *(["logprobs"] if wants_logprobs(self.parameters) else [])]
         text = orjson.dumps(self.parameters).decode()
         return [
@@ -53,7 +55,7 @@ class Asked(NamedTuple):
 
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
-    """Whether tokens are to come with their probabilities."""
+    """Return whether the response contains the probabilities of tokens."""
     given = parameters.get("logprobs")
     return given is not None and given is not False
 
@@ -61,7 +63,7 @@ def wants_logprobs(parameters: dict[str, Any]) -> bool:
 def tensor(
     name: str, datatype: str, values: Sequence[Any], shape: Sequence[int] = ()
 ) -> InferInput:
-    """An input with these values, of one dimension unless another shape is given."""
+    """Return an input with these values, of one dimension unless a shape is given."""
     count = len(values)
     made = InferInput(name, datatype, tuple(shape) or (count,), count)
     made.data = decode(list(values), datatype, count, name)
@@ -69,11 +71,13 @@ def tensor(
 
 
 async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
-    """The JSON object that a body is. Raises InvalidArgument for another one."""
-    content = Body(request, gateway.settings, gateway.body_budget)
-    raw = await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+    """Return the JSON object in a request's body, which may be compressed.
+
+    Raises:
+        InvalidArgument: The body is not a JSON object.
+    """
     try:
-        body = loads(raw)
+        body = await read_json(gateway, request, required=True)
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
     if type(body) is not dict:
@@ -82,7 +86,12 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
 
 
 async def model_of(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
-    """The model that a body names. Raises InvalidArgument or NotFound."""
+    """Return the model that a body names.
+
+    Raises:
+        InvalidArgument: The body names no model.
+        NotFound: There is no such model.
+    """
     name = checked(body, "model", str, "")
     if not name:
         raise InvalidArgument("model: it is missing; the name of a model is needed")
@@ -90,14 +99,17 @@ async def model_of(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
 
 
 def generates(model: GatewayModel) -> bool:
-    """Whether a model generates text as these routes ask for it."""
+    """Return whether a model has the input and the output of models that generate text."""
     signature = model.signature
     return PARAMETERS in signature.inputs and TEXT in signature.outputs
 
 
 def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> Any:
-    """A member of a body, or its default where it is absent or null. Raises InvalidArgument for a
-    value of another kind."""
+    """Return a member of a body, or the default if the member is absent or null.
+
+    Raises:
+        InvalidArgument: The member is not of this kind.
+    """
     value = body.get(name)
     if value is None:
         return default
@@ -109,7 +121,7 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
 
 
 async def completion(gateway: Gateway, body: dict[str, Any]) -> Asked:
-    """The request that the body of a completion makes."""
+    """Return the request in the body of a completion."""
     model = await _generating(gateway, body)
     prompts = _prompts(body.get("prompt"))
     parameters = {**body, "echo": checked(body, "echo", bool, False)}
@@ -117,15 +129,17 @@ async def completion(gateway: Gateway, body: dict[str, Any]) -> Asked:
 
 
 async def chat(gateway: Gateway, body: dict[str, Any]) -> Asked:
-    """The request that the body of a chat makes."""
+    """Return the request in the body of a chat."""
     model = await _generating(gateway, body)
     messages = checked(body, "messages", list, [])
     if not messages:
         raise InvalidArgument("messages: there are none; a list of messages is needed")
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if type(message) is not dict or type(message.get("role")) is not str:
-            raise InvalidArgument(f"messages[{place}]: it is no object with a 'role'")
-    parameters = {"max_tokens": body.get("max_completion_tokens") or _ALL, **body, "echo": False}
+            raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
+    limits = (body.get("max_tokens"), body.get("max_completion_tokens"), _UNLIMITED)
+    most = next(limit for limit in limits if limit is not None)
+    parameters = {**body, "max_tokens": most, "echo": False}
     prompt = tensor("messages", "BYTES", [orjson.dumps(messages).decode()])
     return _asked(model, [prompt], parameters)
 
@@ -151,7 +165,7 @@ def _asked(model: GatewayModel, prompts: list[InferInput], parameters: dict[str,
 
 
 def _prompts(given: Any) -> list[InferInput]:
-    """A text, a list of texts, tokens, or a list of tokens each."""
+    """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
     tokens = type(given) is list and given and all(type(each) is int for each in given)
     found = [given] if tokens or type(given) is not list else given
     if len(found) > _MOST_PROMPTS:
@@ -175,3 +189,30 @@ def _prompt(given: Any) -> InferInput:
 def _kind(value: Any) -> str:
     kinds = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return kinds.get(type(value), "a number")
+
+
+# Messages about a field begin with its name.
+_FIELD = re.compile(r"(?:\[request id: .*?\] )?([a-z][a-z_.\[\]0-9]*): ")
+
+
+class TooManyRequests(QueueFull):
+    """An error about a full queue, with the status that OpenAI's API has for it."""
+
+    status = 429
+
+
+def openai_error(error: ShmserveError) -> bytes:
+    """Return the body of an error's response.
+
+    Its form is {"error": {"message", "type", "param", "code"}}.
+    """
+    kind = "invalid_request_error" if isinstance(error, InvalidArgument) else "server_error"
+    code: str | None = None
+    if isinstance(error, NotFound):
+        kind, code = "invalid_request_error", "model_not_found"
+    elif isinstance(error, TooManyRequests):
+        kind, code = "rate_limit_error", "rate_limit_exceeded"
+    field = _FIELD.match(error.message) if isinstance(error, InvalidArgument) else None
+    message = error.message.encode(errors="replace").decode()
+    param = None if field is None else field[1]
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

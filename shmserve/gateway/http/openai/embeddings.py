@@ -1,5 +1,8 @@
-"""POST /v1/embeddings: any model with one input of texts and one output of floating-point vectors,
-such as an ensemble of a tokenizer and a sentence encoder."""
+"""POST /v1/embeddings, and GET /v1/models: the models that embed or generate text.
+
+A model embeds text if it has one input of texts and one output of floating-point vectors. An
+example is an ensemble of a tokenizer and a sentence encoder.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, clip
-from shmserve.gateway.context import Gateway
+from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.answers import TooManyRequests
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import HttpResponse, json_response
+from shmserve.gateway.http.openai.bodies import TooManyRequests, generates
 from shmserve.gateway.http.streaming.responses import ResponseQueue
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest
@@ -25,19 +27,20 @@ from shmserve.ipc.tensors.arrays import STORED
 _FORMATS = ("float", "base64")
 _FLOATS = ("FP32", "FP16", "FP64")
 _MOST_TEXTS = 2048
+_STARTED_S = int(time.time())
 
 
 class Embedder(NamedTuple):
-    """A model that makes embeddings: its input, its output, and the dimensions of one text."""
+    """A model that embeds text: its input, its output, and the dimensions of one text."""
 
     text: str
     vector: str
     dims: tuple[int, ...]
-    most: int  # texts in a request; 0: one, without a batch dimension
+    most: int  # texts in a request; 0: one text, without a batch dimension
 
 
 def embeds(model: GatewayModel) -> Embedder | None:
-    """How a model is asked for embeddings; None: it makes none."""
+    """Return the input and output by which a model embeds text; None if it does not."""
     signature = model.signature
     if len(signature.inputs) != 1 or len(signature.outputs) != 1 or model.decoupled:
         return None
@@ -51,7 +54,7 @@ def embeds(model: GatewayModel) -> Embedder | None:
 
 
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """A vector for each text."""
+    """Respond with a vector for each text."""
     body = await bodies.read(gateway, request)
     model = await bodies.model_of(gateway, body)
     embedder = embeds(model)
@@ -73,12 +76,15 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
-    usage = {"prompt_tokens": 0, "total_tokens": 0}  # the model counts them, and does not say
+    usage = {
+        "prompt_tokens": 0,
+        "total_tokens": 0,
+    }  # unknown
     return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
 
 
 class _Call:
-    """A request to the model, for as many texts as it takes together."""
+    """An inference request for as many texts as the model accepts in a batch."""
 
     def __init__(
         self,
@@ -97,7 +103,7 @@ class _Call:
         self._queue = ResponseQueue(gateway, request, model, built, time.monotonic_ns())
 
     async def vectors(self) -> list[np.ndarray[Any, Any]]:
-        """The vector of each text, in FP32. Raises the error that the model responds with."""
+        """Return the vector of each text in FP32, or raise the error of the model."""
         queue = self._queue
         await queue.wait()
         error = error_of(queue.first)
@@ -114,7 +120,7 @@ class _Call:
         return list(array.reshape(self._count, -1))
 
     def close(self) -> None:
-        """Cancel it, if it has not ended."""
+        """Cancel the request if it has not ended."""
         self._queue.close()
 
 
@@ -131,3 +137,25 @@ def _encoded(vector: np.ndarray[Any, Any], encoding: str) -> Any:
     if encoding == "base64":
         return base64.b64encode(vector.tobytes()).decode()
     return vector.tolist()
+
+
+async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Respond with all models that embed or generate text."""
+    names = {model.name: model for model in gateway.models.all() if _serves(model)}
+    return json_response({"object": "list", "data": list(map(_shown, names.values()))})
+
+
+async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
+    """Respond with one model that embeds or generates text."""
+    model = await loaded(gateway, name, "")
+    if not _serves(model):
+        raise NotFound(f"model '{name}' neither generates text nor makes embeddings of it")
+    return json_response(_shown(model))
+
+
+def _serves(model: GatewayModel) -> bool:
+    return generates(model) or embeds(model) is not None
+
+
+def _shown(model: GatewayModel) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": _STARTED_S, "owned_by": "shmserve"}

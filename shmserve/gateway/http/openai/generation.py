@@ -1,32 +1,32 @@
-"""POST /v1/completions and /v1/chat/completions: text of a model that generates it, as one JSON
-object, or with "stream" as server-sent events, which "[DONE]" ends."""
+"""POST /v1/completions and /v1/chat/completions: generated text, as choices.
+
+The response is one JSON object or, with "stream", server-sent events that "[DONE]" ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS
-from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.answers import (
-    CHAT,
-    COMPLETION,
-    Choices,
-    Delta,
-    Form,
-    TooManyRequests,
-    openai_error,
+from shmserve.gateway.http.messages import (
+    SERVER_SENT_EVENTS,
+    ChunkedResponse,
+    HttpRequest,
+    HttpResponse,
+    json_response,
 )
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, json_response
+from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
 from shmserve.gateway.http.streaming.responses import ResponseQueue
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.submit import error_of, log_failure
@@ -36,14 +36,154 @@ from shmserve.ipc.tensors.inference import Inferred
 _DONE = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
 
+class Delta(NamedTuple):
+    """The part of a sample's text in one response of the model.
+
+    Attributes:
+        logprobs: The probabilities of the tokens, if they were requested.
+        finish_reason: The reason why the sample ended, in its last part.
+        usage: The numbers of tokens, in the last part of all.
+    """
+
+    sample: int
+    text: str
+    finish_reason: str = ""
+    logprobs: dict[str, Any] | None = None
+    usage: dict[str, Any] | None = None
+
+
+class Form(NamedTuple):
+    """The differences between completions and chats: prefixes of ids and names of objects."""
+
+    prefix: str
+    whole: str
+    chunk: str
+    chat: bool
+
+    def content(self, text: str, first: bool = False, chunk: bool = False) -> dict[str, Any]:
+        """Return the part of a choice that contains the text."""
+        if not self.chat:
+            return {"text": text}
+        message: dict[str, Any] = {"content": text} if text or not chunk or first else {}
+        if first or not chunk:
+            message = {"role": "assistant", **message}
+        return {"delta" if chunk else "message": message}
+
+    def logprobs(self, found: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
+        """Return the probabilities of tokens; the first is at character `offset` of its text."""
+        if found is None:
+            return None
+        if self.chat:
+            return {"content": found, "refusal": None}
+        offsets = []
+        for each in found:
+            offsets.append(offset)
+            offset += len(each["token"])
+        return {
+            "tokens": [each["token"] for each in found],
+            "token_logprobs": [each["logprob"] for each in found],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in found
+            ],
+            "text_offset": offsets,
+        }
+
+
+COMPLETION = Form("cmpl", "text_completion", "text_completion", chat=False)
+CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
+
+
+@dataclass(slots=True)
+class _Sample:
+    text: str = ""
+    finish_reason: str = ""
+    logprobs: list[dict[str, Any]] | None = None
+    begun: bool = False
+
+
+@dataclass(eq=False)
+class Choices:
+    """The choices of one request, with `samples` choices for each prompt."""
+
+    form: Form
+    model: str
+    samples: int
+    _found: dict[int, _Sample] = field(default_factory=dict)
+    _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
+
+    def __post_init__(self) -> None:
+        self._id = f"{self.form.prefix}-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+
+    def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
+        """Add a part of a sample of a prompt, and return the choice for a chunk."""
+        index = prompt * self.samples + delta.sample
+        sample = self._found.setdefault(index, _Sample())
+        content = None if delta.logprobs is None else delta.logprobs.get("content", [])
+        choice = {
+            "index": index,
+            **self.form.content(delta.text, first=not sample.begun, chunk=True),
+            "logprobs": self.form.logprobs(content, len(sample.text)),
+            "finish_reason": delta.finish_reason or None,
+        }
+        sample.begun = True
+        sample.text += delta.text
+        sample.finish_reason = delta.finish_reason
+        if content is not None:
+            sample.logprobs = (sample.logprobs or []) + content
+        if delta.usage is not None:
+            self._count(delta.usage)
+        return choice
+
+    def _count(self, usage: dict[str, Any]) -> None:
+        self._usage["prompt"] += usage["prompt_tokens"]
+        self._usage["new"] += usage["completion_tokens"]
+        self._usage["cached"] += usage.get("cached_tokens", 0)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the response to a request that does not stream."""
+        choices = [
+            {
+                "index": index,
+                **self.form.content(sample.text),
+                "logprobs": self.form.logprobs(sample.logprobs, 0),
+                "finish_reason": sample.finish_reason or None,
+            }
+            for index, sample in sorted(self._found.items())
+        ]
+        return {**self._head(self.form.whole), "choices": choices, "usage": self.usage()}
+
+    def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
+        """Return a chunk of a stream as JSON."""
+        return orjson.dumps({**self._head(self.form.chunk), "choices": list(choices)})
+
+    def last(self) -> bytes:
+        """Return the chunk with the numbers of tokens as JSON."""
+        head = self._head(self.form.chunk)
+        return orjson.dumps({**head, "choices": [], "usage": self.usage()})
+
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens."""
+        prompt, new, cached = self._usage.values()
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
+
+
 async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """The continuations of prompts."""
+    """Respond with the continuations of prompts."""
     body = await bodies.read(gateway, request)
     return await _respond(gateway, request, await bodies.completion(gateway, body), COMPLETION)
 
 
 async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """The next message of a chat."""
+    """Respond with the next message of a chat."""
     body = await bodies.read(gateway, request)
     return await _respond(gateway, request, await bodies.chat(gateway, body), CHAT)
 
@@ -68,7 +208,7 @@ async def _respond(
 
 
 class _Generation:
-    """A request under way: the responses of the model to each of its prompts."""
+    """A request in flight: the responses of the model to each prompt."""
 
     def __init__(
         self, gateway: Gateway, request: HttpRequest, asked: bodies.Asked, form: Form
@@ -89,18 +229,17 @@ class _Generation:
             raise
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel the inference requests that have not ended."""
         for queue in self._queues:
             queue.close()
 
     @property
     def headers(self) -> bytes:
-        """Of its response, by its first prompt."""
+        """The headers of the response, from the first prompt's inference request."""
         return self._queues[0].headers
 
     async def begun(self) -> None:
-        """Until the model has responded to the first prompt. Raises the error that it did so
-        with."""
+        """Wait for the model's response to the first prompt, and raise its error, if any."""
         first = self._queues[0]
         await first.wait()
         error = error_of(first.first)
@@ -110,13 +249,13 @@ class _Generation:
             raise error
 
     async def whole(self) -> dict[str, Any]:
-        """All choices, once the last has ended."""
+        """Return all choices once the last has ended."""
         async for _ in self._taken():
             pass
         return self._choices.whole()
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
-        """The choices in chunks; those that are here are written together."""
+        """Yield the choices in chunks. Choices that have arrived are written together."""
         frame = SERVER_SENT_EVENTS.frame
         try:
             async for taken in self._taken():
@@ -128,8 +267,10 @@ class _Generation:
         yield [*last, _DONE]
 
     async def _taken(self) -> AsyncGenerator[list[list[dict[str, Any]]], None]:
-        """The choices of responses to whichever prompt, as they come: a model does not wait for who
-        reads those of another prompt first."""
+        """Yield the choices of responses to all prompts in the order of arrival.
+
+        The model would otherwise wait for the credit of a prompt that is read later.
+        """
         left = dict(enumerate(self._queues))
         while left:
             while not any(queue.here for queue in left.values()):
@@ -146,8 +287,10 @@ class _Generation:
             yield taken
 
     def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[dict[str, Any]], bool]:
-        """Take a response that is here: the choices that it has, and whether it was the last.
-        Raises the error that it is."""
+        """Remove an arrived response; return its choices and whether it was the last.
+
+        An error response is raised.
+        """
         inferred = queue.request.outputs(queue.first)
         deltas = [] if inferred is None else self._deltas(inferred)
         choices = [self._choices.add(prompt, delta) for delta in deltas]

@@ -19,9 +19,8 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
-from shmserve.gateway.context import Gateway
+from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
-from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS, error_json
 from shmserve.gateway.http.json.infer_request import (
     parameter_value,
     request_id,
@@ -30,15 +29,20 @@ from shmserve.gateway.http.json.infer_request import (
 )
 from shmserve.gateway.http.json.infer_response import output_text
 from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads
-from shmserve.gateway.http.request import CONTENT_ENCODING, HttpRequest
-from shmserve.gateway.http.response import JSON, HttpResponse
+from shmserve.gateway.http.messages import (
+    CONTENT_ENCODING,
+    JSON,
+    SERVER_SENT_EVENTS,
+    HttpRequest,
+    HttpResponse,
+    error_json,
+)
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
 from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.inference.submit import error_of, still
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.on_demand import loaded
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred

@@ -8,10 +8,8 @@ from dataclasses import replace
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_request
-from shmserve.gateway.http.json.framing import Framing
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, output_text
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import HttpResponse
+from shmserve.gateway.http.messages import Framing, HttpRequest, HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import classified_as_requested, output_bytes

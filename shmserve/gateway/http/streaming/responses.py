@@ -7,8 +7,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.request import TRACEPARENT, HttpRequest
-from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, traced
+from shmserve.gateway.http.messages import (
+    TRACEPARENT,
+    ChunkedResponse,
+    HttpRequest,
+    HttpResponse,
+    traced,
+)
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.submit import (
     Message,

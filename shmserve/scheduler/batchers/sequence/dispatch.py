@@ -1,4 +1,4 @@
-"""From the queue to the instances, for sequences: each has its slot at one of them."""
+"""The dispatcher of sequences: each sequence has its slot at one instance."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from operator import attrgetter
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import correlation_fields
-from shmserve.ipc.messages.inference import SequenceRow, Submit
+from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
-from shmserve.scheduler.batchers.base import WaitUntil
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
+from shmserve.scheduler.batchers.dynamic import WaitUntil
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, Sequence, decide
 from shmserve.scheduler.instances.pool import Slot
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest
-from shmserve.scheduler.statistics.counters import Reason
+from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
+from shmserve.scheduler.statistics import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +29,10 @@ _MISSED = "an earlier request of the sequence was cancelled or timed out, which 
 
 @dataclass(eq=False)
 class SequenceDispatch(Dispatcher):
-    """Starts what can run: an instance that is free gets the next batch of its slots."""
+    """The dispatcher of sequences: a free instance receives the next batch of its slots."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         settings = self._settings
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
@@ -43,19 +43,19 @@ class SequenceDispatch(Dispatcher):
         )
         self._slots: dict[bytes, InstanceSlots] = {}
         self._numbers = itertools.count()
-        self._members = -1  # the pool's, as of the last turn
+        self._members = -1  # the value of the pool at the last turn
         self._own_ids = itertools.count(1)
-        self._holds = rules.hold > 0 or rules.hold_backlog > 0
 
     # --- requests ---------------------------------------------------------------------------------
 
     def identify(
         self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
     ) -> SequenceKey:
-        """The sequence and the flags that a request counts as.
+        """Return the sequence of a request and its flags there.
 
-        Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
-        sequences wait.
+        Raises:
+            InvalidArgument: The request cannot belong to a sequence.
+            QueueFull: Too many sequences wait.
         """
         model = f"inference request to model '{self._name}'"
         correlation_id: int | str = message.correlation_text or message.correlation_id
@@ -75,17 +75,13 @@ class SequenceDispatch(Dispatcher):
 
     @property
     def open_sequences(self) -> int:
-        """As `Dispatcher` says."""
         return self._sequences.open
 
     def accepts_while_draining(self, message: Submit) -> bool:
-        """Whether it belongs to a sequence that has begun: that may be finished while the model is
-        being stopped."""
         known = self._sequences.knows(message.correlation_text or message.correlation_id)
         return known and not message.flags & SEQUENCE_START
 
     def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
-        """As `Dispatcher` says."""
         assert sequence_key is not None
         request.flags = sequence_key.flags
         if self._sequences.arrive(request, sequence_key.correlation_id):
@@ -96,17 +92,14 @@ class SequenceDispatch(Dispatcher):
             )
 
     def lost_text(self, request: ScheduledRequest) -> str:
-        """As `Dispatcher` says: the sequence's state is lost with its instance."""
         return _state_lost(request.sequence)
 
     def expired_text(self, request: ScheduledRequest) -> str:
-        """As `Dispatcher` says: of a sequence that waits for a slot, all goes."""
         return EXPIRED if request.sequence.home is not None else _BACKLOG_EXPIRED
 
     def removed(
         self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False
     ) -> None:
-        """As `Dispatcher` says: what is behind it in its sequence would miss it, and goes too."""
         sequence: Sequence = request.sequence
         code, text, reason = "CANCELLED", _MISSED, Reason.CANCELED
         if expired:
@@ -127,7 +120,6 @@ class SequenceDispatch(Dispatcher):
         self._responses.fail(request, code, text, reason, now_ns)
 
     def again(self, request: ScheduledRequest) -> bool:
-        """As `Dispatcher` says."""
         self._queue.put_back(request)
         self._sequences.again(request)
         return True
@@ -135,12 +127,10 @@ class SequenceDispatch(Dispatcher):
     # --- time -------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """As `Dispatcher` says."""
         self._holds = False
         self._rules = self._rules.without_delay()
 
     def run(self, now_ns: int) -> int:
-        """As `Dispatcher` says."""
         sequences = self._sequences
         if self._members != self._pool.members:
             self._members = self._pool.members
@@ -153,7 +143,7 @@ class SequenceDispatch(Dispatcher):
             logger.info("sequence %s of model '%s' was idle for too long", idle.id, self._name)
         for slots, ended in sequences.take_unended().items():
             if self._slots.get(slots.peer) is slots:
-                self._executions.end_sequences(slots.peer, ended)
+                self._executions.post(slots.peer, EndSequences(ended))
         wake_ns = NEVER
         if not self._waits_for_more():
             for slots, instance in instances:
@@ -164,7 +154,7 @@ class SequenceDispatch(Dispatcher):
         return min(wake_ns, sequences.next_idle_ns())
 
     def _follow(self, now_ns: int) -> None:
-        """Take note of the instances that came and went."""
+        """Update the slots after instances joined or left."""
         there = {instance.peer: instance for instance in self._pool.ready()}
         for peer in self._slots.keys() - there.keys():
             for sequence in self._sequences.leave(self._slots.pop(peer)):
@@ -181,26 +171,23 @@ class SequenceDispatch(Dispatcher):
                 self._sequences.close(self._slots[peer])
 
     def needs(self, slot: Slot) -> bool:
-        """As `Dispatcher` says: for the sequences that it has begun."""
         slots = self._slots.get(slot.peer)
         return slots is not None and not slots.empty
 
     def _waits_for_more(self) -> bool:
-        """Whether so many requests are to come before the first batch (a hook for tests)."""
-        if self._holds:
-            backlog = sum(len(sequence.waiting) for sequence in self._sequences.backlog)
-            in_slots = len(self._queue) - backlog
-            self._holds = in_slots < self._rules.hold or backlog < self._rules.hold_backlog
-        return self._holds
+        if not self._holds:
+            return False
+        backlog = sum(len(sequence.waiting) for sequence in self._sequences.backlog)
+        return self._is_held(len(self._queue) - backlog, backlog)
 
     def _start(self, slots: InstanceSlots, instance: Slot, now_ns: int) -> int:
-        """Give an idle instance its next batch; returns when to ask again, NEVER: no need."""
+        """Start the next batch of an idle instance; return when to call again (NEVER: no need)."""
         decision = decide(now_ns, slots, self._rules, self._executions.service_time.reserve_ns)
         if isinstance(decision, Rows):
             if self._tickets is not None and self._tickets.find([instance]) is None:
                 self._tickets.ask([instance], 1)
                 return NEVER
-            # Before they begin: who ends then has no slot any more.
+            # Before they begin, because a sequence that ends then has no slot any more.
             rows = [_row(number, sequence) for number, sequence in decision.rows]
             requests = self._sequences.begin(slots, decision.rows)
             for request in requests:

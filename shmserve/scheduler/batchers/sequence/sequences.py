@@ -33,10 +33,10 @@ _LOST_REMEMBERED = 4096
 
 
 class Backlog:
-    """Sequences that wait for a slot, in the order of their arrival, by who opened them.
+    """The sequences that wait for a slot, in the order of their arrival, by owner.
 
-    Where several clients' sequences wait, these take turns: one that opens a million of them and
-    ends none delays its own. Of those who come through a gateway, each connection is one.
+    Owners take turns, so that a client that opens a million sequences and ends none delays only its
+    own. Each connection of a gateway is an owner.
     """
 
     def __init__(self) -> None:
@@ -49,21 +49,21 @@ class Backlog:
         return (sequence for line in self._by_owner.values() for sequence in line)
 
     def count(self, owner: Hashable) -> int:
-        """The number of a client's sequences that wait."""
+        """Return the number of an owner's waiting sequences."""
         return len(self._by_owner.get(owner, ()))
 
     def append(self, sequence: Sequence) -> None:
-        """Behind all others of its client."""
+        """Add a sequence after all others of its owner."""
         self._by_owner.setdefault(sequence.owner, OrderedDict())[sequence] = None
 
     def put_back(self, sequence: Sequence) -> None:
-        """Before all others."""
+        """Add a sequence before all others."""
         self.append(sequence)
         self._by_owner[sequence.owner].move_to_end(sequence, last=False)
         self._by_owner.move_to_end(sequence.owner, last=False)
 
     def pop(self) -> Sequence:
-        """The next, whose client has its turn again after all others."""
+        """Remove and return the next sequence; its owner's next turn comes after all others'."""
         owner, line = next(iter(self._by_owner.items()))
         sequence, _ = line.popitem(last=False)
         self._by_owner.move_to_end(owner)
@@ -71,7 +71,7 @@ class Backlog:
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence that does not wait any more, if it did."""
+        """Remove a sequence, if it waits."""
         line = self._by_owner.get(sequence.owner)
         if line is not None:
             line.pop(sequence, None)
@@ -83,10 +83,10 @@ class Backlog:
 
 
 class Sequences:
-    """All sequences of a model. They are idle after `idle_ns`, and `most` of a client may wait for
-    a slot.
+    """The sequences of a model. A sequence is idle after `idle_ns`, and `most` of an owner may wait
+    for a slot.
 
-    `once`: a sequence is one request, which its model may ask for again; it ends with that.
+    `once`: a sequence is one request, which its model may ask for again; it ends with that request.
     """
 
     def __init__(self, model: str, idle_ns: int, most: int, once: bool = False) -> None:
@@ -95,11 +95,11 @@ class Sequences:
         self._most = most
         self._once = once
         self._open: dict[int | str, Sequence] = {}
-        # And stale ones, of closed instances.
+        # A heap of the free slots, and of stale ones of closed instances.
         self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale = 0
-        self.backlog = Backlog()  # those that wait for a slot
-        self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
+        self.backlog = Backlog()
+        self._idle: OrderedDict[Sequence, int] = OrderedDict()  # by the start of their idleness
         self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost: OrderedDict[int | str, None] = OrderedDict()
 
@@ -109,20 +109,20 @@ class Sequences:
         return len(self._open)
 
     def knows(self, correlation_id: int | str) -> bool:
-        """Whether a sequence with this id is open."""
+        """Check whether a sequence with this id is open."""
         return correlation_id in self._open
 
     # --- instances --------------------------------------------------------------------------------
 
     def join(self, slots: InstanceSlots) -> None:
-        """An instance is there: its slots are free."""
+        """Add an instance, whose slots are free."""
         for slot in range(len(slots.sequences)):
             heapq.heappush(self._free, (slot, slots.order, slots))
         self._fill()
 
     def leave(self, slots: InstanceSlots) -> list[Sequence]:
-        """An instance is gone, and with it the state of these, which are over. Those that it has
-        not begun wait for another slot, as `close` says."""
+        """Remove an instance and return its sequences, whose state is lost and which have ended.
+        Sequences that it has not begun wait for another slot, as in `close`."""
         self.close(slots)
         lost = [sequence for sequence in slots.sequences if sequence is not None]
         for sequence in lost:
@@ -133,13 +133,13 @@ class Sequences:
         return lost
 
     def close(self, slots: InstanceSlots) -> None:
-        """An instance takes no more sequences. Those that it has begun go on there, and the others
-        wait for another slot, before all that do."""
+        """Close an instance to new sequences. Its begun sequences continue there; the others wait
+        for another slot, before all waiting ones."""
         if slots.closed:
             return
         slots.closed = True
         self._stale += slots.sequences.count(None)
-        if 2 * self._stale > len(self._free):  # paid for by those that it drops
+        if 2 * self._stale > len(self._free):  # amortised by the dropped entries
             self._free = [entry for entry in self._free if not entry[2].closed]
             heapq.heapify(self._free)
             self._stale = 0
@@ -159,8 +159,12 @@ class Sequences:
     # --- requests ---------------------------------------------------------------------------------
 
     def check(self, correlation_id: int | str, flags: int, owner: Owner) -> None:
-        """Raises InvalidArgument for a request that belongs to no sequence, QueueFull where too
-        many of its `owner` wait."""
+        """Check whether a request is admitted.
+
+        Raises:
+            InvalidArgument: The request belongs to no sequence.
+            QueueFull: Too many sequences of its owner wait.
+        """
         if correlation_id in self._open:
             return
         if not flags & SEQUENCE_START:
@@ -178,8 +182,7 @@ class Sequences:
             )
 
     def arrive(self, request: ScheduledRequest, correlation_id: int | str) -> bool:
-        """A request that was checked waits for its turn; whether it has begun an id anew that was
-        open."""
+        """Add a checked request; return whether it began an open id anew."""
         sequence = self._open.get(correlation_id)
         anew = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
@@ -205,19 +208,19 @@ class Sequences:
             del self._open[sequence.id]
 
     def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
-        """A waiting request leaves, and those behind it up to a START, which would miss it: all of
-        these. Where none is left to come, the sequence has ended."""
+        """Remove a waiting request and return it with those behind it up to a START, which cannot
+        run without it. The sequence ends if no request is left to come."""
         sequence: Sequence = request.sequence
         ends = sequence.waiting.is_in_last_run(request)
         removed = sequence.waiting.remove(request)
         if ends:
             self._close(sequence)
-        if removed:  # else it has left with one before it
+        if removed:  # else it was removed with an earlier request
             self._settle(sequence)
         return removed
 
     def drop_all(self, sequence: Sequence) -> list[ScheduledRequest]:
-        """All that waits of a sequence leaves, which has ended."""
+        """End a sequence; remove and return its waiting requests."""
         removed = list(sequence.waiting)
         sequence.waiting = WaitingRequests()
         self._close(sequence)
@@ -225,7 +228,7 @@ class Sequences:
         return removed
 
     def _settle(self, sequence: Sequence) -> None:
-        """After requests have left."""
+        """Update the slot of a sequence after requests were removed."""
         slots = sequence.home
         if sequence.waiting or sequence.running is not None:
             if slots is not None and not sequence.waiting:
@@ -238,7 +241,7 @@ class Sequences:
     # --- slots ------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Give free slots to those that wait."""
+        """Assign free slots to waiting sequences."""
         while self.backlog and self._free:
             slot, _, slots = heapq.heappop(self._free)
             if slots.closed:
@@ -250,14 +253,14 @@ class Sequences:
             slots.offer(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """End a sequence without an END that its instance has run."""
+        """End a sequence whose instance has not executed an END."""
         if sequence.begun and sequence.home is not None:
             self._unended.setdefault(sequence.home, []).append(sequence.slot)
         self._release(sequence)
 
     def take_unended(self) -> dict[InstanceSlots, list[int]]:
-        """The slots whose sequences are over since the last call, and whose instances cannot know
-        that: to be told before another one begins there."""
+        """Return the slots whose sequences have ended without an END since the last call. Their
+        instances must be notified before another sequence begins there."""
         unended, self._unended = self._unended, {}
         return unended
 
@@ -277,7 +280,8 @@ class Sequences:
     def begin(
         self, slots: InstanceSlots, rows: Iterable[tuple[int, Sequence | None]]
     ) -> list[ScheduledRequest]:
-        """These run now: their requests, in order. Who has had its END makes room at once."""
+        """Start the rows of a batch and return their requests, in order. The END of a sequence
+        frees its slot at once."""
         begun: list[ScheduledRequest] = []
         over: list[Sequence] = []
         for _, sequence in rows:
@@ -289,7 +293,7 @@ class Sequences:
             slots.withdraw(sequence)
             slots.running.append(sequence)
             begun.append(request)
-            # One that has ended otherwise goes when this has returned: its instance is to be told.
+            # A sequence that ended otherwise is released on return: its instance is notified first.
             if request.flags & SEQUENCE_END and not sequence.waiting and not self._once:
                 over.append(sequence)
         for sequence in over:
@@ -297,18 +301,18 @@ class Sequences:
         return begun
 
     def again(self, request: ScheduledRequest) -> None:
-        """Its model wants a request once more: before all others of its sequence."""
+        """Return a request that its model asked for again to the front of its sequence."""
         sequence: Sequence = request.sequence
         request.flags = 0
         sequence.waiting.put_back(request)
 
     def returned(self, slots: InstanceSlots, now_ns: int) -> None:
-        """Handle the return of what an instance has run."""
+        """Handle the return of an instance's batch."""
         runs, slots.running = slots.running, []
         for sequence in runs:
             sequence.running = None
             if sequence.home is not slots:
-                continue  # it has made room
+                continue  # its slot was freed
             if sequence.waiting:
                 slots.offer(sequence)
             elif sequence.ended or self._once:
@@ -320,11 +324,11 @@ class Sequences:
     # --- time -------------------------------------------------------------------------------------
 
     def next_idle_ns(self) -> int:
-        """When `reap` may have something, or NEVER."""
+        """Return when `reap` may end a sequence, or NEVER."""
         return next(iter(self._idle.values())) + self._idle_ns if self._idle else NEVER
 
     def reap(self, now_ns: int) -> list[Sequence]:
-        """End the sequences that have had nothing to run for too long."""
+        """End the sequences that were idle for too long."""
         over: list[Sequence] = []
         while self._idle:
             sequence, since_ns = next(iter(self._idle.items()))

@@ -24,19 +24,22 @@ from itertools import islice
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.transport.records import record
 from shmserve.scheduler.batchers import dynamic
-from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import ScheduledRequest
+from shmserve.scheduler.batchers.dynamic import (
+    Batch,
+    Closed,
+    WaitUntil,
+)
+from shmserve.scheduler.requests.request import Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 
-# Who began a sequence: a client of the scheduler's, and who that says it comes from.
+# The submitter of a sequence: a client of the scheduler, and the source that the client names.
 Owner = tuple[Client[ScheduledRequest], int]
 
 
 class WaitingRequests:
-    """A FIFO queue of the requests of one sequence, in runs: a run is what cannot do without the
-    request at its front, and a START begins one. Every operation takes constant time, a request's
-    removal for each one that leaves with it."""
+    """A FIFO queue of the requests of a sequence, in runs. A run begins with a START; its requests
+    cannot run without the request at its front. Every operation takes constant time for each
+    request that it removes."""
 
     def __init__(self) -> None:
         self._runs: deque[OrderedDict[int, ScheduledRequest]] = (
@@ -52,18 +55,18 @@ class WaitingRequests:
 
     @property
     def first(self) -> ScheduledRequest:
-        """The one that came first."""
+        """The request that arrived first."""
         return next(iter(self._runs[0].values()))
 
     def append(self, request: ScheduledRequest) -> None:
-        """Behind all others."""
+        """Add a request at the back."""
         if not self._runs or request.flags & SEQUENCE_START:
             self._runs.append(OrderedDict())
         run = self._run_of[request.key] = self._runs[-1]
         run[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
-        """Before all others, which belong to it up to a START."""
+        """Add a request at the front; the requests up to the next START belong to its run."""
         if not self._runs or self.first.flags & SEQUENCE_START:
             self._runs.appendleft(OrderedDict())
         run = self._run_of[request.key] = self._runs[0]
@@ -71,19 +74,19 @@ class WaitingRequests:
         run.move_to_end(request.key, last=False)
 
     def take(self) -> ScheduledRequest:
-        """The one that came first, which leaves."""
+        """Remove and return the request that arrived first."""
         key, request = self._runs[0].popitem(last=False)
         del self._run_of[key]
         self._trim()
         return request
 
     def is_in_last_run(self, request: ScheduledRequest) -> bool:
-        """Whether all that came behind a request would leave with it."""
+        """Check whether removing a request would remove every request behind it."""
         return bool(self._runs) and request.key in self._runs[-1]
 
     def remove(self, request: ScheduledRequest) -> list[ScheduledRequest]:
-        """A request leaves: what does so, with those behind it up to a START; [] where it has left
-        already."""
+        """Remove a request and those behind it up to a START; return them, or [] if it was removed
+        before."""
         removed: list[ScheduledRequest] = []
         run = self._run_of.get(request.key)
         while run is not None and request.key in run:
@@ -102,11 +105,11 @@ class WaitingRequests:
 
 
 class Sequence:
-    """Requests with one correlation id, from a START to an END, in the order of their arrival.
+    """The requests with one correlation id from a START to an END, in the order of their arrival.
 
-    It has a slot (`slot` at its `home`) or waits in the backlog (no `home`). At most one of its
-    requests runs at a time. `owner` is who began it. `ended`: no more can come. `begun`: its
-    instance has state of it.
+    A sequence has a slot (`slot` of its `home`), or waits in the backlog (no `home`). At most one
+    of its requests runs at a time. `owner` is its submitter. `ended`: no further request can come.
+    `begun`: its instance has state of it.
     """
 
     __slots__ = ("begun", "ended", "home", "id", "owner", "running", "slot", "waiting")
@@ -124,35 +127,35 @@ class Sequence:
 
 @record
 class Rows:
-    """Run these now, each in its slot; None is a null row."""
+    """A decision to run these sequences now, each in its slot; None is a null row."""
 
     rows: list[tuple[int, Sequence | None]]
     reason: Closed
 
 
 class InstanceSlots:
-    """The slots of the instance at `peer`, each of which one of `sequences` has at a time, and
-    those that are `running`. `order`: whose slots are taken first."""
+    """The slots of the instance at `peer`. Each slot has at most one of the `sequences`; some of
+    them are `running`. `order` decides whose slots are taken first."""
 
     def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
         self.peer = peer
         self.order = order
         self.sequences: list[Sequence | None] = [None] * slots
         self.running: list[Sequence] = []
-        self.closed = False  # to sequences that come
+        self.closed = False  # to new sequences
         self.ready: OrderedDict[int, Sequence] = OrderedDict()  # by slot, in order of offer
 
     @property
     def empty(self) -> bool:
-        """Whether it has no sequence, and runs none."""
+        """Whether the instance has no sequence and runs none."""
         return not self.running and not any(self.sequences)
 
     def offer(self, sequence: Sequence) -> None:
-        """The first waiting request of a sequence may run."""
+        """Mark a sequence as ready: its first waiting request may run."""
         self.ready[sequence.slot] = sequence
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Withdraw a sequence that may not run any more, or runs; nothing if it was not offered."""
+        """Mark a sequence as not ready."""
         if self.ready.get(sequence.slot) is sequence:
             del self.ready[sequence.slot]
 
@@ -160,9 +163,14 @@ class InstanceSlots:
 def decide(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
 ) -> Rows | WaitUntil | None:
-    """The rows that an idle instance runs now, or the time to wait until; None: nothing is there.
+    """Return the rows that an idle instance runs now, the time to wait until, or None if no
+    sequence is ready.
 
-    `reserve_ns`: how long before a deadline a batch must start to be done in time.
+    Args:
+        now_ns: The time.
+        slots: The slots of the instance.
+        rules: The rules of the sequence batcher.
+        reserve_ns: How long before a deadline a batch must start in order to meet it.
     """
     if not slots.ready:
         return None
@@ -179,7 +187,7 @@ def _direct(
     oldest = min(ready, key=lambda slot: (heads[slot].enqueued_ns, slot))
     reason = Closed.FULL if len(ready) == rules.slots else Closed.IDLE
     if rules.delay_ns and len(ready) < rules.spec.minimum_slot_utilization * rules.slots:
-        # More than the delay must have passed.
+        # Triton requires more than the delay to have passed.
         until = heads[oldest].enqueued_ns + rules.delay_ns + 1
         flush_by = min(head.flush_by_ns for head in heads.values()) - reserve_ns
         if now_ns < min(until, flush_by):

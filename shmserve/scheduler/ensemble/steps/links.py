@@ -15,8 +15,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
 from shmserve.ipc.tensors.inference import byte_size_of
-from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.waiting import Waiter
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
 _MOST_MOVED = 256
 

@@ -11,8 +11,15 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.control_requests import (
+    ChangeLogging,
+    LoadModel,
+    RegisterRegion,
+    UnloadModel,
+    UnregisterRegion,
+)
 from shmserve.ipc.messages.inference import BatchFinished, InstanceReady, Release
-from shmserve.ipc.messages.memory import RegisterRegion, UnregisterRegion
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer
 
@@ -28,15 +35,15 @@ def commands(pid):
         m.WorkerStarted(pid),
         UnregisterRegion(1, "", 0, []),
         RegisterRegion(2, "foreign", "/foreign", 0, 4096, 0, [], False, False),
-        m.ChangeLogging(3, {"log_verbose_level": 7}),
-        m.UnloadModel(4, "constant", False),
-        m.LoadModel(5, "spare", "", {}),
+        ChangeLogging(3, {"log_verbose_level": 7}),
+        UnloadModel(4, "constant", False),
+        LoadModel(5, "spare", "", {}),
         m.StatisticsSnapshot({}, []),
         m.KillInstance(pid, "it was asked for"),
         InstanceReady(0, pid),
         BatchFinished(1, 0, 0, 0, 0, []),
         Release(pid, list(range(0, 1 << 20, 4096))),
-        m.ProcessExited(pid, "it was asked for"),
+        ProcessExited(pid, "it was asked for"),
         m.InstanceGone(0, "it was asked for"),
         m.Drain(),
         m.Drained(),

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from shmserve.gateway.http import body as http
-from shmserve.gateway.http.request import HEADER_LENGTH, WholeBody
+from shmserve.gateway.http.messages import HEADER_LENGTH, WholeBody
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.tensors.inference import unpack_inference
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
 
 pytest.importorskip("grpc")

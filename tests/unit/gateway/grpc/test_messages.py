@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.headers import CallHead, StatusCode
 from shmserve.gateway.grpc.calls.messages import (
     LARGE,
     PREFIX,
@@ -26,7 +26,6 @@ from shmserve.gateway.grpc.calls.messages import (
     framed,
     inflated,
 )
-from shmserve.gateway.grpc.status import StatusCode
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.common.access.auth_tokens import RESTRICTABLE
+from shmserve.common.auth_tokens import RESTRICTABLE
 from shmserve.gateway.grpc.service import (
     HEALTH_WATCH,
     MODEL_INFER,

@@ -231,7 +231,9 @@ def test_a_template_gives_what_is_encoded(
     for these in (contents, others):
         filled = template.fill(request_id, these)
         encoded = encoder.encode(model, request_id, schema, response, these)
-        assert filled is not None and len(filled) == len(encoded)  # the fields' order may be another
+        assert filled is not None and len(filled) == len(
+            encoded
+        )  # the fields' order may be another
         assert theirs.ModelInferResponse.FromString(filled) == (
             theirs.ModelInferResponse.FromString(encoded)
         )

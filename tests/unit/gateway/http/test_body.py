@@ -16,7 +16,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.body import Body
-from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference import body_arrival
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.inference.builder import Resources

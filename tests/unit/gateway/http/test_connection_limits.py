@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.access.peer_credentials import network
+from shmserve.common.peers import network
 from tests.rigs.gateway_rig import Rig, rig
 from tests.support.users import ALICE, BOB, as_user, needs_users
 from tests.support.wire.raw_http import read_reply

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from shmserve.errors import PermissionDenied, QueueFull
-from shmserve.gateway.api import statistics
-from shmserve.gateway.http.dashboard import live, page
+from shmserve.gateway.api import management
+from shmserve.gateway.http import dashboard as live
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import events as m
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from tests.unit.gateway.test_figures import report
 
@@ -47,7 +47,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         reports = {"a": report(len(asked)), "still": report()}
         return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
 
-    monkeypatch.setattr(statistics, "collect", collect)
+    monkeypatch.setattr(management, "collect", collect)
     monkeypatch.setattr(live, "_EVERY_S", 0.01)
     return asked
 
@@ -182,7 +182,7 @@ def test_who_may_not_watch(run_dir: Path) -> None:
 
 
 def test_the_policy_allows_what_is_in_the_page_alone() -> None:
-    body, headers = page._page()
+    body, headers = live._page()
     policy = dict(re.findall(r"([a-z]+-src) ([^;\r]+)", headers.decode()))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
     for tag in ("style", "script"):

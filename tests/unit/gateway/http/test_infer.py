@@ -19,19 +19,18 @@ import numpy as np
 import pytest
 
 from shmserve.ipc.memory.arena import Arena
-from shmserve.ipc.messages import memory as m
-from shmserve.ipc.messages.events import HealthChanged
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import RegionReleased
 from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release, Settled, Submit
-from shmserve.ipc.messages.supervision import (
-    Drain,
-    Drained,
+from shmserve.ipc.messages.publications import (
+    HealthChanged,
     ModelWithdrawn,
     ProcessExited,
     SchedulerLost,
-    Stop,
 )
+from shmserve.ipc.messages.supervision import Drain, Drained, Stop
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
-from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference
+from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
     SIMPLE,
     Rig,
@@ -44,6 +43,7 @@ from tests.rigs.gateway_rig import (
     rig,
     tensor_config,
 )
+from tests.support.messages import inference_of
 from tests.support.waiting import until
 from tests.support.wire.raw_http import (
     Http,
@@ -53,7 +53,6 @@ from tests.support.wire.raw_http import (
     read_reply,
     shm_input,
 )
-from tests.support.messages import inference_of
 
 MIB = 1024 * 1024
 ARENA = 32 * MIB
@@ -712,7 +711,7 @@ def test_a_range_must_lie_in_its_region(
     reply = gateway.http.infer("m", region_request(size=size, offset=offset))
     assert (reply.status, reply.error) == (400, text)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
-    until("it holds nothing", lambda: m.RegionReleased(5) in gateway.heard)
+    until("it holds nothing", lambda: RegionReleased(5) in gateway.heard)
 
 
 def test_a_generation_lasts_as_long_as_its_requests(
@@ -729,17 +728,17 @@ def test_a_generation_lasts_as_long_as_its_requests(
     gateway.apply(region("r", 6))  # the name is free
     later = ClientIdentity(gateway.port, "m", region_request())
     until("the second request is there", lambda: len(through_regions.waiting) == 2)
-    assert not gateway.heard_of(m.RegionReleased)
+    assert not gateway.heard_of(RegionReleased)
     through_regions.answer_all()
     caller.reply().ok()
     later.reply().ok()
-    until("the old one is released", lambda: gateway.heard_of(m.RegionReleased))
+    until("the old one is released", lambda: gateway.heard_of(RegionReleased))
     ids = [place_of(submit).memory.id for submit in through_regions.submits]
     assert ids == [5, 6]
     gateway.apply(lambda number: m.RegionWithdrawn("r", 6, number))
     until(
         "both are",
-        lambda: gateway.heard_of(m.RegionReleased) == [m.RegionReleased(5), m.RegionReleased(6)],
+        lambda: gateway.heard_of(RegionReleased) == [RegionReleased(5), RegionReleased(6)],
     )
 
 
@@ -758,7 +757,7 @@ def test_what_came_before_a_region_changed_says_nothing_of_the_new_one(
         for _ in range(3):
             gateway.http.infer("m", body).ok()
         gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
-    until("both are released", lambda: len(gateway.heard_of(m.RegionReleased)) == 2)
+    until("both are released", lambda: len(gateway.heard_of(RegionReleased)) == 2)
     places = [inference_of(submit).outputs[0].place for submit in through_regions.submits]
     assert [place and place.memory.id for place in places] == [5, 5, 5, 6, 6, 6]
 
@@ -774,9 +773,9 @@ def test_a_region_is_held_until_the_request_is_settled(
     submit = fail(through_regions, early=True)
     assert caller.reply().status == 503
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
-    assert not gateway.heard_of(m.RegionReleased)
+    assert not gateway.heard_of(RegionReleased)
     through_regions.say(peer, Settled(submit.id))
-    until("it is released", lambda: gateway.heard_of(m.RegionReleased))
+    until("it is released", lambda: gateway.heard_of(RegionReleased))
 
 
 def test_a_client_that_leaves_does_not_free_what_a_worker_uses(
@@ -790,9 +789,9 @@ def test_a_client_that_leaves_does_not_free_what_a_worker_uses(
         until("the request is there", lambda: through_regions.waiting)
     until("it is cancelled", lambda: through_regions.others)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
-    assert not gateway.heard_of(m.RegionReleased)
+    assert not gateway.heard_of(RegionReleased)
     through_regions.answer_all()
-    until("it is released", lambda: gateway.heard_of(m.RegionReleased))
+    until("it is released", lambda: gateway.heard_of(RegionReleased))
 
 
 def test_requests_that_write_to_the_same_bytes_are_named_in_the_log(

@@ -26,10 +26,10 @@ from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupporte
 from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.http.body import _parse, header_size
-from shmserve.gateway.http.json import large_arrays, tensors
+from shmserve.gateway.http.json import parser, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
-from shmserve.gateway.http.json.parser import JsonFault, loads
+from shmserve.gateway.http.json.parser import JsonFault, loads, loads_large
 from shmserve.gateway.inference.builder import check_room, raw_request
 from shmserve.gateway.inference.request import InferOutput, InferRequest, RegionRange
 from shmserve.ipc.model_spec import ModelSpec
@@ -479,12 +479,12 @@ numbers = st.recursive(
 
 @pytest.fixture
 def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_arrays, "_SLICE", 3)
-    monkeypatch.setattr(large_arrays, "_WORTH_CUTTING", 1)
+    monkeypatch.setattr(parser, "_SLICE", 3)
+    monkeypatch.setattr(parser, "_WORTH_CUTTING", 1)
 
 
 def read_back(data: Any) -> list[Any]:
-    parts = data.parts() if isinstance(data, large_arrays.Numbers) else [data]
+    parts = data.parts() if isinstance(data, parser.Numbers) else [data]
     return [value for part in parts for value in tensors.flat(part)]
 
 
@@ -494,8 +494,8 @@ def read_back(data: Any) -> list[Any]:
 def test_slices_come_to_the_same_values(values: list[Any], indent: int | None) -> None:
     tensor = {"name": "data", "data": values, "datatype": '"data":[', "shape": []}
     body = json.dumps({"id": "x", "inputs": [tensor, {"data": values}]}, indent=indent).encode()
-    header = large_arrays.loads_large(body)
-    assert isinstance(header["inputs"][1]["data"], large_arrays.Numbers)
+    header = loads_large(body)
+    assert isinstance(header["inputs"][1]["data"], parser.Numbers)
     for found in header["inputs"]:
         assert read_back(found["data"]) == tensors.flat(values)
         found["data"] = values
@@ -517,7 +517,7 @@ def test_what_is_not_json_is_found_in_slices_too(values: list[Any], data: st.Dat
     except (ShmserveError, LookupError, TypeError):
         expected = None
     try:
-        found = read_back(large_arrays.loads_large(body)["inputs"][0]["data"])
+        found = read_back(loads_large(body)["inputs"][0]["data"])
     except (ShmserveError, LookupError, TypeError):
         found = None
     assert found == expected
@@ -526,9 +526,9 @@ def test_what_is_not_json_is_found_in_slices_too(values: list[Any], data: st.Dat
 @pytest.mark.usefixtures("tiny_slices")
 def test_only_data_of_inputs_is_cut() -> None:
     with pytest.raises(JsonFault, match="outside of 'inputs'"):
-        large_arrays.loads_large(b'{"parameters": {"data": [1, 2, 3, 4]}, "inputs": []}')
+        loads_large(b'{"parameters": {"data": [1, 2, 3, 4]}, "inputs": []}')
     strings = b'{"inputs": [{"data": ["a", "b,", "c"]}], "x": "\\"data\\": [1, 2, 3, 4]"}'
-    assert large_arrays.loads_large(strings) == json.loads(strings)
+    assert loads_large(strings) == json.loads(strings)
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,7 @@ def test_no_text_takes_much_longer_than_a_parser_does(text: bytes) -> None:
     parser = process_time() - began
     began = process_time()
     with contextlib.suppress(ShmserveError):
-        large_arrays.loads_large(text)
+        loads_large(text)
     assert process_time() - began < 8 * parser
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 
-from shmserve.gateway.http.openapi.description import described
-from shmserve.gateway.http.openapi.operations import COMPONENTS
-from shmserve.gateway.http.routes import ROUTES
+from shmserve.gateway.http import routes
+from shmserve.gateway.http.routes import ROUTES, described
 from shmserve.gateway.http.routing import Route
+from shmserve.logs import FORMATS, MOST_VERBOSE
 
 DOCUMENT = described(ROUTES)
 OPERATIONS = [
@@ -28,7 +29,8 @@ def served(path: str, method: str) -> Route:
 
 
 def test_every_route_is_in_it_and_nothing_else() -> None:
-    assert all(route.operation is not None for route in ROUTES.routes)
+    described_routes = json.loads((routes._PAGES / "operations.json").read_bytes())["operations"]
+    assert set(described_routes) == {f"{route.method} {route.path}" for route in ROUTES.routes}
     assert {served(path, method) for path, method, _ in OPERATIONS} == set(ROUTES.routes)
     for path, method, operation in OPERATIONS:
         assert served(path, method).method == method.upper()
@@ -47,7 +49,13 @@ def test_names_are_unique_and_references_lead_somewhere() -> None:
     names = [operation["operationId"] for _, _, operation in OPERATIONS]
     assert len(set(names)) == len(names)
     used = set(_references(DOCUMENT))
-    assert used == {f"#/components/schemas/{name}" for name in COMPONENTS}
+    assert used == {f"#/components/schemas/{name}" for name in DOCUMENT["components"]["schemas"]}
+
+
+def test_the_log_settings_are_those_of_the_server() -> None:
+    settings = DOCUMENT["components"]["schemas"]["Logging"]["properties"]
+    assert settings["log_format"]["enum"] == list(FORMATS)
+    assert settings["log_verbose_level"]["maximum"] == MOST_VERBOSE
 
 
 def _references(node: Any) -> Any:

@@ -16,13 +16,12 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection.protocol import HttpConnection
-from shmserve.gateway.http.request import Answer, HttpRequest
-from shmserve.gateway.http.response import HttpResponse, json_response, written
+from shmserve.gateway.http.messages import Answer, HttpRequest, HttpResponse, json_response, written
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.process import ActiveCount
 from shmserve.gateway.settings import GatewaySettings

@@ -16,7 +16,8 @@ import pytest
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release
-from shmserve.ipc.messages.supervision import Drain, Drained, ModelWithdrawn, SchedulerLost
+from shmserve.ipc.messages.publications import ModelWithdrawn, SchedulerLost
+from shmserve.ipc.messages.supervision import Drain, Drained
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig

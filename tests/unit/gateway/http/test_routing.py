@@ -19,8 +19,8 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
 )
-from shmserve.gateway.http.dashboard.live import LiveFigures
-from shmserve.gateway.http.response import ChunkedResponse, HttpResponse
+from shmserve.gateway.http.dashboard import LiveFigures
+from shmserve.gateway.http.messages import ChunkedResponse, HttpResponse
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Route, RouteTable
 

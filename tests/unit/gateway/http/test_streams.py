@@ -16,12 +16,12 @@ from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, model_config, rig
 from tests.rigs.gateway_rig import tensor_config as tensor
+from tests.support.messages import inference_of
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, join_bytes, read_reply
-from tests.support.messages import inference_of
 
 REPEAT = {
     **model_config(

@@ -340,7 +340,7 @@ def test_more_data_than_was_granted() -> None:
     assert one_more.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
     assert one_more.requests[1].cancelled
     granted = Engine(limits).take(OPENED + BEGUN + full)
-    granted.http2.grant(granted.stream(1), 6)
+    granted.http2.send_window_update(granted.stream(1), 6)
     assert granted.take(frame(DATA, PADDED, 1, b"\4" + bytes(5))).resets == {}
     granted.take(frame(DATA, PADDED, 1, b"\0"))
     assert granted.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
@@ -365,7 +365,7 @@ def test_the_window_of_all_is_granted_again() -> None:
     engine.take(OPENED + BEGUN)
     piece = frame(DATA, 0, 1, bytes(2**20))
     for _ in range(1100):
-        engine.http2.grant(engine.stream(1), 2**20)
+        engine.http2.send_window_update(engine.stream(1), 2**20)
         engine.take(piece)
         engine.requests[1].data = b""
     assert engine.gone is None

@@ -8,7 +8,8 @@ import pytest
 
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import Drain, Drained, ProcessExited, SchedulerLost
+from shmserve.ipc.messages.publications import ProcessExited, SchedulerLost
+from shmserve.ipc.messages.supervision import Drain, Drained
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,

@@ -9,8 +9,7 @@ from typing import Any
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
-from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.waiting import Waiter
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
 READ = Release(1, [0], 2)
 

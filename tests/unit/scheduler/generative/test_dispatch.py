@@ -12,15 +12,15 @@ import pytest
 from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
     InstanceGone,
     KillInstance,
-    ProcessExited,
     RetireInstance,
 )
-from tests.rigs.scheduler_rig import GATEWAY, MS, Rig
+from tests.rigs.scheduler_rig import GATEWAY, MS, PLANNING_NS, Rig
 from tests.support.generative_worker import GenerativeWorker, alone
 
 PROMPT = array("i", [3, 1, 4, 1, 5, 9, 2, 6])
@@ -133,6 +133,9 @@ def test_requests_are_prepared_and_run_to_their_end() -> None:
     statistics = rig.snapshot()
     assert (statistics["success"], statistics["executing"]) == (3, 0)
     assert statistics["execution_count"] > 3
+    assert not any(statistics["batches_closed"].values())  # its steps are no batches
+    plans = statistics["scheduler_seconds"]["count"]
+    assert statistics["phases"]["schedule"] == plans * PLANNING_NS > 0
 
 
 def test_what_waits_for_an_instance_is_prepared_once_there_is_one() -> None:
@@ -304,7 +307,7 @@ def test_results_of_another_step_end_the_worker() -> None:
     submit(rig)
     llm.turn()
     rig.worker(llm.peer, g.Stepped(99, [], 0, 0, 0))
-    kills = [each for _, each in rig.control.take() if isinstance(each, KillInstance)]
+    kills = rig.to_supervisor(KillInstance)
     assert [each.process for each in kills] == [100]
 
 
@@ -314,10 +317,10 @@ def test_a_drain_waits_for_what_runs() -> None:
     llm = Llm(rig, settings)
     submit(rig)
     rig.supervisor(Drain(False))
-    assert not [each for _, each in rig.control.take() if isinstance(each, Drained)]
+    assert not rig.to_supervisor(Drained)
     while llm.turn():
         pass
-    assert [each for _, each in rig.control.take() if isinstance(each, Drained)]
+    assert rig.to_supervisor(Drained)
 
 
 def test_a_step_that_failed_fails_its_requests_alone() -> None:

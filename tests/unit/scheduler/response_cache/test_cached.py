@@ -13,8 +13,8 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.start import CacheStart
-from shmserve.ipc.messages.supervision import ProcessExited, ResizeCache, StatisticsSnapshot
+from shmserve.ipc.messages.publications import ProcessExited
+from shmserve.ipc.messages.supervision import CacheStart, ResizeCache, StatisticsSnapshot
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
 )
 from shmserve.scheduler.response_cache import ResponseCache
-from tests.rigs.scheduler_rig import Rig, ok
+from tests.rigs.scheduler_rig import Rig, ok, ready_rig
 from tests.support.messages import inferred_of
 
 SUPERVISOR = 4321
@@ -80,8 +80,7 @@ def placed(arena: Arena, data: bytes) -> Place:
 
 def run(rig: Rig, peer: bytes, packed: bytes, result: bytes) -> int:
     """A request that must be executed; its number."""
-    (number,) = rig.submit(work=packed)
-    _, batch = rig.execute()
+    number, batch = rig.begin(work=packed)
     rig.finish(peer, batch, ok(batch.requests[0].key, result))
     assert rig.answers() == [m.Finished(number, *result)]
     return number
@@ -285,7 +284,7 @@ def test_counts_go_on_in_a_successor() -> None:
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
     hit(rig, work())
-    kept = [message for _, message in rig.control.take() if isinstance(message, StatisticsSnapshot)]
+    kept = rig.to_supervisor(StatisticsSnapshot)
     before = rig.report()
     assert kept == []
     heir = cached()
@@ -295,8 +294,7 @@ def test_counts_go_on_in_a_successor() -> None:
 
 
 def test_without_a_cache_nothing_is_asked_for() -> None:
-    rig = Rig()
-    peer = rig.start()
+    rig, peer = ready_rig()
     for _ in range(2):
         run(rig, peer, work(), body(b"y"))
     assert rig.report()["shmserve"]["cache"] == {}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Drain
-from shmserve.scheduler.batchers.base import Closed
-from tests.rigs.scheduler_rig import MS, Rig
+from shmserve.scheduler.batchers.dynamic import Closed
+from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
 DELAY = {"max_queue_delay_microseconds": 1000}
 
@@ -123,8 +123,7 @@ def test_the_delay_counts_from_the_oldest_that_waits() -> None:
 def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
     """Rule 3.1.6: the wait is the rest of the delay, or until a request's timeout."""
     policy = {"default_timeout_microseconds": 300}
-    rig = Rig({**DELAY, "default_queue_policy": policy})
-    rig.start()
+    rig, _ = ready_rig({**DELAY, "default_queue_policy": policy})
     (number,) = rig.submit()
     assert rig.wake_ns == rig.now + 300_001
     rig.pass_time(300_001)
@@ -140,8 +139,7 @@ def test_the_largest_preferred_size_runs_at_once(preferred: list[int]) -> None:
 
 def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
     """Rule 3.1.8: what comes while it is busy joins the next batch."""
-    rig = Rig(DELAY)
-    peer = rig.start()
+    rig, peer = ready_rig(DELAY)
     rig.submit()
     rig.pass_time(MS)
     _, batch = rig.execute()
@@ -166,8 +164,7 @@ def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
     block: dict[str, Any], sent: list[int]
 ) -> None:
     """Rule 3.1.8: without one, what cannot grow may be sent ahead to an instance that is busy."""
-    rig = Rig(block)
-    rig.start()
+    rig, _ = ready_rig(block)
     rig.core.executions.service_time.pipeline_depth = 2
     rig.submit()
     rig.execute()
@@ -208,8 +205,7 @@ def test_shutdown_refuses_what_is_new() -> None:
 
 def test_the_default_scheduler_knows_no_priorities_and_no_batches() -> None:
     """Rule 3.0: first in, first out, one request an execution, no queue policy."""
-    rig = Rig(max_batch_size=8)
-    peer = rig.start()
+    rig, peer = ready_rig(max_batch_size=8)
     rig.submit(2, priority=0)
     rig.submit(2, priority=1)
     order = []

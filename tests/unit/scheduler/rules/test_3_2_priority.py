@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import inference as m
-from tests.rigs.scheduler_rig import MS, Rig
+from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
 LEVELS = {"priority_levels": 3, "default_priority_level": 2}
 EXPIRED = "Request timeout expired"
@@ -31,8 +31,7 @@ def order(rig: Rig, peer: bytes) -> list[list[int]]:
 
 def busy(dynamic: dict[str, Any], **more: Any) -> tuple[Rig, bytes, m.Execute]:
     """A rig whose only instance runs a request, number 1."""
-    rig = Rig(dynamic, **more)
-    peer = rig.start()
+    rig, peer = ready_rig(dynamic, **more)
     rig.submit()
     return rig, peer, rig.execute()[1]
 
@@ -55,8 +54,7 @@ def test_a_batch_may_span_levels() -> None:
 
 def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
     """Rule 3.2.1."""
-    rig = Rig({**LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4)
-    peer = rig.start()
+    rig, peer = ready_rig({**LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4)
     rig.submit(3, priority=3)
     assert rig.executes() == []
     rig.submit(batch_size=4, priority=1)

@@ -12,8 +12,7 @@ import pytest
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.batchers.sequence.slots import InstanceSlots
-from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import ScheduledRequest
+from shmserve.scheduler.requests.request import Client, ScheduledRequest
 from tests.rigs.sequence_rig import END, START
 
 MANY, SLOTS, MOST, IDLE_NS = 100_000, 64, 1000, 1000

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
     InstanceGone,
     InstanceRetired,
-    ProcessExited,
     RetireInstance,
 )
 from tests.rigs.scheduler_rig import MS, Rig
@@ -33,11 +33,6 @@ def error(rig: Rig) -> str:
     (answer,) = rig.answers()
     assert isinstance(answer, m.Failed) and answer.code == "INVALID_ARG"
     return answer.message
-
-
-def told(rig: Rig) -> list[Any]:
-    """What the supervisor was told since the last time."""
-    return [message for _, message in rig.control.take()]
 
 
 # --- 3.3: what is refused -------------------------------------------------------------------------
@@ -326,11 +321,11 @@ def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     rig.ask(1, START)
     rig.done()
     rig.supervisor(Drain(sequences=True))
-    assert Drained() not in told(rig)
+    assert Drained() not in rig.to_supervisor()
     rig.ask(1, END)
-    assert Drained() not in told(rig)
+    assert Drained() not in rig.to_supervisor()
     rig.done()
-    assert Drained() in told(rig)
+    assert Drained() in rig.to_supervisor()
 
 
 def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
@@ -338,9 +333,9 @@ def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
     rig.done()
     rig.supervisor(Drain(sequences=True))
     rig.pass_time(1001 * MS)
-    assert Drained() in told(rig)
+    assert Drained() in rig.to_supervisor()
     rig.supervisor(Drain())
-    assert Drained() in told(rig)
+    assert Drained() in rig.to_supervisor()
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -486,16 +481,12 @@ def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> Non
     rig.done(0)
     rig.ask(1, END)
     assert rig.batches() == {0: [1]}
-    assert retired(rig) == []
+    assert rig.to_supervisor(InstanceRetired) == []
     rig.done(0)
-    assert retired(rig) == [InstanceRetired(100)]
+    assert rig.to_supervisor(InstanceRetired) == [InstanceRetired(100)]
     rig.ask(2, END)
     rig.done(1)
     assert rig.batches() == {1: [3]}
-
-
-def retired(rig: Rig) -> list[Any]:
-    return [word for _, word in rig.control.take() if isinstance(word, InstanceRetired)]
 
 
 # --- 3.5: states of what is over -----------------------------------------------------------------

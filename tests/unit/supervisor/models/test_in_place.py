@@ -14,21 +14,19 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.repository import find, version_fingerprint
-from shmserve.supervisor.models.version.instances import (
+from shmserve.supervisor.models.instances import (
     Instance,
     InstanceState,
     InstanceUpdate,
+    VersionSpec,
     change_between,
     expand_instances,
 )
-from shmserve.supervisor.models.version.model_version import (
+from shmserve.supervisor.models.model_version import (
     ModelVersion,
     differs_in_instances_only,
 )
-from shmserve.supervisor.models.version.spec import VersionSpec
-from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.models.repository import find, version_fingerprint
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 
 
@@ -42,8 +40,7 @@ def config(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
-    config = ModelSpec.of(given)
-    return replace(plan(), config=config, complete=lambda completed: config, files=files)
+    return replace(plan(), config=ModelSpec.of(given), files=files)
 
 
 # --- what is in place -------------------------------------------------------------------------
@@ -129,18 +126,9 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
 # --- processes --------------------------------------------------------------------------------
 
 
-ALONE = Group("scheduler m", frozenset({"m"}))
-
-
 async def serving(processes: Processes, count: int) -> ModelVersion:
     """A version with so many instances."""
-    made = ModelVersion(
-        processes.context,
-        spec(config(group("m_0", count))),
-        lambda changed: None,
-        ModelRegistry(),
-        ALONE,
-    )
+    made = processes.version(spec(config(group("m_0", count))))
     await made.start()
     return made
 
@@ -161,10 +149,10 @@ def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> 
         model.commit(down)
         seen.append(model.instances.states())
         worker = model.instances.children()[1]
-        model._scheduler_said(m.InstanceRetired(worker.pid + 1))
+        model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
         await turns()
         assert worker.alive
-        model._scheduler_said(m.InstanceRetired(worker.pid))
+        model._on_scheduler_message(m.InstanceRetired(worker.pid))
         await turns()
         assert not worker.alive and model.ready
         seen.append(model.instances.states())

@@ -1,11 +1,33 @@
-"""What `instance_group` asks for, as worker processes."""
+"""Instances of a version, the states of their processes, and loads that hang."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.version.instances import bounds_of, expand_instances, sized
+from shmserve.supervisor.models import instance_processes, instances
+from shmserve.supervisor.models.instances import (
+    TRANSITIONS,
+    IllegalTransition,
+    Instance,
+    InstanceState,
+    bounds_of,
+    expand_instances,
+    sized,
+)
+from shmserve.supervisor.models.model_version import ModelVersion
+from tests.rigs.process_rig import STACKS_FD, Processes
+from tests.unit.supervisor.models.test_manager import until
+from tests.unit.supervisor.models.test_model_version import deployment
 
 
 def group(name: str, kind: str, count: int, *gpus: int) -> dict[str, Any]:
@@ -65,3 +87,168 @@ def test_so_many_evenly_on_the_devices() -> None:
     assert names == ["m_0_gpu0_0", "m_0_gpu0_1", "m_0_gpu2_0"]
     assert [i.name for i in expand_instances(sized(bounded(2, 0, 2), 1))] == ["m_0_gpu0_0"]
     assert len(expand_instances(sized(bounded(1), 2))) == 2
+
+
+def instance() -> Instance:
+    return Instance(0, "m_0_0", "cpu", "CPU", 0)
+
+
+def test_every_state_has_an_event_and_can_be_reached() -> None:
+    rows = TRANSITIONS.values()
+    assert {state for row in rows for state in row} == {*InstanceState}
+    assert {target for row in rows for target in row.values()} == {*InstanceState}
+
+
+def test_illegal_events_raise() -> None:
+    made = instance()
+    with pytest.raises(IllegalTransition):
+        made.transition("restart")
+    assert made.state is InstanceState.STARTING
+
+
+def test_a_worker_that_dies_and_comes_back() -> None:
+    made = instance()
+    for event in ("started", "loaded", "exited", "restart", "started", "loaded", "stop", "exited"):
+        made.transition(event)
+    assert made.state is InstanceState.STOPPED
+
+
+# As faulthandler writes them: a thread of the model's own before the one that loads.
+STACKS = """\
+Thread 0x00007f1 (most recent call first):
+  File "/tmp/1/watcher.py", line 3 in watch
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f0 (most recent call first):
+  File "/usr/lib/python3.11/socket.py", line 706 in readinto
+  File "/tmp/1/model.py", line 12 in fetch
+  File "/tmp/1/model.py", line 7 in initialize
+  File "/opt/shmserve/workers/backends/python/__init__.py", line 90 in load
+  File "/opt/shmserve/workers/main.py", line 130 in _load
+"""
+LIMIT = ("--load-timeout-secs=0.02",)
+OVER = "the model has not loaded within 0.02 s (--load-timeout-secs): it hangs in "
+OVER += "fetch, line 12 of 1/model.py"
+
+
+@pytest.fixture(autouse=True)
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The instances that have written their stacks."""
+    asked: list[str] = []
+
+    async def stacks_of(instance: Instance) -> str:
+        assert instance.alive and instance.stacks_fd == STACKS_FD
+        asked.append(instance.name)
+        return STACKS
+
+    monkeypatch.setattr(instances, "stacks_of", stacks_of)
+    return asked
+
+
+def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
+    """Run a test of a model of one instance."""
+
+    async def run() -> None:
+        processes = Processes(*flags)
+        try:
+            async with asyncio.timeout(10):
+                await story(processes, deployment(processes))
+        finally:
+            await processes.end()
+
+    asyncio.run(run())
+
+
+def test_stacks_are_read_once_they_are_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pieces = ["", STACKS[:100], STACKS[100:], "", "too late"]
+    stacks = tmp_path / "stacks"
+
+    async def nap(_: float) -> None:
+        with stacks.open("a") as file:
+            file.write(pieces.pop(0))
+
+    monkeypatch.setattr("asyncio.sleep", nap)
+    with stacks.open("a+b") as file:
+        asyncio.run(instances._written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
+    assert stacks.read_text() == STACKS
+
+
+@pytest.mark.parametrize(
+    ("stacks", "place"),
+    [
+        (STACKS, "fetch, line 12 of 1/model.py"),
+        (STACKS.partition("\n\n")[0], "watch, line 3 of 1/watcher.py"),
+        (STACKS.replace("/tmp/", "/tmpfs/"), ""),
+        ("", ""),
+    ],
+)
+def test_the_place_is_of_the_models_code_in_the_thread_that_loads(stacks: str, place: str) -> None:
+    assert instances.model_frame(stacks, Path("/tmp")) == place
+
+
+def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
+    written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
+
+    async def story(processes: Processes, model: ModelVersion) -> None:
+        processes.hanging = True
+        loading = asyncio.ensure_future(model.start())
+        await until(lambda: len(written) == 3)
+        processes.load_held()
+        await loading
+        assert model.ready
+
+    live(story)
+    reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; it is in", caplog.text)
+    assert reported == ["0.01", "0.03", "0.07"]
+    assert "| readinto (/usr/lib/python3.11/socket.py:706) < fetch (/tmp/1/model.py:12) < init" in (
+        caplog.text
+    )
+
+
+@pytest.mark.parametrize("silent", [m.CompleteConfig, m.LoadInstance])
+def test_a_load_over_the_limit_says_where_it_hangs(silent: type[Any]) -> None:
+    """Both what completes the configuration and what loads, and nothing of it is left."""
+
+    async def story(processes: Processes, model: ModelVersion) -> None:
+        send = processes.send
+        processes.context.control.send = (  # type: ignore[method-assign]
+            lambda address, message: None if isinstance(message, silent) else send(address, message)
+        )
+        with pytest.raises(Unavailable, match=re.escape(OVER)):
+            await model.start()
+        assert not [child for child in processes.started if child.alive]
+
+    live(story, *LIMIT)
+
+
+def test_a_restart_that_hangs_is_tried_again_and_given_up(
+    written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 2)
+
+    async def story(processes: Processes, model: ModelVersion) -> None:
+        await model.start()
+        processes.hanging = True
+        processes.started[0].kill()
+        await until(lambda: model.instances.failure)
+        assert model.instances.failure == OVER
+        assert len(written) == 2 and not model.ready
+
+    live(story, *LIMIT)
+    assert caplog.text.count(f"did not start again: {OVER}") == 2
+
+
+def test_without_a_limit_a_load_may_take_any_time(written: list[str]) -> None:
+    async def story(processes: Processes, model: ModelVersion) -> None:
+        processes.hanging = True
+        loading = asyncio.ensure_future(model.start())
+        await asyncio.sleep(0.05)
+        processes.load_held()
+        await loading
+
+    live(story)
+    assert written == []

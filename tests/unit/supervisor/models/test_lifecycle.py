@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.supervisor.models.orders import LoadSource, OrderPhase
-from shmserve.supervisor.models.statuses import statuses
+from shmserve.supervisor.models.registry import statuses
 from tests.rigs.lifecycle_rig import LifecycleRig
 
 EVENTS = ("read", "start", "known", "end", "move")
@@ -86,15 +86,15 @@ def on_demand(*names: str) -> LifecycleRig:
 
 def test_a_model_on_demand_is_loaded_once_for_all_who_want_it() -> None:
     rig = on_demand("m")
-    first = rig.lifecycle.want("m")
-    assert first is not None and first is rig.lifecycle.want("m")
+    first = rig.lifecycle.load_on_demand("m")
+    assert first is not None and first is rig.lifecycle.load_on_demand("m")
     rig.happen("read")
-    assert first is rig.lifecycle.want("m")
+    assert first is rig.lifecycle.load_on_demand("m")
     rig.happen(*EVENTS)
     assert first.answered and rig.answers == [first]
-    assert rig.lifecycle.want("m") is None, "it serves"
+    assert rig.lifecycle.load_on_demand("m") is None, "it serves"
     rig.lifecycle.unload("m", on_demand=True)
-    again = rig.lifecycle.want("m")
+    again = rig.lifecycle.load_on_demand("m")
     assert again is not None and not again.answered, "it comes back when it has left"
     rig.happen(*EVENTS)
     assert again.answered and len(rig.alive) == 1
@@ -103,11 +103,11 @@ def test_a_model_on_demand_is_loaded_once_for_all_who_want_it() -> None:
 def test_one_that_failed_is_loaded_again_when_it_is_wanted_again() -> None:
     rig = on_demand("m")
     rig.broken = {"m"}
-    first = rig.lifecycle.want("m")
+    first = rig.lifecycle.load_on_demand("m")
     rig.happen(*EVENTS)
     assert first is not None and first.error is not None
     rig.broken = set()
-    second = rig.lifecycle.want("m")
+    second = rig.lifecycle.load_on_demand("m")
     rig.happen(*EVENTS)
     assert second is not None and second.error is None
 
@@ -129,7 +129,7 @@ def test_what_an_operator_says_of_a_model_on_demand_holds() -> None:
     rig.lifecycle.load("m")
     rig.happen(*EVENTS)
     assert not model.on_demand
-    rig.lifecycle.want("e")
+    rig.lifecycle.load_on_demand("e")
     rig.happen(*EVENTS)
     rig.lifecycle.unload("s")
     rig.happen(*EVENTS)
@@ -139,13 +139,13 @@ def test_what_an_operator_says_of_a_model_on_demand_holds() -> None:
 def test_a_step_that_is_loaded_wakes_no_ensemble_on_demand() -> None:
     rig = on_demand("s", "e")
     rig.steps = {"e": ["s"]}
-    rig.lifecycle.want("e")
+    rig.lifecycle.load_on_demand("e")
     rig.happen(*EVENTS)
     assert sorted(each.spec.name for each in rig.alive) == ["e", "s"]
     for name in ("e", "s"):
         rig.lifecycle.unload(name, on_demand=True)
     rig.happen(*EVENTS)
-    rig.lifecycle.want("s")
+    rig.lifecycle.load_on_demand("s")
     rig.happen(*EVENTS)
     assert [each.spec.name for each in rig.alive] == ["s"]
 

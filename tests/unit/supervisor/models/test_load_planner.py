@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.accelerators import Accelerators
+from shmserve.common.host import Accelerators
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
@@ -101,16 +101,18 @@ def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
 
 
 def test_what_a_model_completes_has_no_place(tmp_path: Path) -> None:
-    (plan,) = planner(tmp_path, 'input { name: "A" data_type: TYPE_FP32 }').plan("m", "", {})
+    plans = planner(tmp_path, 'input { name: "A" data_type: TYPE_FP32 }')
+    (spec,) = plans.plan("m", "", {})
     with pytest.raises(InvalidArgument) as caught:
-        plan.complete(
+        plans.complete(
+            spec,
             {
                 "input": [
                     {"name": "A", "data_type": "TYPE_FP32", "dims": [0]},
                     {"name": "B", "data_type": "TYPE_FP32"},
                 ],
                 "dynamic_batching": {"priority_levels": 2},
-            }
+            },
         )
     assert caught.value.message.splitlines() == [
         "dynamic_batching.default_priority_level: default priority level must be in range [1, 2] "
@@ -120,7 +122,7 @@ def test_what_a_model_completes_has_no_place(tmp_path: Path) -> None:
         "input[1].dims: model input 'B' must specify 'dims' for m",
     ]
     with pytest.raises(InvalidArgument) as caught:
-        plan.complete({})
+        plans.complete(spec, {})
     assert caught.value.message == (
         "m/config.pbtxt:1:1: input[0].dims: model input 'A' must specify 'dims' for m"
     )
@@ -150,7 +152,9 @@ def test_files_sent_with_what_cannot_be_planned_do_not_stay(
     plans = planner(tmp_path)
     refusal(plans, json.dumps(config), **{"1_model.py": b""})
     assert list((tmp_path / "run" / "overrides").iterdir()) == []
-    (plan,) = plans.plan("m", '{"backend": "python"}', {"1/model.py": b""})
+    sent = '{"backend": "python"}', {"1/model.py": b""}
+    (plan,), (other,) = plans.plan("m", *sent), plans.plan("m", *sent)
     assert plan.model_dir.is_dir()
     plans.discard(plan)
     assert not plan.model_dir.exists()
+    assert other.model_dir.is_dir()

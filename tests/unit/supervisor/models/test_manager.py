@@ -1,9 +1,10 @@
-"""Loads, unloads and looks at the repositories, in every order in which they can come."""
+"""Loads, unloads and polls in every order, and the publications of models."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,16 +12,24 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.supervisor.models.manager import ModelManager
+from shmserve.ipc.messages.publications import (
+    ModelNews,
+    ModelOnDemand,
+    ModelPublished,
+    ModelWithdrawn,
+    ReadinessChanged,
+)
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.instances import StepModel, VersionSpec
+from shmserve.supervisor.models.manager import ModelManager, News, Publications
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
 
 class Repository:
-    """The model "m", whose files have changed so many times."""
+    """A planner of the model "m"; `changes` counts the changes of its files."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -29,52 +38,45 @@ class Repository:
         self.planned = self.discarded = 0
 
     def scan(self) -> dict[str, ModelFolder]:
-        """What is there."""
         return {"m": ModelFolder("m", Path("/m"), Path("/"))} if self.present else {}
 
-    def has(self, name: str) -> bool:
-        """Whether it is there."""
-        return name in self.scan()
-
-    def is_ambiguous(self, name: str) -> bool:
-        """There is only one."""
-        return False
+    def count(self, name: str) -> int:
+        return int(name in self.scan())
 
     def fingerprint(self, name: str) -> str:
-        """Another one after each change."""
         return f"{self.changes}"
 
     def steps(self, name: str) -> list[StepModel]:
-        """It is no ensemble."""
         return []
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
-        """One version."""
         self.reading()
         self.planned += 1
         return [plan()]
 
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        return spec.config
+
     def discard(self, discarded: VersionSpec) -> None:
-        """It was written for a request, perhaps."""
         self.discarded += 1
 
 
 def models(processes: Processes, repository: Repository) -> ModelManager:
-    """Of one repository."""
+    """Return the manager of a repository's models."""
     return server(processes, repository)[0]
 
 
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
-    """The models of one repository, and what looks at it."""
+    """Return the manager and the poller of a repository."""
     planner: Any = repository
     registry = ModelRegistry()
     nobody = MagicMock()
-    made = ModelManager(processes.context, planner, registry, nobody)
+    made = ModelManager(processes.context, planner, registry, Publications(), nobody)
     return made, RepositoryPoller(processes.context, planner, registry, made)
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Threads that read are waited for, too."""
+    """Wait until a condition holds, including for threads that read."""
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -192,3 +194,72 @@ def test_the_end_of_a_server_waits_for_no_load() -> None:
         return [await child.exited for child in processes.started]
 
     assert asyncio.run(live()) == ["signal 9", "signal 15"]
+
+
+ONE = ModelPublished("m", "1", ModelSpec.of({}), {}, "a", True, True, 0.0, 0)
+TWO = replace(ONE, version="2", endpoint="b")
+GONE = ModelWithdrawn("m", "1", 0)
+
+
+class Gateway:
+    """Keeps what it is told; knows the numbers up to `known`."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.number = self.known = 0
+
+    def announce(self, news: News) -> int:
+        self.number += 1
+        self.told.append(news)
+        return self.number
+
+    def know(self, number: int) -> bool:
+        """Whether it has said so."""
+        return number <= self.known
+
+    def tell_readiness(self, news: ReadinessChanged) -> None:
+        self.told.append(news)
+
+
+def test_only_what_differs_is_sent() -> None:
+    gateway, publications = Gateway(), Publications()
+
+    def told(published: list[ModelPublished], absent: list[str]) -> list[Any]:
+        gateway.told.clear()
+        publications.update(gateway, "m", {each.version: each for each in published}, absent)
+        return gateway.told[:]
+
+    assert told([], ["1"]) == [GONE]
+    assert told([], ["1"]) == []
+    assert told([ONE], []) == [ONE]
+    assert told([ONE], []) == []
+    assert told([replace(ONE, ready=False)], []) == [ReadinessChanged("m", "1", False)]
+    assert told([ONE], []) == [ReadinessChanged("m", "1", True)]
+    old = replace(ONE, latest=False)
+    assert told([TWO, old], []) == [TWO, old]
+    assert told([TWO], []) == [GONE]
+    assert list(publications.snapshot()) == [GONE, TWO]
+
+
+def test_a_model_on_demand_is_told_of_until_it_is_not() -> None:
+    """Whatever its versions do."""
+    gateway, publications = Gateway(), Publications()
+    asleep = ModelOnDemand("m", 0)
+    told: list[dict[str, ModelNews]] = [{"": asleep}, {"": asleep, "1": ONE}, {"": asleep}, {}]
+    for published in told:
+        publications.update(gateway, "m", published, [])
+    assert gateway.told == [asleep, ONE, GONE, ModelWithdrawn("m", "", 0)]
+
+
+def test_it_is_known_when_the_last_of_it_is() -> None:
+    """Readiness is not waited for."""
+    gateway, publications = Gateway(), Publications()
+    publications.update(gateway, "m", {"1": ONE, "2": TWO}, [])
+    gateway.known = 1
+    assert not publications.known(gateway, "m")
+    gateway.known = 2
+    publications.update(gateway, "m", {"1": ONE, "2": replace(TWO, ready=False)}, [])
+    assert publications.known(gateway, "m")
+    publications.update(gateway, "m", {"2": TWO}, [])
+    assert not publications.known(gateway, "m")
+    assert publications.known(gateway, "other")

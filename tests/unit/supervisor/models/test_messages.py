@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress
 from shmserve.supervisor.processes.scheduler_hosts import Group
-from tests.rigs.process_rig import Processes, plan, turns
-from tests.unit.supervisor.models.test_version import ALONE
+from tests.rigs.process_rig import ALONE, Processes, plan, turns
 
 ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
 
@@ -26,10 +23,6 @@ class Traced(Processes):
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
-
-    def load(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        """A version that is to be started."""
-        return ModelVersion(self.context, spec, lambda changed: None, ModelRegistry(), group)
 
     def _who(self, address: Address) -> str:
         if isinstance(address, SchedulerAddress):
@@ -48,7 +41,6 @@ class Traced(Processes):
         super()._dispatch(address, message)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """It is kept."""
         if roles:
             self.said.append(f"{type(message).__name__} to all")
 
@@ -75,7 +67,7 @@ async def move(processes: Traced, model: ModelVersion) -> None:
     async def publish() -> None:
         processes.said.append("published")
 
-    await processes.load(plan("2"), ENSEMBLE).start()
+    await processes.version(plan("2"), ENSEMBLE).start()
     processes.said.clear()
     await model.regroup(ENSEMBLE, publish)
 
@@ -155,7 +147,7 @@ def test_what_is_said_in_which_order(
 ) -> None:
     async def live() -> list[str]:
         processes = Traced()
-        model = processes.load(plan(), ALONE)
+        model = processes.version(plan(), ALONE)
         if story is not load:
             await model.start()
             await turns()

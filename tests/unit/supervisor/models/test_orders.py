@@ -14,14 +14,14 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.manager import ModelManager
+from shmserve.supervisor.models import instance_processes
+from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
+from shmserve.supervisor.models.manager import ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
-from shmserve.supervisor.models.version import instance_processes
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 from tests.rigs.process_rig import CONFIG, Processes, turns
 
 
@@ -43,8 +43,7 @@ def config_of(name: str, steps: list[str], note: str) -> ModelSpec:
 
 
 class Repository:
-    """Models by name, each with the models of its steps. An override is another such list, and a
-    note."""
+    """A planner of models with the models of their steps; an override is [steps, note] in JSON."""
 
     def __init__(self, **models: list[str]) -> None:
         self.models = models
@@ -53,19 +52,12 @@ class Repository:
         self.read: list[str] = []
 
     def scan(self) -> dict[str, ModelFolder]:
-        """As `LoadPlanner.scan`."""
         return {name: ModelFolder(name, Path("/") / name, Path("/")) for name in self.models}
 
-    def has(self, name: str) -> bool:
-        """As `LoadPlanner.has`."""
-        return name in self.models
-
-    def is_ambiguous(self, name: str) -> bool:
-        """As `LoadPlanner.is_ambiguous`."""
-        return False
+    def count(self, name: str) -> int:
+        return int(name in self.models)
 
     def fingerprint(self, name: str) -> str:
-        """As `LoadPlanner.fingerprint`."""
         return json.dumps([self.versions, self.files])
 
     def _config(self, name: str, override: str) -> ModelSpec:
@@ -75,37 +67,26 @@ class Repository:
         return config_of(name, steps, note)
 
     def steps(self, name: str) -> list[StepModel]:
-        """As `LoadPlanner.steps`."""
         if name not in self.models:
             return []
         return steps_of(self._config(name, ""))
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
-        """As `LoadPlanner.plan`."""
         self.read.append(name)
         config = self._config(name, override)
-
-        def complete(completed: dict[str, Any]) -> ModelSpec:
-            if None in completed.get("steps", ()):
-                raise InvalidArgument("a step's model is not available")
-            return config
-
         folder = Path("/")
         return [
-            VersionSpec(
-                name,
-                version,
-                folder,
-                folder,
-                config,
-                complete,
-                files=self.files.get(version, ""),
-            )
+            VersionSpec(name, version, folder, folder, config, files=self.files.get(version, ""))
             for version in self.versions
         ]
 
+    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        if None in completed.get("steps", ()):
+            raise InvalidArgument("a step's model is not available")
+        return spec.config
+
     def discard(self, plan: VersionSpec) -> None:
-        """As `LoadPlanner.discard`."""
+        pass
 
 
 class Server(Processes):
@@ -118,16 +99,15 @@ class Server(Processes):
         self.registry = ModelRegistry()
         planner: Any = Repository(**models)
         self.repository: Repository = planner
+        self.publications = Publications()
         parts = (self.context, planner, self.registry)
-        self.models = ModelManager(*parts, MagicMock())
+        self.models = ModelManager(*parts, self.publications, MagicMock())
         self.poller = RepositoryPoller(*parts, self.models)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """As the supervisor's socket does."""
         self.told += [message] if "gateway" in roles else []
 
     def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
-        """As the supervisor's socket does."""
         self.told.append(make(0))
         return self.acknowledgements.begin(["gateway"] if self.deaf else [])
 
@@ -414,7 +394,7 @@ def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_kn
         server.deaf = True
         load = asyncio.ensure_future(server.load("s"))
         await until(lambda: server.registry.model("s").offered)
-        snapshot = list(server.registry.publications.snapshot())
+        snapshot = list(server.publications.snapshot())
         assert [(type(news), news.version) for news in snapshot] == [
             (m.ModelPublished, "1"),
             (m.ModelPublished, "2"),
@@ -422,7 +402,7 @@ def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_kn
         assert [news.latest for news in snapshot] == [False, True]
         server.hears_again()
         await load
-        snapshot = list(server.registry.publications.snapshot())
+        snapshot = list(server.publications.snapshot())
         assert [type(news) for news in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
         await server.end()
 

@@ -20,16 +20,17 @@ import pytest
 import tritonclient.http as triton
 import uvloop
 
-from shmserve.common.accelerators import Accelerators, accelerators, cuda_devices
-from shmserve.common.access.peer_credentials import unix_pid
-from shmserve.common.access.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy
+from shmserve.common.host import Accelerators, accelerators, cuda_devices
+from shmserve.common.peers import EVERYONE, NO_GROUP, NOBODY, Peer, unix_pid
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.api.shared_memory import decode_uuid
 from shmserve.gateway.grpc.admin import AdminCall
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.gateway.region_table import RegionTable, Uses
 from shmserve.gateway.settings import GatewaySettings
-from shmserve.ipc.messages import memory as m
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.messages.control_requests import RegisterCudaRegion, UnregisterRegion
+from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import (
     CudaHandle,
     Memory,
@@ -40,20 +41,18 @@ from shmserve.ipc.tensors.descriptors import (
 )
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
-from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.regions import cuda_handles
-from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.keeping import KeptRegions
-from shmserve.supervisor.regions.opener import RegionOpener
-from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.regions import opener
+from shmserve.supervisor.regions.opener import HandleCheck
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
-from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.region_rig import RegionOffice, policy, unchecked_handles
 from tests.support.wire.raw_http import in_region, json_input, shm_input
 
 HANDLE = bytes(range(64))
 OTHER = bytes(reversed(HANDLE))
 UUID = bytes(range(16))
-POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 20, 1 << 20, 1 << 20, "warn")
+POLICY = policy(
+    max_regions=8, max_regions_per_uid=4, max_byte_size=1 << 20, max_byte_size_per_uid=1 << 20
+)
 ME = Peer(os.getuid(), (os.getgid(),))
 BOB = Peer(os.getuid() + 1)
 PATH = "/v2/cudasharedmemory"
@@ -66,22 +65,16 @@ def b64(raw: bytes) -> str:
 # --- the registry
 
 
-class Office(ToldProcesses):
-    """A registry with one gateway; what it says and asks is written down."""
+class Office(RegionOffice):
+    """A registry whose checks of handles and withdrawals are recorded."""
 
     def __init__(self, devices: int = 2, fault: ShmserveError | None = None) -> None:
-        super().__init__()
+        check = unchecked_handles(devices)
+        super().__init__(POLICY, check)
         self.checked: list[Memory] = []
         self.fault = fault
         self.withdrawn: asyncio.Queue[str] = asyncio.Queue()
-        check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
         check.check = self.check  # type: ignore[method-assign]
-        self.registry = RegionRegistry(
-            self,
-            RegionOpener(POLICY, check),
-            lambda event: None,
-            KeptRegions(ServiceManager(None)),
-        )
 
     async def check(self, memory: Memory) -> None:
         self.checked.append(memory)
@@ -255,9 +248,7 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(
-            Office(), RegionOpener(POLICY), print, KeptRegions(ServiceManager(None))
-        )
+        registry = RegionOffice(POLICY).registry
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
@@ -314,15 +305,15 @@ class Workers:
     def __init__(self, devices: dict[int, list[int]], answers: dict[int, str | None]) -> None:
         self._devices = devices
         self._answers = answers
-        self.asked: list[tuple[int, m.CheckMemory]] = []
+        self.asked: list[tuple[int, CheckMemory]] = []
         self.handles = HandleCheck(2, lambda device: self._devices.get(device, []), self._send)
 
-    def _send(self, pid: int, message: m.CheckMemory) -> None:
+    def _send(self, pid: int, message: CheckMemory) -> None:
         self.asked.append((pid, message))
         code = self._answers[pid]
         if code is not None:
             loop = asyncio.get_running_loop()
-            loop.call_soon(self.handles.checked, pid, m.MemoryChecked(message.id, code, "reason"))
+            loop.call_soon(self.handles.checked, pid, MemoryChecked(message.id, code, "reason"))
 
     def check(self, device: int, uuid: bytes = b"") -> None:
         memory = Memory.on_device(1, 64, CudaHandle(HANDLE, device, uuid))
@@ -333,10 +324,10 @@ def test_the_workers_on_the_device_are_asked() -> None:
     workers = Workers({0: [10, 11], 1: [12]}, {10: None, 11: "", 12: ""})
     workers.check(0, UUID)
     assert [pid for pid, _ in workers.asked] == [10, 11]
-    assert workers.asked[0][1] == m.CheckMemory(1, HANDLE, 0, UUID, 64)
+    assert workers.asked[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
     workers.check(1)
     assert workers.asked[-1][0] == 12
-    workers.handles.checked(10, m.MemoryChecked(1, "", ""))  # late: nobody waits
+    workers.handles.checked(10, MemoryChecked(1, "", ""))  # late: nobody waits
 
 
 def test_who_was_not_asked_is_not_heard() -> None:
@@ -344,8 +335,8 @@ def test_who_was_not_asked_is_not_heard() -> None:
     workers = Workers({0: [10]}, {10: ""})
     ask = workers.handles._send
 
-    def lie(pid: int, message: m.CheckMemory) -> None:
-        workers.handles.checked(12, m.MemoryChecked(message.id, "INVALID_ARG", "a lie"))
+    def lie(pid: int, message: CheckMemory) -> None:
+        workers.handles.checked(12, MemoryChecked(message.id, "INVALID_ARG", "a lie"))
         ask(pid, message)
 
     workers.handles._send = lie
@@ -373,7 +364,7 @@ def test_what_they_refuse_is_refused() -> None:
 
 def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.MonkeyPatch) -> None:
     Workers({}, {}).check(0)
-    monkeypatch.setattr(cuda_handles, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(opener, "_PATIENCE_S", 0.0)
     Workers({0: [10]}, {10: None}).check(0)
 
 
@@ -384,7 +375,7 @@ def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.Monkey
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One that believes to have two CUDA devices."""
     with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as made:
-        made.payloads = {m.RegisterCudaRegion: {}, m.UnregisterRegion: {}}
+        made.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
         made.open()
         yield made
 
@@ -421,17 +412,17 @@ def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
     assert (reply.status, reply.body) == (200, b"")
     uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     gateway.http.post(f"{PATH}/region/r/register", body(offset=8, device_uuid=uuid)).ok()
-    asked = gateway.heard_of(m.RegisterCudaRegion)
+    asked = gateway.heard_of(RegisterCudaRegion)
     groups = asked[0].groups
     assert os.getgid() in groups
     assert asked == [
-        m.RegisterCudaRegion(asked[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
-        m.RegisterCudaRegion(asked[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0),
+        RegisterCudaRegion(asked[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
+        RegisterCudaRegion(asked[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0),
     ]
     for name in ("r", ""):
         part = f"/region/{name}" if name else ""
         gateway.http.post(f"{PATH}{part}/unregister").ok()
-        (told,) = gateway.heard_of(m.UnregisterRegion)
+        (told,) = gateway.heard_of(UnregisterRegion)
         assert (told.name, told.cuda) == (name, True)
         gateway.heard.clear()
 
@@ -484,7 +475,7 @@ def test_what_is_wrong_with_a_registration(
     reply = gateway.http.post(f"{PATH}/region/r/register", sent)
     assert reply.status == status
     assert reply.error.startswith(error) if status == 400 else reply.error == error
-    assert gateway.heard_of(m.RegisterCudaRegion) == []
+    assert gateway.heard_of(RegisterCudaRegion) == []
 
 
 def test_a_name_is_needed(gateway: Rig) -> None:
@@ -495,7 +486,7 @@ def test_a_name_is_needed(gateway: Rig) -> None:
 
 def test_refusals_of_the_supervisor_reach_the_client(gateway: Rig) -> None:
     text = "shared memory region 'r' already in manager"
-    gateway.refusals = {m.RegisterCudaRegion: ("ALREADY_EXISTS", text)}
+    gateway.refusals = {RegisterCudaRegion: ("ALREADY_EXISTS", text)}
     reply = gateway.http.post(f"{PATH}/region/r/register", body())
     assert (reply.status, reply.error) == (400, text)
     gateway.refusals.clear()
@@ -584,7 +575,7 @@ def json_tensor() -> TensorRef:
 
 def test_without_a_device_every_call_answers_as_a_triton_that_finds_none(tmp_path: Path) -> None:
     with rig(tmp_path) as gateway:
-        gateway.payloads = {m.UnregisterRegion: {}}
+        gateway.payloads = {UnregisterRegion: {}}
         gateway.open()
         none = "(failed to register CUDA shared memory region: 'r', GPUs not supported)"
         for sent, text in (
@@ -610,7 +601,7 @@ def test_tritonclient(gateway: Rig) -> None:
         client.register_cuda_shared_memory("r", base64.b64encode(HANDLE), 0, 64)
         assert client.get_cuda_shared_memory_status() == []
         client.unregister_cuda_shared_memory("r")
-    (asked,) = gateway.heard_of(m.RegisterCudaRegion)
+    (asked,) = gateway.heard_of(RegisterCudaRegion)
     assert (asked.handle, asked.device_id, asked.byte_size) == (HANDLE, 0, 64)
 
 
@@ -649,7 +640,7 @@ def test_grpc() -> None:
             told = pb.CudaSharedMemoryUnregisterRequest(name=name)
             await call.cuda_unregister(told)
             asked = stub.asked.pop()
-            assert asked == m.UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+            assert asked == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
         everything = pb.SystemSharedMemoryStatusRequest()
         system = await call.system_status(everything)
         assert list(system.regions) == ["host"]
@@ -660,7 +651,7 @@ def test_grpc() -> None:
         )
         await call.cuda_register(request)
         whose = (ME.uid, list(ME.groups))
-        assert stub.asked == [m.RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
+        assert stub.asked == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
         for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
             bad = pb.CudaSharedMemoryRegisterRequest()
             bad.CopyFrom(request)

@@ -8,56 +8,31 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
-from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
-from shmserve.ipc.messages.memory import RegionPublished
+from shmserve.common.peers import Peer
+from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.supervisor.host.handover_link import HandoverLink
-from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
-from shmserve.supervisor.regions.opener import RegionOpener
-from shmserve.supervisor.regions.registry import RegionRegistry
-from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.region_rig import RegionOffice, policy
 from tests.support.regions import SharedObject
 
 ME = Peer(os.getuid(), tuple(os.getgroups()))
 SIZE = 4096
 
 
-def policy(most: int = 100) -> ShmPolicy:
-    return ShmPolicy(
-        allow=None,
-        group=NO_GROUP,
-        max_regions=most,
-        max_regions_per_uid=most,
-        max_byte_size=1 << 30,
-        max_byte_size_per_uid=1 << 30,
-        sparse_byte_size=1 << 20,
-        overlap="warn",
-    )
-
-
-class Side(ToldProcesses):
+class Side(RegionOffice):
     """A server with one gateway, at one end of a link."""
 
     def __init__(self, end: socket.socket, most: int = 100) -> None:
-        super().__init__()
-        opener = RegionOpener(policy(most))
-        self.kept = KeptRegions(ServiceManager(None))
-        self.registry = RegionRegistry(self, opener, lambda _: None, self.kept)
-        self.link = self.kept.other = HandoverLink(end, self.take)
-
-    async def take(self, verb: str, name: str, fds: list[int]) -> None:
-        if verb == KEEP:
-            await self.registry.adopt(name, fds)
-        elif verb == DROP:
-            await self.registry.forget(name)
+        super().__init__(policy(max_regions=most, max_regions_per_uid=most))
+        self.link = HandoverLink(end, self.registry.apply)
+        self.kept.mirror_to(self.link)
 
     async def register(self, name: str, key: str) -> None:
         await self.registry.register(name, key, 0, SIZE, ME)
-        await self.kept.told()
+        await self.kept.flush()
 
     async def unregister(self, name: str) -> None:
         await self.registry.unregister(name, ME)
-        await self.kept.told()
+        await self.kept.flush()
 
     def names(self) -> list[str]:
         return [region.name for region in self.registry.active()]

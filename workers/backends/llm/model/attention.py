@@ -1,15 +1,25 @@
-"""Attention over a paged KV cache: one interface, a way for CPUs and one for CUDA.
+"""Attention over a paged KV cache: one interface, with implementations for CPUs and for CUDA.
 
-A sequence whose blocks lie side by side is read where it is, as a view; else its blocks are
-gathered first, which gives the same bits.
+A sequence with contiguous blocks is read as a view; otherwise its blocks are gathered, with the
+same bits as the result.
+
+On CPUs, rows that are computed one by one are computed for all sequences together. The keys that a
+row sees are a row of a sparse matrix, for each head:
+
+    scores  = queries x keys, where they are seen
+    weights = softmax of each row
+    found   = sums of values, with these weights
+
+Keys and values are read in place. The bits of a row depend only on its own sequence: each row has
+its own width, and no sum goes beyond it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,7 +27,127 @@ from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass, Span
-from shmserve.workers.backends.llm.model.sparse import Seen, lone_rows
+
+_GRAIN = 16  # keys
+_MOST_ROWS = 16  # of a sequence: those that verify what was proposed
+
+
+class LoneRow(NamedTuple):
+    """A row of a pass, at index `place`, that is computed alone.
+
+    Attributes:
+        length: The number of tokens of the sequence that the row sees.
+        width: The number of keys it is computed with, rounded up so that there are few widths.
+    """
+
+    place: int
+    length: int
+    width: int
+    table: list[int]
+
+
+def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
+    """Return the rows of a pass that are computed one by one."""
+    found: list[LoneRow] = []
+    for span in rows.spans:
+        if span.prompt or span.size > _MOST_ROWS:
+            continue
+        for index in range(span.size):
+            length = span.before + index + 1
+            grain = max(_GRAIN, 1 << length.bit_length() >> 3)
+            width = min(length + -length % grain, cache.slots)
+            found.append(LoneRow(span.first + index, length, width, span.table))
+    return found
+
+
+class Seen(NamedTuple):
+    """The keys that lone rows see, which are at `places` of a pass.
+
+    Attributes:
+        pattern: A CSR matrix [rows * heads of queries, keys and values, KV heads * slots], with 0
+            for a key that is seen, and -inf for a key that fills a row up to its width.
+        parts: The numbers of consecutive values whose rows have one width, and these widths.
+        ends: The end of the values of each head.
+    """
+
+    places: torch.Tensor
+    pattern: torch.Tensor
+    columns: torch.Tensor
+    ends: torch.Tensor
+    parts: tuple[list[int], list[int]]
+
+    @classmethod
+    def of(cls, lone: list[LoneRow], rows: int, cache: KvCache) -> Self:
+        """Return the keys that these rows see, in a pass of so many rows."""
+        heads, kv_heads = cache.query_heads, cache.kv_heads
+        first_slots = np.arange(heads, dtype=np.int32) // (heads // kv_heads) * cache.slots
+        columns, values, widths = [], [], []
+        for width, same in groupby(lone, key=lambda row: row.width):
+            slots, hidden = _keys(list(same), width, cache.block_size)
+            columns.append((slots[:, None] + first_slots[:, None]).ravel())
+            values.append(np.repeat(hidden, heads, 0).ravel())
+            widths.append(width)
+        places = np.array([row.place for row in lone])
+        counts = np.zeros((rows, heads + 2 * kv_heads), np.int32)
+        counts[places, :heads] = np.array([row.width for row in lone])[:, None]
+        indices = torch.from_numpy(np.concatenate(columns))
+        pattern = torch.sparse_csr_tensor(
+            _row_ends(counts),
+            indices,
+            torch.from_numpy(np.concatenate(values)),
+            (counts.size, kv_heads * cache.slots),
+            check_invariants=False,
+        )
+        ends = _row_ends(counts[places, :heads])
+        parts = [len(part) for part in columns], widths
+        return cls(torch.from_numpy(places), pattern, indices, ends, parts)
+
+    def attend(self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Return the attention of these rows, [rows, heads * head size].
+
+        Args:
+            heads: [all rows, heads of queries, keys and values, head size].
+            keys: The keys of a layer, [KV heads * slots, head size].
+            values: The values of a layer, in the same shape.
+        """
+        size = heads.shape[2]
+        scores = torch.sparse.sampled_addmm(
+            self.pattern, heads.view(-1, size), keys.t(), alpha=size**-0.5
+        ).values()
+        lengths, widths = self.parts
+        if len(widths) == 1:
+            weights = scores.view(-1, widths[0]).softmax(-1).view(-1)
+        else:
+            parts = zip(scores.split(lengths), widths, strict=True)
+            weights = torch.cat(
+                [part.view(-1, width).softmax(-1).view(-1) for part, width in parts]
+            )
+        found = torch._embedding_bag_forward_only(
+            values, self.columns, self.ends, per_sample_weights=weights, include_last_offset=True
+        )
+        return found[0].view(self.places.shape[0], -1)
+
+
+def _row_ends(counts: np.ndarray) -> torch.Tensor:
+    """Return 0 and the running sums, int32."""
+    ends = np.zeros(counts.size + 1, np.int32)
+    np.cumsum(counts, out=ends[1:])
+    return torch.from_numpy(ends)
+
+
+def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slots that rows of one width read, and the bias of their scores, [rows, width].
+
+    A shorter row reads its own first slot again.
+    """
+    count = -(-width // block_size)
+    tables = [row.table[:count] + row.table[:1] * (count - len(row.table)) for row in rows]
+    blocks = np.array(tables, np.int32)[:, :, None] * block_size
+    slots = (blocks + np.arange(block_size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
+    seen = np.arange(width) < np.array([row.length for row in rows])[:, None]
+    hidden = np.where(seen, np.float32(0), np.float32(-np.inf))
+    return np.where(seen, slots, slots[:, :1]), hidden
+
 
 # What the queries find in their sequences in a layer: of the rows' heads [rows, heads of queries,
 # keys and values, head size], the latter of which are in the cache by then, too. The result is

@@ -1,13 +1,145 @@
-"""The passes of a model over its KV cache, each by the best way that its device has."""
+"""The passes of a model over its KV cache, by CUDA graphs where the device can replay them.
+
+A graph computes passes with one row per sequence in one launch instead of hundreds. It has a number
+of rows and of blocks per row, and computes any pass that fits. The keys and values of a sequence
+are gathered from its blocks; the keys behind its end are masked.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
 import torch
+from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.attention import make_attention
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass
-from shmserve.workers.backends.llm.model.graphs import DecodeGraphs
 from shmserve.workers.backends.llm.model.transformer import Transformer
+
+_LEAST_ROWS = 2
+_LEAST_KEYS = 256  # of a row
+_MOST_KEYS = 1 << 17  # of all rows: what is gathered is memory that a graph keeps
+_COLUMNS = 3  # of a row, before its blocks: token, position, slot
+
+
+class Captured(NamedTuple):
+    """A graph with its inputs and its logits."""
+
+    graph: torch.cuda.CUDAGraph
+    given: torch.Tensor
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """The graphs of one model over its cache."""
+
+    def __init__(self, model: Transformer, cache: KvCache) -> None:
+        self._model, self._cache = model, cache
+        self._captured: dict[tuple[int, int], Captured] = {}
+
+    @torch.inference_mode()
+    def capture(self, most_rows: int, longest: int) -> None:
+        """Capture graphs for up to so many rows, of sequences of up to so many tokens.
+
+        The largest graph is the first, so that the others share its memory.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        for rows, blocks in reversed(list(_sizes(most_rows, longest, self._cache))):
+            given = torch.zeros(
+                (rows, _COLUMNS + blocks), dtype=torch.int64, device=self._model.device
+            )
+            decode_logits(self._model, self._cache, given)  # libraries take their memory before
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = decode_logits(self._model, self._cache, given)
+            self._captured[rows, blocks] = Captured(graph, given, logits)
+
+    @torch.inference_mode()
+    def logits(self, rows: Pass) -> torch.Tensor | None:
+        """Return the logits of all rows of a pass, or None if no graph fits.
+
+        They are valid until the next pass.
+        """
+        if any(span.size > 1 for span in rows.spans):
+            return None
+        blocks = max(-(-span.length // rows.block_size) for span in rows.spans)
+        size = _size(len(rows.spans), blocks, rows.block_size)
+        captured = self._captured.get(size)
+        if captured is None:
+            return None
+        captured.given.copy_(torch.from_numpy(decode_inputs(rows, *size)))
+        captured.graph.replay()
+        return captured.logits
+
+
+def decode_inputs(rows: Pass, count: int, blocks: int) -> np.ndarray:
+    """Return the inputs of a graph for a pass, int64 [count, token, position, slot and blocks].
+
+    The rows that fill the graph repeat the last row.
+    """
+    given = np.zeros((count, _COLUMNS + blocks), np.int64)
+    for place, span in enumerate(rows.spans):
+        table = span.table[: -(-span.length // rows.block_size)]
+        columns = rows.tokens[place], rows.positions[place], rows.slots[place]
+        given[place, : _COLUMNS + len(table)] = *columns, *table
+    given[len(rows.spans) :] = given[len(rows.spans) - 1]
+    return given
+
+
+def decode_logits(model: Transformer, cache: KvCache, given: torch.Tensor) -> torch.Tensor:
+    """Return the logits of all rows of `decode_inputs`, and store their keys and values.
+
+    A row may see as many keys as it has blocks for.
+    """
+    count = len(given)
+    tokens, positions, slots = given[:, :_COLUMNS].unbind(1)
+    inside = torch.arange(cache.block_size, device=given.device)
+    keys = (given[:, _COLUMNS:, None] * cache.block_size + inside).flatten(1)
+    mask = torch.arange(keys.shape[1], device=given.device) <= positions.unsqueeze(1)
+    mask = mask[None, :, None]
+
+    def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
+        # Query heads that share a key-value head are rows of one product.
+        queries = heads[:, : cache.query_heads].view(count, cache.kv_heads, -1, heads.shape[2])
+        found = functional.scaled_dot_product_attention(
+            queries.transpose(0, 1),
+            cache.keys[layer][:, keys],
+            cache.values[layer][:, keys],
+            attn_mask=mask,
+        )
+        return found.transpose(0, 1).reshape(count, -1)
+
+    return model.logits(model.states(tokens, positions, slots, cache, attend))
+
+
+def _sizes(most_rows: int, longest: int, cache: KvCache) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of rows and blocks of all graphs, the smallest first."""
+    wanted = min(-(-longest // cache.block_size), cache.slots // cache.block_size)
+    rows = _LEAST_ROWS
+    while True:
+        _, blocks = _size(rows, 1, cache.block_size)
+        while rows * blocks * cache.block_size <= _MOST_KEYS:
+            yield rows, blocks
+            if blocks >= wanted:
+                break
+            blocks *= 2
+        if rows >= most_rows:
+            return
+        rows *= 2
+
+
+def _size(rows: int, blocks: int, block_size: int) -> tuple[int, int]:
+    """Return the rows and blocks of the graph for a pass: powers of two."""
+    least = max(-(-_LEAST_KEYS // block_size), blocks)
+    return _power(max(rows, _LEAST_ROWS)), _power(least)
+
+
+def _power(least: int) -> int:
+    """Return the least power of two that is not less."""
+    return 1 << (least - 1).bit_length()
 
 
 class Passes:
@@ -20,18 +152,19 @@ class Passes:
         self._graphs = DecodeGraphs(model, cache)
 
     def capture(self, most_rows: int, longest: int) -> None:
-        """Prepare for passes of up to so many sequences of up to so many tokens, where the device
-        can: with CUDA graphs."""
+        """Capture CUDA graphs for passes of such sequences, if the device supports them."""
         if self._model.device.startswith("cuda"):
             self._graphs.capture(most_rows, longest)
 
     def empty(self) -> Pass:
-        """A pass without rows."""
+        """Return a pass without rows."""
         return Pass(self.cache.block_size, self._model.device)
 
     def logits(self, rows: Pass, wanted: list[int]) -> torch.Tensor:
-        """The logits of the `wanted` rows, float32 [wanted, vocabulary], until the next pass; keys
-        and values of all rows are in the cache then."""
+        """Return the logits of the `wanted` rows, float32 [wanted, vocabulary].
+
+        They are valid until the next pass. The keys and values of all rows are stored in the cache.
+        """
         captured = self._graphs.logits(rows)
         if captured is None:
             return self._model.forward(rows, self.cache, self._attention, wanted)

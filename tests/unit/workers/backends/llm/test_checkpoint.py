@@ -18,7 +18,7 @@ from shmserve.ipc.model_spec import InstanceGroup, ModelSpec
 from shmserve.workers.backends.llm import LlmBackend, engine_file
 from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.text.chat import ChatTemplate
+from shmserve.workers.backends.llm.prompts import ChatTemplate
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 

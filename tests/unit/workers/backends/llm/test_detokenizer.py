@@ -7,7 +7,7 @@ import random
 import pytest
 from tokenizers import Tokenizer
 
-from shmserve.workers.backends.llm.text.detokenizer import Detokenizer, StopStrings
+from shmserve.workers.backends.llm.answers import Detokenizer, StopStrings
 from tests.support.hf_folders import tokenizer_text
 
 TEXTS = ["naïve café — 東京 und Köln 😀👩‍👩‍👧", "the quick brown fox", "🏳️‍🌈" * 3, " a  b\n\tc "]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.workers.backends.llm import engine
-from shmserve.workers.backends.llm.sampling import grammars, sampler
+from shmserve.workers.backends.llm import engine, sampler
 from tests.rigs.llm_rig import llm_rig
 
 Folder = Callable[..., Path]
@@ -32,8 +31,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for where, name in (
         (engine, "allowed_tokens"),
-        (grammars, "_bits"),
-        (grammars.Grammars, "matcher"),
+        (sampler, "_bits"),
+        (sampler.Grammars, "matcher"),
         (sampler, "_mask"),
     ):
         count(where, name)

@@ -12,7 +12,7 @@ import torch
 from shmserve.workers.backends.llm.model.attention import Attention
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.graphs import _size, _sizes, decode_inputs, decode_logits
+from shmserve.workers.backends.llm.model.passes import _size, _sizes, decode_inputs, decode_logits
 from shmserve.workers.backends.llm.model.transformer import Transformer
 
 BLOCK, BLOCKS = 4, 128

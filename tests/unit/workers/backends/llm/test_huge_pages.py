@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.workers.backends.llm.model.huge_pages import moved_to_huge_pages, without
+from shmserve.workers.backends.llm.model.transformer import moved_to_huge_pages, without
 
 MIB = 1 << 20
 _ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters, parse
+from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 
 
 def settings(**given: Any) -> GenerationParameters:

@@ -20,8 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shmserve.workers.backends.llm.sampling import sampler
-from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
+from shmserve.workers.backends.llm import sampler
+from shmserve.workers.backends.llm.parameters import GenerationParameters
 
 VOCABULARY = 3000
 PROMPT, SAID = [5, 9, 9, 200], [9, 7, 7]

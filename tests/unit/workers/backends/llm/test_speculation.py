@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.workers.backends.llm.sampling.speculation import followers
+from shmserve.workers.backends.llm.speculation import followers
 from tests.rigs.llm_rig import llm_rig
 from tests.unit.workers.backends.llm.conftest import generated
 

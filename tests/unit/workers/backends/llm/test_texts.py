@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
+from shmserve.workers.backends.llm import texts
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import tokenizer_text
 from tests.unit.workers.backends.llm.conftest import generated, reference
@@ -120,6 +122,21 @@ def test_who_takes_nothing_is_told_later_and_stops_nobody(
     scheduler.finish()
     assert len(told) == 33
     assert scheduler.tokens(1) == greedy(folder, 120)
+
+
+def test_a_client_that_reads_nothing_is_ended_while_others_generate(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "_MOST_WAIT_NS", int(0.3e9))
+    scheduler.reads = False
+    scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
+    scheduler.add(2, max_tokens=400, **GREEDY)
+    while scheduler.running and 1 not in scheduler.ended:
+        scheduler.step()
+        time.sleep(0.01)
+    assert 2 not in scheduler.ended
+    assert scheduler.errors[1][0] == "UNAVAILABLE"
+    assert len(scheduler.responses[1]) == 32
 
 
 @pytest.mark.parametrize("stream", [True, False])

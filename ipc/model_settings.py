@@ -1,0 +1,84 @@
+"""Settings in a model's configuration that several rooms read: the parameters of the batching
+strategy, the bounds of its instances, and the buckets of the first-response histogram."""
+
+from __future__ import annotations
+
+import math
+import re
+from enum import StrEnum
+
+STRATEGY = "batching_strategy"
+TARGET = "target_p99_ms"
+MAX_STREAMS = "max_streams"
+MIN_INSTANCES = "min_instances"
+MAX_INSTANCES = "max_instances"
+IDLE_UNLOAD = "idle_unload_secs"
+EXECUTION_TIMEOUT = "execution_timeout_seconds"
+PADDING = "padding"
+# The parameters of a configuration that have a meaning, to whatever backend.
+KNOWN_PARAMETERS = (
+    *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD, EXECUTION_TIMEOUT),
+    *(PADDING, "class", "EXECUTION_ENV_PATH"),
+    *("FORCE_CPU_ONLY_INPUT_TENSORS", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "INFERENCE_MODE"),
+    *("DISABLE_OPTIMIZED_EXECUTION", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
+    *("NUM_THREADS", "NUM_INTEROP_THREADS", "intra_op_thread_count", "inter_op_thread_count"),
+    *("execution_mode", "engine", "device_id"),
+)
+MOST_STREAMS = 65_536
+MOST_INSTANCES = 4096  # each is a process, and the supervisor keeps a place for it
+SHORTEST_TARGET_MS = 0.001
+LONGEST_TARGET_MS = 86_400_000.0
+LONGEST_IDLE_S = 1_000_000.0
+# The time to the first response of decoupled models; `model_metrics` of a configuration names it by
+# its family and gives other buckets.
+FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
+_NUMBER = re.compile(r"[-+.0-9eE]+")  # no more of what Python takes for one
+
+
+class Strategy(StrEnum):
+    """A batching strategy; the first is the default."""
+
+    PREFER_BATCH = "prefer_batch"  # an instance waits up to the delay for a fuller batch
+    PREFER_LATENCY = "prefer_latency"  # what is there runs as soon as an instance is free
+    ADAPTIVE = "adaptive"  # waits where that pays, and only as long as the target can be held
+
+
+def strategy(text: str) -> Strategy | None:
+    """The strategy of this name, if it is one."""
+    return Strategy(text) if text in set(Strategy) else None
+
+
+def target_ms(text: str) -> float | None:
+    """A target in milliseconds, of a microsecond at least and of a day at most, if it is one."""
+    try:
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    except ValueError:
+        return None
+    return value if SHORTEST_TARGET_MS <= value <= LONGEST_TARGET_MS else None
+
+
+def idle_unload_s(text: str) -> float | None:
+    """The seconds without a request after which a model on demand is unloaded, 0: never; up to some
+    ten days, if it is one."""
+    try:
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    except ValueError:
+        return None
+    return value if 0 <= value <= LONGEST_IDLE_S else None
+
+
+def max_streams(text: str) -> int | None:
+    """The limit of a decoupled model's requests at a time in an instance; None: no such number."""
+    return _from_1_to(MOST_STREAMS, text)
+
+
+def instance_bound(text: str) -> int | None:
+    """A number of instances, the fewest or the most of a model; None: no such number."""
+    return _from_1_to(MOST_INSTANCES, text)
+
+
+def _from_1_to(most: int, text: str) -> int | None:
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most))):
+        return None
+    return int(text) if 1 <= int(text) <= most else None

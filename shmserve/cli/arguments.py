@@ -1,0 +1,55 @@
+"""The flags of verbs: tables in the syntax of config/flags.txt.
+
+infer.txt     `shmserve client infer`
+perf.txt      `shmserve perf`
+server.txt    every verb that sends requests to a server
+tune.txt      `shmserve tune`
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shmserve.config.options import Flag, read
+from shmserve.errors import refused
+
+
+def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
+    """Add the flags of a table to a parser, in the groups of the table.
+
+    Args:
+        parser: The parser of the verb.
+        table: The name of the table's file, without its suffix.
+        groups: The groups to add; all if none is named.
+    """
+    text = Path(__file__).with_name(f"{table}.txt").read_text(encoding="utf-8")
+    for title, flags in read(text).items():
+        if groups and title not in groups:
+            continue
+        group = parser.add_argument_group(title) if title else parser
+        exclusive = (
+            group.add_mutually_exclusive_group() if any(f.exclusive for f in flags) else group
+        )
+        for flag in flags:
+            _add(exclusive if flag.exclusive else group, flag)
+
+
+def _add(group: Any, flag: Flag) -> None:
+    more: dict[str, Any] = {"type": flag.kind, "default": flag.default}
+    if flag.kind is bool:
+        more = {"action": "store_true"}
+    elif flag.repeat:
+        more = {"action": "append", "default": []}
+    if flag.choices:
+        more["choices"] = flag.choices
+    if flag.metavar:
+        more["metavar"] = flag.metavar
+    group.add_argument(f"--{flag.name}", help=flag.help, **more)
+
+
+def write_file(flag: str, path: str, text: str) -> None:
+    """Write the file that a flag names. Raises InvalidArgument."""
+    with refused(f"--{flag}: cannot write '{path}'"):
+        Path(path).write_text(text)

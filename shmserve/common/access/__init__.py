@@ -1,2 +1,0 @@
-"""Access control: who is at the other end of a connection (authentication), and what it may do
-(authorisation)."""

@@ -1,0 +1,285 @@
+"""Local clients: the user at the other end of a connection, and the access policy of shared memory.
+
+The kernel names the user.
+
+    unix socket     SO_PEERCRED, SO_PEERGROUPS: who connected
+    loopback TCP    sock_diag, or /proc/net/tcp: who has the other end's socket; asked once a
+                    connection, and only when it wants shared memory. /proc/net/tcp lists all
+                    others with it: after some ten thousand connections that takes a tenth of a
+                    second
+
+A program that passes on what others send (a proxy on this host) is the user it runs as.
+
+A client is a user of this host, whom the kernel names: the uid at the other end of a unix socket or
+of a loopback connection. A region belongs to the user who registered it.
+
+    register    the object must be the client's own, or its group must be the one of --shm-group,
+                which may read and write it, and which the client is in
+    use, list,  the region's user, and for an object of the group whoever is in it
+    unregister
+    access      what only the server's own user or root can write is mapped. Anything else is read
+                and written by system calls, which a truncated object cannot turn into a signal
+
+A client of another host has no uid. Where shared memory is offered to such clients at all
+(--allow-client-shm), they are all one user, `REMOTE`, for whom the server's own objects are theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import ipaddress
+import os
+import pwd
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shmserve.errors import PermissionDenied
+
+_SO_PEERGROUPS = 59
+_MOST_GROUPS = 256
+_CREDENTIALS = struct.Struct("iII")
+
+# Queries of sock_diag(7).
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLMSG_ERROR = 2
+_NLM_F_REQUEST = 1
+_ANY_STATE = 0xFFFFFFFF
+_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
+_REQUEST = struct.Struct("=BBBBI")  # family, protocol, extensions, padding, states
+_SOCKET = struct.Struct("!HH16s16s12s")  # ports and addresses, own end first; interface, cookie
+_ANY_COOKIE = bytes(4) + b"\xff" * 8
+_ENDS = struct.Struct("!HH")
+_ENDS_AT = _HEADER.size + 4
+_OWNER = struct.Struct("=II")  # uid, inode
+_OWNER_AT = _ENDS_AT + _SOCKET.size + 12
+_LARGEST = 4096
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The user of a client, and the groups of that user."""
+
+    uid: int
+    groups: tuple[int, ...] = ()
+
+
+SHM_DISABLED = (
+    "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+)
+REMOTE = Peer(-1)
+# Whoever administers the server: every region is theirs to see and to unregister.
+EVERYONE = -2
+# Whoever comes through a listener without shared memory: no region is theirs.
+NOBODY = Peer(-3)
+NO_GROUP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ShmPolicy:
+    """The server's settings for shared memory of clients. Sizes are in bytes.
+
+    `allow`: over every listener, over none, or (None) over those of this host. `group`: a gid, or
+    NO_GROUP. `sparse_byte_size`: how much memory the server may spend on pages that clients did not
+    allocate. `overlap`: what to do with outputs of two requests in one place: error, warn, ignore.
+    """
+
+    allow: bool | None
+    group: int
+    max_regions: int
+    max_regions_per_uid: int
+    max_byte_size: int
+    max_byte_size_per_uid: int
+    sparse_byte_size: int
+    overlap: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """The owner of a region. `group` is a gid that shares the region, or NO_GROUP. The bytes of a
+    `copied` region are never mapped."""
+
+    uid: int
+    group: int
+    copied: bool
+
+    def admits(self, peer: Peer) -> bool:
+        """Check whether `peer` may use the region."""
+        return peer.uid == self.uid or (self.group != NO_GROUP and self.group in peer.groups)
+
+
+def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -> Ownership:
+    """Return the ownership of a region whose object has this `uid`, `gid` and `mode`.
+
+    `group` is the one of --shm-group. Raises PermissionDenied when the object is not `peer`'s.
+    """
+    server = os.geteuid()
+    shared = group != NO_GROUP and gid == group and mode & 0o060 == 0o060
+    if shared and (group in peer.groups or peer == REMOTE):
+        return Ownership(peer.uid, group, copied=True)
+    if uid == (server if peer == REMOTE else peer.uid):
+        # Whoever may write to it may truncate it.
+        safe = peer != REMOTE and uid in (server, 0) and not mode & 0o022
+        return Ownership(peer.uid, NO_GROUP, copied=not safe)
+    text = f"shared memory object '{key}' is not the client's"
+    if peer != REMOTE:
+        text += f": it belongs to uid {uid} (mode {mode & 0o777:04o}), the client is uid {peer.uid}"
+    raise PermissionDenied(text)
+
+
+def credentials(sock: Any) -> tuple[int, int, int]:
+    """Return the pid (0 if it is not visible here), uid and gid of the peer of a unix socket.
+    Raises OSError."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
+
+
+def unix_peer(sock: Any) -> Peer:
+    """Return the user at the other end of a unix socket. Raises OSError."""
+    _, uid, gid = credentials(sock)
+    raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
+    return Peer(uid, (gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
+
+
+def unix_pid(transport: asyncio.BaseTransport | None) -> int:
+    """Return the process at the other end of a unix socket, 0 for any other connection."""
+    sock = None if transport is None else transport.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return 0
+    # What event loops hand out is no real socket.
+    with socket.socket(fileno=os.dup(sock.fileno())) as own:
+        return credentials(own)[0]
+
+
+def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
+    """Return the user at the other end of a TCP connection between addresses of this host.
+
+    None when the kernel does not say, as for an end that is closed already.
+    """
+    try:
+        found = tcp_owner(theirs, ours)
+    except OSError:
+        found = _listed(ours, theirs)
+    # An end that no process has any more (no inode) is shown as root's.
+    if found is None or not found[1]:
+        return None
+    return Peer(found[0], groups_of(found[0]))
+
+
+def _listed(ours: Address, theirs: Address) -> tuple[int, int] | None:
+    """Return the result of `tcp_owner` from the kernel's list of all connections."""
+    for table, spelled in _tables(ours, theirs):
+        with contextlib.suppress(OSError), open(table) as lines:
+            for line in lines:
+                # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode ...
+                fields = line.split(None, 10)
+                if fields[1:3] == spelled and fields[9] != "0":
+                    return int(fields[7]), int(fields[9])
+    return None
+
+
+def _tables(ours: Address, theirs: Address) -> list[tuple[Path, list[str]]]:
+    folder = Path("/proc/net")
+    a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (theirs, ours))
+    found = []
+    if isinstance(a, ipaddress.IPv4Address) and isinstance(b, ipaddress.IPv4Address):
+        found.append((folder / "tcp", [_spell(a.packed, theirs[1]), _spell(b.packed, ours[1])]))
+        # A client may use a socket of the newer family for the older protocol.
+        prefix = bytes(10) + b"\xff\xff"
+        a, b = (ipaddress.IPv6Address(prefix + address.packed) for address in (a, b))
+    found.append((folder / "tcp6", [_spell(a.packed, theirs[1]), _spell(b.packed, ours[1])]))
+    return found
+
+
+def _spell(packed: bytes, port: int) -> str:
+    # Each 32 bits of an address are printed as a number of this machine's byte order.
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
+
+
+def groups_of(uid: int) -> tuple[int, ...]:
+    """Return the groups of a user in the user database, none for an unknown user."""
+    try:
+        entry = pwd.getpwuid(uid)
+    except KeyError:
+        return ()
+    return tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
+
+
+def is_loopback(address: str) -> bool:
+    """Check whether only this host can reach a numeric address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def network(address: str) -> str:
+    """Return the network of an address: of IPv6 the /64, all of which one host may have."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
+    return str(found)
+
+
+def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
+    """Return the uid and the inode of the socket at `end` of a connection of this host with
+    `other`, None without such a socket. The inode is 0 if no process has the socket any more.
+
+    Raises OSError where the kernel does not support such queries.
+    """
+    response = _query(end, other)
+    if response is None:
+        if not _supported():
+            raise OSError(errno.ENOENT, "sock_diag")
+        return None
+    # Where nobody has the connection, whoever listens at that port is found.
+    if _ENDS.unpack_from(response, _ENDS_AT) != (end[1], other[1]):
+        return None
+    uid, inode = _OWNER.unpack_from(response, _OWNER_AT)
+    return uid, inode
+
+
+def _query(end: Address, other: Address) -> bytes | None:
+    """Return the kernel's response, None for an unknown socket. Raises OSError."""
+    a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (end, other))
+    family = socket.AF_INET if a.version == b.version == 4 else socket.AF_INET6
+    body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
+    body += _SOCKET.pack(end[1], other[1], a.packed, b.packed, _ANY_COOKIE)
+    size = _HEADER.size + len(body)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asked:
+        asked.sendto(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + body, (0, 0))
+        response = asked.recv(_LARGEST, socket.MSG_DONTWAIT)
+    _, kind, *_ = _HEADER.unpack_from(response)
+    if kind != _NLMSG_ERROR:
+        return response
+    number = -struct.unpack_from("=i", response, _HEADER.size)[0]
+    if number == errno.ENOENT:
+        return None
+    raise OSError(number, "sock_diag")
+
+
+@functools.cache
+def _supported() -> bool:
+    """Check whether the kernel finds an existing TCP socket by sock_diag."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        return _query(address, address) is not None
+
+
+def admit_group(path: Path, group: int) -> None:
+    """Permit a group to pass through a folder, or to connect to a socket."""
+    if path.stat().st_gid != group:  # the sandbox of a service may forbid the call
+        os.chown(path, -1, group)
+    path.chmod(0o710 if path.is_dir() else 0o660)

@@ -1,0 +1,246 @@
+"""The management operations of all protocols: everything but inference and shared memory.
+
+Health, metadata and configurations of the server and its models; log and trace settings; the model
+repository; statistics. The supervisor has the log and trace settings, and performs the operations
+on the repository. It completes an operation even if the client disconnects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import shmserve
+from shmserve.common.model_names import check_model_name
+from shmserve.common.trace_settings import read_changes
+from shmserve.errors import (
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ShmserveError,
+    Unavailable,
+    Unsupported,
+)
+from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.model_table import GatewayModel, describe, whole_version
+from shmserve.ipc.messages.control_requests import (
+    AskReady,
+    ChangeLogging,
+    ChangeTracing,
+    IndexRepository,
+    LoadModel,
+    UnloadModel,
+)
+
+logger = logging.getLogger(__name__)
+
+# Schedulers whose report takes longer are omitted.
+_REPORT_S = 2.0
+
+EXTENSIONS = (
+    *("classification", "sequence", "model_repository", "model_repository(unload_dependents)"),
+    *("schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory"),
+    *("binary_tensor_data", "parameters", "statistics", "logging"),
+)
+
+
+def check_staying(gateway: Gateway) -> None:
+    """Raise Unavailable if the server exits without a successor."""
+    if is_leaving(gateway):
+        raise Unavailable("Server exiting")
+
+
+def is_leaving(gateway: Gateway) -> bool:
+    """Return whether the server exits without a successor."""
+    return gateway.health.exiting
+
+
+async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
+    """Return whether a model's version is ready.
+
+    A model that is loaded on demand is ready. A model's `is_ready`, if defined, decides.
+
+    Raises:
+        InvalidArgument: `version` is not a version.
+    """
+    if name in gateway.models.on_demand and not gateway.models.versions(name):
+        return True
+    try:
+        model = gateway.models.resolve(name, version)
+        if not (model.ready and model.checks_ready):
+            return model.ready
+        return bool((await gateway.supervisor.ask(AskReady, model.name, model.version))["ready"])
+    except InvalidArgument:
+        raise
+    except ShmserveError:
+        return False
+
+
+def server(gateway: Gateway) -> dict[str, Any]:
+    """Return the server's metadata: its name, version and extensions."""
+    return {
+        "name": gateway.settings.id,
+        "version": shmserve.__version__,
+        "extensions": EXTENSIONS,
+    }
+
+
+async def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
+    """Return a model's metadata, with all versions or with the requested `version` only.
+
+    Raises:
+        ShmserveError: `loaded` has raised it.
+    """
+    found = await loaded(gateway, name, version)
+    return describe(found, [found.version] if version else gateway.models.versions(name))
+
+
+async def model_config(gateway: Gateway, name: str, version: str) -> bytes:
+    """Return a model's configuration as JSON, or raise as `loaded` does."""
+    return (await loaded(gateway, name, version)).config
+
+
+SWITCHES = ("log_info", "log_warning", "log_error")
+LEVEL, FORMAT, FILE = "log_verbose_level", "log_format", "log_file"
+
+
+async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict[str, Any]:
+    """Change log settings, and return all log settings in Triton's order."""
+    return await gateway.supervisor.ask(ChangeLogging, changes)
+
+
+def refuse_file() -> Unsupported:
+    """Return the error about a change of the log file."""
+    return Unsupported("log file location can not be updated through network protocol")
+
+
+async def change_trace_settings(
+    gateway: Gateway, model: str, given: Mapping[str, Sequence[str] | None]
+) -> dict[str, list[str]]:
+    """Change trace settings, and return all trace settings as texts.
+
+    Raises:
+        NotFound: There is no such model.
+        InvalidArgument: A value is not allowed.
+        Unsupported: A setting cannot be changed.
+    """
+    if model and not gateway.models.versions(model):
+        raise NotFound(f"Request for unknown model : {model}")
+    return await gateway.supervisor.ask(ChangeTracing, model, read_changes(given))
+
+
+# --- the model repository
+
+
+async def index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:
+    """Return every version of every model in the repositories, or only ready versions."""
+    payload = await gateway.supervisor.ask(IndexRepository, only_ready)
+    models: list[dict[str, Any]] = payload.get("models", [])
+    return models
+
+
+async def load(
+    gateway: Gateway, client: ClientIdentity, name: str, config: str, files: dict[str, Any]
+) -> None:
+    """Load a model, optionally with the client's configuration and files, and wait for it.
+
+    Raises:
+        PermissionDenied: The client may not send a configuration or files.
+        ShmserveError: The load failed.
+    """
+    if config or files:
+        check_may_send(client)
+    await gateway.supervisor.ask(LoadModel, name, config, files)
+
+
+def check_may_send(client: ClientIdentity) -> None:
+    """Raise PermissionDenied unless this client may send files of models.
+
+    Models run with the rights of the server's user. Only this user, or a client with a token, may
+    therefore send them.
+    """
+    if not (client.listener.authorisation.asks_for_tokens or client.runs_the_server()):
+        raise PermissionDenied(
+            "a configuration or files for a model may come only from the user who runs the server, "
+            "or with a token"
+        )
+
+
+async def unload(gateway: Gateway, name: str, *, dependents: bool) -> None:
+    """Unload a model and, with `dependents`, the models that only this model needs."""
+    await gateway.supervisor.ask(UnloadModel, name, dependents)
+
+
+def check_names(repository: str | None, name: str) -> None:
+    """Check the names of a repository and of a model.
+
+    Raises:
+        Unsupported: A repository is named, which Triton does not support either.
+        InvalidArgument: The name is not a valid name of a model.
+    """
+    check_repository(repository)
+    check_model_name(name)
+
+
+def check_repository(repository: str | None) -> None:
+    """Raise Unsupported if a repository is named."""
+    if repository:
+        raise Unsupported("'repository_name' specification is not supported")
+
+
+# --- statistics
+
+
+async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, Any]]:
+    """Return Triton's statistics of a version, of all versions ("") or of all models (no name).
+
+    Raises:
+        InvalidArgument: There is no such model or version.
+        Unavailable: No scheduler of the model has reported in time.
+    """
+    if not name:
+        return _as_tritons(await collect(gateway, gateway.models.all()))
+    version = whole_version(version) if version else ""
+    versions = gateway.models.versions(name)
+    if not versions:
+        raise InvalidArgument(f"requested model '{name}' is not available")
+    try:
+        chosen = [gateway.models.resolve(name, version or v) for v in versions]
+    except ShmserveError:
+        raise InvalidArgument(
+            f"requested model version is not available for model '{name}'"
+        ) from None
+    reports = await collect(gateway, chosen[:1] if version else chosen)
+    if not reports:
+        raise Unavailable(f"the statistics of model '{name}' are not available now")
+    return _as_tritons(reports)
+
+
+def _as_tritons(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: report[key] for key in report if key != "shmserve"} for report in reports]
+
+
+async def collect(
+    gateway: Gateway, models: list[GatewayModel], level: int = logging.WARNING
+) -> list[dict[str, Any]]:
+    """Return the reports of the schedulers of `models`, in order.
+
+    Late reports are omitted and logged at `level`.
+    """
+    futures = [gateway.dispatcher.report(model.scheduler) for model in models]
+    if not futures:
+        return []
+    try:
+        await asyncio.wait(futures, timeout=_REPORT_S)
+    finally:
+        missing = [future for future in futures if not future.done()]
+        for future in missing:
+            future.cancel()
+    if missing:
+        logger.log(
+            level, "%d of %d schedulers did not report their statistics", len(missing), len(futures)
+        )
+    return [f.result() for f in futures if not f.cancelled() and f.exception() is None]

@@ -1,0 +1,190 @@
+"""The headers of a call: method, deadline, metadata and encodings; and its status (pure).
+
+All calls of a connection whose header fields are the same bytes share one head
+(http2/header_blocks.py). Errors are mapped to gRPC's status code, details and trailing metadata.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from enum import IntEnum
+from urllib.parse import quote
+
+from shmserve.errors import QueueFull, ShmserveError
+from shmserve.gateway.http2.header_blocks import Fields, content_length
+
+
+class StatusCode(IntEnum):
+    """The status codes of gRPC."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
+
+DONE: Ending = (StatusCode.OK, "", ())
+INTERNAL: Ending = (StatusCode.INTERNAL, "internal error", ())
+# The status of calls whose request is missing, late or malformed.
+LATE: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
+MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # as from Triton
+UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
+OVER: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+
+_STATUS = {
+    "INVALID_ARG": StatusCode.INVALID_ARGUMENT,
+    "ALREADY_EXISTS": StatusCode.ALREADY_EXISTS,
+    "CANCELLED": StatusCode.CANCELLED,
+    "UNKNOWN": StatusCode.UNKNOWN,
+    "NOT_FOUND": StatusCode.NOT_FOUND,
+    "UNSUPPORTED": StatusCode.UNIMPLEMENTED,
+    "UNAUTHENTICATED": StatusCode.UNAUTHENTICATED,
+    "PERMISSION_DENIED": StatusCode.PERMISSION_DENIED,
+    "UNAVAILABLE": StatusCode.UNAVAILABLE,
+    "INTERNAL": StatusCode.INTERNAL,
+}
+_MOST_DETAILS = 7000  # bytes, as they are sent
+_WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+# Spellings of the encodings of messages.
+ENCODINGS = ("identity", "deflate", "gzip")
+
+_OURS = frozenset((b"te", b"content-type", b"content-length", b"accept-encoding"))
+_is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
+_UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_LONGEST_S = 1e9
+_LONGEST_NUMBER = 30  # digits
+_LONGEST_NAME = 64  # of an encoding in an error
+
+
+class CallHead:
+    """The head of a call.
+
+    Attributes:
+        timeout_s: The time until the deadline, or None.
+        encoding: The encoding of the request's messages.
+        accepts: The encodings that the client accepts.
+        data_size: The declared size in bytes, or -1.
+        traceparent: The W3C trace context, or "".
+        refusal: The status of a head that is invalid or asks for an unsupported feature.
+        status: The HTTP status of the response.
+    """
+
+    __slots__ = (
+        *("_fields", "_metadata", "accepts", "data_size", "encoding", "path", "refusal"),
+        *("status", "timeout_s", "traceparent"),
+    )
+
+    def __init__(self, fields: Fields) -> None:
+        self.data_size = content_length(fields)
+        self._fields = fields
+        self._metadata: Metadata | None = None
+        self.status = 200
+        self.refusal: Ending | None = None
+        found = dict(fields)
+        self.path = found[b":path"].decode("latin-1")
+        kind = found.get(b"content-type", b"")
+        if found[b":method"] != b"POST":
+            self._refuse(405, StatusCode.UNIMPLEMENTED, "a call is a POST")
+        elif not kind.startswith(b"application/grpc") or kind.startswith(b"application/grpc-web"):
+            self._refuse(415, StatusCode.UNKNOWN, "the content-type is not application/grpc")
+        self.timeout_s = self._timeout(found.get(b"grpc-timeout"))
+        self.encoding = found.get(b"grpc-encoding", b"identity").decode("latin-1")
+        if self.encoding not in ENCODINGS:
+            text = f"compression algorithm '{self.encoding[:_LONGEST_NAME]}' is not supported"
+            self._refuse(200, StatusCode.UNIMPLEMENTED, text)
+        self.traceparent = found.get(b"traceparent", b"").decode("latin-1")
+        accepted = found.get(b"grpc-accept-encoding", b"").decode("latin-1")
+        self.accepts = frozenset(name.strip() for name in accepted.split(","))
+
+    def _refuse(self, status: int, code: StatusCode, text: str) -> None:
+        if self.refusal is None:
+            self.status, self.refusal = status, (code, text, ())
+
+    def _timeout(self, said: bytes | None) -> float | None:
+        if said is None:
+            return None
+        matched = _is_timeout(said)
+        if matched is None or len(said) > _LONGEST_NUMBER:
+            self._refuse(200, StatusCode.INTERNAL, "malformed grpc-timeout")
+            return None
+        return min(int(matched[1]) * _UNIT_S[matched[2]], _LONGEST_S)
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata of the client, in order. Values of keys that end in "-bin" are bytes."""
+        if self._metadata is None:
+            self._metadata = [
+                item
+                for name, value in self._fields
+                if name[:1] != b":" and name not in _OURS and not name.startswith(b"grpc-")
+                for item in _entries(name, value)
+            ]
+        return self._metadata
+
+
+def _entries(name: bytes, value: bytes) -> Metadata:
+    key = name.decode("latin-1")
+    if not key.endswith("-bin"):
+        return [(key, _text(value))]
+    # Some clients join several values by commas.
+    return [(key, decoded) for part in value.split(b",") if (decoded := _binary(part)) is not None]
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _binary(value: bytes) -> bytes | None:
+    """Decode base64 with optional padding; return None for other bytes."""
+    try:
+        return base64.b64decode(value.strip() + b"=" * (-len(value.strip()) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        return None
+
+
+def ending_of(error: ShmserveError) -> Ending:
+    """Return the status of a call that failed with this error."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, QueueFull):
+        # The equivalent of HTTP's Retry-After.
+        metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
+    if error.traceparent:
+        metadata += (("traceparent", error.traceparent),)
+    return _STATUS[error.code], _fitting(error.message), metadata
+
+
+def percent_encoded(text: str) -> bytes:
+    """Return the details of a status as gRPC sends them."""
+    return quote(text, safe=_WRITTEN_PLAINLY).encode()
+
+
+def _fitting(text: str) -> str:
+    """Return the text, shortened so that clients accept the trailers, which may have 8 KB."""
+    if len(text) * 12 <= _MOST_DETAILS:  # four bytes a character, each written as %XX
+        return text
+    size = 0
+    for at, char in enumerate(text):
+        size += len(quote(char, safe=_WRITTEN_PLAINLY))
+        if size > _MOST_DETAILS:
+            return f"{text[:at]}..."
+    return text

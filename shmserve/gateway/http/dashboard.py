@@ -1,0 +1,316 @@
+"""The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
+
+GET /live sends the server's figures as server-sent events, one a second, to any number of viewers.
+The first event for a viewer contains all figures; later events contain the models that changed.
+While nobody watches, no scheduler is asked for figures and no timer runs.
+
+GET / returns the page (pages/dashboard.html) with a policy by which a browser runs nothing else. A
+browser sends no token with a typed address. It therefore receives the page with the status of a
+refusal, and the page asks for the token. The page contains no data of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import os
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shmserve import __version__
+from shmserve.common.auth_tokens import METRICS
+from shmserve.common.host import CpuUtilization, memory_bytes, processes
+from shmserve.errors import PermissionDenied, QueueFull, Unauthenticated
+from shmserve.gateway.api import management
+from shmserve.gateway.api.figures import Figures, Row
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.messages import (
+    FETCH_SITE,
+    SERVER_SENT_EVENTS,
+    ChunkedResponse,
+    HttpRequest,
+    HttpResponse,
+)
+from shmserve.ipc import endpoints
+from shmserve.ipc.messages import publications as m
+from shmserve.ipc.transport.frames import unpack
+
+logger = logging.getLogger(__name__)
+
+_MOST_VIEWERS = 32  # scrapes share their listener
+_EVERY_S = 1.0
+_COST = 10  # A snapshot takes at most 1/10 of the time.
+_LONGEST_S = 5.0
+_PROCESSES_EVERY = 5  # snapshots, since /proc is read for each process
+_STATE_S = 1.0
+_HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
+_TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
+_MOST_EVENTS = 100
+_PAGE = Path(__file__).with_name("pages") / "dashboard.html"
+
+
+class LiveFigures:
+    """The feed of figures. A task takes snapshots while the feed has viewers."""
+
+    def __init__(self, gateway: Gateway, run_dir: Path) -> None:
+        self._gateway = gateway
+        self._run_dir = run_dir
+        self._viewers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._ended = False
+        self._number = 0  # of the last look
+        self._whole = self._change = b""
+        self._looked = asyncio.Event()
+
+    async def respond(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
+        """Return the response to a viewer.
+
+        Raises:
+            PermissionDenied: The page of another site sent the request.
+            QueueFull: The feed has its maximum of viewers.
+        """
+        if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
+            raise PermissionDenied("another site's page may not watch this server")
+        if self._viewers >= _MOST_VIEWERS:
+            raise QueueFull(f"{_MOST_VIEWERS} watch this server already")
+        return ChunkedResponse(200, self._events(), _HEADERS)
+
+    def end(self) -> None:
+        """End the responses to all viewers, since the server exits."""
+        self._ended = True
+        self._looked.set()
+
+    async def _events(self) -> AsyncGenerator[Sequence[bytes], None]:
+        seen = 0
+        self._enter()
+        try:
+            while not self._ended:
+                if self._number == seen:
+                    await self._looked.wait()
+                    continue
+                frame = self._change if seen == self._number - 1 else self._whole
+                frame = frame if seen else self._whole
+                seen = self._number
+                yield (frame,)
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        self._viewers += 1
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._look())
+
+    def _leave(self) -> None:
+        self._viewers -= 1
+        if not self._viewers and self._task is not None:
+            self._task.cancel()
+            self._task, self._number = None, 0
+
+    async def _look(self) -> None:
+        watch = EventWatch(self._run_dir)
+        try:
+            await watch.known(_STATE_S)
+            snapshot = _Snapshot(self._gateway, watch)
+            while True:
+                began_s = time.monotonic()
+                self._show(*await snapshot.take(began_s))
+                took_s = time.monotonic() - began_s
+                await asyncio.sleep(min(max(_EVERY_S - took_s, _COST * took_s), _LONGEST_S))
+        except Exception:
+            logger.exception("the server's figures cannot be shown")
+            self.end()
+        finally:
+            watch.close()
+
+    def _show(self, whole: dict[str, Any], change: dict[str, Any]) -> None:
+        self._whole, self._change = (
+            SERVER_SENT_EVENTS.frame(orjson.dumps(e)) for e in (whole, change)
+        )
+        self._number += 1
+        looked, self._looked = self._looked, asyncio.Event()
+        looked.set()
+
+
+class _Snapshot:
+    """Consecutive snapshots of the figures, and the differences between them."""
+
+    def __init__(self, gateway: Gateway, watch: EventWatch) -> None:
+        self._gateway = gateway
+        self._watch = watch
+        self._figures = Figures()
+        self._cpu = CpuUtilization()
+        self._models: dict[str, Row] = {}
+        self._told = 0
+        self._looks = 0
+        self._host: dict[str, Any] = {}
+
+    async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the whole snapshot and its difference from the last snapshot."""
+        gateway, watch = self._gateway, self._watch
+        reports = await management.collect(gateway, gateway.models.all(), logging.DEBUG)
+        before, self._models = self._models, self._rows(self._figures.rows(reports, now_s))
+        newest = list(watch.newest)
+        new, self._told = min(watch.count - self._told, len(newest)), watch.count
+        common = {"at": time.time(), "server": self._server()}
+        changed = {key: row for key, row in self._models.items() if before.get(key) != row}
+        return (
+            {**common, "whole": True, "models": self._models, "events": newest},
+            {
+                **common,
+                "models": changed,
+                "gone": sorted(before.keys() - self._models.keys()),
+                "events": newest[len(newest) - new :],
+            },
+        )
+
+    def _rows(self, rows: dict[str, Row]) -> dict[str, Row]:
+        """Return a row for each model version, including versions that are not ready."""
+        found: dict[str, Row] = {}
+        for model in self._gateway.models.all():
+            key = f"{model.name}/{model.version}"
+            row = {"state": "READY" if model.ready else "STARTING", **rows.get(key, _SILENT)}
+            found[key] = row | ({"steps": model.steps} if model.steps else {})
+        for (name, version), (state, reason) in self._watch.states.items():
+            row = found.setdefault(f"{name}/{version}", {"state": state})
+            if state != "READY" or row["state"] == "READY":
+                row |= {"state": state, "reason": reason}
+            if state == "UNAVAILABLE" and reason not in ("", "unloaded"):
+                row |= {"hurts": 9000, "because": reason}
+        return found
+
+    def _server(self) -> dict[str, Any]:
+        gateway = self._gateway
+        if self._looks % _PROCESSES_EVERY == 0:
+            running = list(processes(os.getppid()))
+            self._host = {
+                "processes": len(running),
+                "resident_bytes": sum(each.resident_bytes for each in running),
+            }
+        self._looks += 1
+        total, used = memory_bytes()
+        regions = [*gateway.regions.all(), *gateway.regions.listed_only()]
+        return {
+            "id": gateway.settings.id,
+            "version": __version__,
+            "ready": gateway.health.ready,
+            "cpu": round(self._cpu.read(), 3),
+            "memory_used": used,
+            "memory_total": total,
+            "regions": len(regions),
+            "region_bytes": sum(region.byte_size for region in regions),
+            "arena_used": gateway.arena.used,
+            "arena_size": gateway.settings.arena_byte_size,
+            **self._host,
+        }
+
+
+_SILENT: Row = {"hurts": 5000, "because": "its scheduler does not report"}
+
+
+class EventWatch:
+    """A subscriber to the supervisor's events.
+
+    Attributes:
+        states: The state and the reason of each model version, including those that do not serve.
+        newest: The latest events, oldest first.
+        count: The number of events since the start.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.states: dict[tuple[str, str], tuple[str, str]] = {}
+        self.newest: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self.count = 0
+        import zmq.asyncio  # A gateway whose figures are never watched does without it.
+
+        self._mine = secrets.token_hex(8)
+        self._known = asyncio.Event()
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.connect(endpoints.events(run_dir))
+        for topic in (*_TOPICS, m.RECENT + self._mine, m.SNAPSHOT + self._mine):
+            self._socket.subscribe(topic)
+        self._task = asyncio.get_running_loop().create_task(self._read())
+
+    async def known(self, within_s: float) -> None:
+        """Wait until the server's state has arrived, at most `within_s` seconds."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._known.wait()
+        except TimeoutError:
+            pass  # No events are published: the figures are shown without states.
+
+    async def _read(self) -> None:
+        while True:
+            topic, frame = await self._socket.recv_multipart()
+            header, *events = unpack(frame)
+            for event in events:
+                if type(event) is m.ModelChanged:
+                    self._changed(event)
+                if not topic.startswith(m.SNAPSHOT.encode()):
+                    shown = {"time": header.time_ns / 1e9, "event": type(event).__name__}
+                    self.newest.append(shown | asdict(event))
+                    self.count += 1
+            if topic.startswith(m.SNAPSHOT.encode()):
+                self._known.set()
+
+    def _changed(self, event: m.ModelChanged) -> None:
+        key = event.name, event.version
+        if event.state:
+            self.states[key] = event.state, event.reason
+        else:
+            self.states.pop(key, None)
+
+    def close(self) -> None:
+        """Cancel the subscription."""
+        self._task.cancel()
+        self._context.destroy(linger=0)
+
+
+async def page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Return the page.
+
+    Raises:
+        PermissionDenied: The request has a token of other scopes.
+    """
+    body, headers = _page()
+    refusal = request.connection.client.refuse(METRICS, request.headers)
+    if refusal is None:
+        return HttpResponse(200, (body,), headers)
+    if not isinstance(refusal, Unauthenticated):
+        raise refusal
+    return HttpResponse(refusal.status, (body,), headers + b"WWW-Authenticate: Bearer\r\n")
+
+
+@cache
+def _page() -> tuple[bytes, bytes]:
+    body = _PAGE.read_bytes()
+    policy = (
+        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; "
+        f"style-src {_hash(body, b'style')}; script-src {_hash(body, b'script')}"
+    )
+    headers = (
+        "Content-Type: text/html; charset=utf-8\r\n"
+        f"Content-Security-Policy: {policy}\r\n"
+        "Referrer-Policy: no-referrer\r\n"
+        "Cache-Control: no-cache\r\n"
+    )
+    return body, headers.encode()
+
+
+def _hash(body: bytes, tag: bytes) -> str:
+    """Return the policy's source for the only element with this tag."""
+    (text,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"

@@ -1,0 +1,353 @@
+"""HTTP requests and responses as handlers use them, and streams of JSON texts.
+
+A response is written with back-pressure. The pieces of a small response are gathered into one
+write, large pieces are sent without a copy, and a chunked response is produced while it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, final
+
+import orjson
+from aiohttp import StreamReader
+from aiohttp.http import HttpVersion10, RawRequestMessage
+from multidict import CIMultiDictProxy, istr
+
+from shmserve.errors import ShmserveError
+from shmserve.gateway.client_identity import ClientIdentity
+
+ACCEPT = istr("Accept")
+ACCEPT_ENCODING = istr("Accept-Encoding")
+CONTENT_ENCODING = istr("Content-Encoding")
+CONTENT_LENGTH = istr("Content-Length")
+EXPECT = istr("Expect")
+FETCH_SITE = istr("Sec-Fetch-Site")
+HEADER_LENGTH = istr("Inference-Header-Content-Length")
+TRACEPARENT = istr("traceparent")
+TRANSFER_ENCODING = istr("Transfer-Encoding")
+
+
+class HttpChannel(Protocol):
+    """The connection of a request and its response."""
+
+    transport: asyncio.Transport | None
+    client: ClientIdentity
+
+    @property
+    def writing_paused(self) -> bool:
+        """Whether the client reads more slowly than the server writes."""
+
+    async def drain(self) -> None:
+        """Wait until the client has read what was written.
+
+        Raises:
+            ConnectionError: The client has disconnected.
+        """
+
+
+@final
+class WholeBody:
+    """A body that was received in one piece with its head.
+
+    The class has the methods of an ended aiohttp.StreamReader that handlers use. `data` is the part
+    that was not read yet.
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = data
+
+    def is_eof(self) -> bool:
+        """Return whether the body has ended."""
+        return True
+
+    def read_nowait(self) -> bytes:
+        """Return the rest of the body."""
+        data, self.data = self.data, b""
+        return data
+
+    async def readany(self) -> bytes:
+        """Return the rest of the body, or b"" at its end."""
+        return self.read_nowait()
+
+
+class BegunRequest(Protocol):
+    """A request in flight that no task handles."""
+
+    request: HttpRequest
+
+    async def response(self) -> Any:
+        """Return the response once it has arrived."""
+
+    def cancel(self) -> None:
+        """Cancel the request, since the client has disconnected."""
+
+
+# Writes the bytes of a response. None: a task makes the response with `BegunRequest.response`.
+Answer = Callable[[bytes | None], None]
+# Begins a request with this body, which is answered once, later. None: a handler is needed.
+Repeat = Callable[[bytes, Answer], BegunRequest | None]
+
+
+@final
+class HttpRequest:
+    """Method, target (path and query as sent), headers, and the stream of the body.
+
+    A connection reuses the object, with another body, for requests whose heads are equal.
+
+    Attributes:
+        match: The route of the head and the parts of the path, once the client was authorised.
+        repeat: Begins a request that equals an earlier one at once, without a task.
+        begun: The request that `repeat` has begun and that needs a task nevertheless.
+        is_http10: Whether the client lacks chunks, and keep-alive by default.
+        closes: Whether the connection ends with this request.
+    """
+
+    __slots__ = (
+        *("begun", "closes", "connection", "content", "headers", "is_http10", "match", "method"),
+        *("repeat", "target"),
+    )
+
+    def __init__(
+        self,
+        message: RawRequestMessage,
+        content: StreamReader | WholeBody,
+        connection: HttpChannel,
+    ) -> None:
+        self.method: str = message.method
+        self.target: str = message.path
+        self.headers: CIMultiDictProxy[str] = message.headers
+        self.is_http10: bool = message.version <= HttpVersion10
+        self.closes: bool = message.should_close or message.upgrade
+        self.content = content
+        self.connection = connection
+        self.match: Any = None
+        self.repeat: Repeat | None = None
+        self.begun: BegunRequest | None = None
+
+
+# A larger response is written piece by piece, as fast as the client reads.
+_WHOLE = 256 * 1024
+_PIECE = 1024 * 1024
+
+JSON = b"Content-Type: application/json\r\n"
+
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Length: ".encode()
+    for status in http.HTTPStatus
+}
+
+
+@dataclass(slots=True, eq=False)
+class HttpResponse:
+    """A whole response.
+
+    `headers` are complete lines. `on_sent` runs once `pieces` are no longer needed.
+    """
+
+    status: int = 200
+    pieces: Sequence[bytes | memoryview] = ()
+    headers: bytes = b""
+    close: bool = field(default=False, kw_only=True)
+    on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
+
+    def head(self, request: HttpRequest | None, size: int) -> bytes:
+        """Return the status line and the headers; a malformed request is None."""
+        connection = b""
+        if self.close:
+            connection = b"Connection: close\r\n"
+        elif request is not None and request.is_http10:
+            connection = b"Connection: keep-alive\r\n"
+        values = (_STATUS_LINES[self.status], size, connection, self.headers)
+        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
+
+    async def send(self, request: HttpRequest, stall_s: float) -> None:
+        """Write the response. A client that reads nothing for `stall_s` seconds is disconnected.
+
+        Raises:
+            ConnectionError: The client has disconnected.
+        """
+        transport = _open_transport(request)
+        size = sum(map(len, self.pieces))
+        head = self.head(request, size)
+        if request.method == "HEAD":
+            transport.write(head)
+        elif size <= _WHOLE:
+            transport.write(b"".join((head, *self.pieces)))
+        else:
+            await self._stream(request, transport, head, stall_s)
+        if request.connection.writing_paused:
+            await drain(request.connection, transport, stall_s)
+
+    async def _stream(
+        self, request: HttpRequest, transport: asyncio.Transport, head: bytes, stall_s: float
+    ) -> None:
+        # The transport may keep nothing queued: the pieces' memory is released after the last.
+        transport.set_write_buffer_limits(high=0)
+        try:
+            transport.write(head)
+            for piece in self.pieces:
+                for at in range(0, len(piece), _PIECE):
+                    transport.write(piece[at : at + _PIECE])
+                    if request.connection.writing_paused:
+                        await drain(request.connection, transport, stall_s)
+        finally:
+            transport.set_write_buffer_limits()
+
+
+class ChunkedResponse(HttpResponse):
+    """A response whose body is produced in chunks while it is sent, with back-pressure.
+
+    `batches` yields chunks that are written together, once the client has read the chunks before.
+    A client of HTTP/1.0 receives the bytes without chunks, followed by the connection's end.
+    """
+
+    __slots__ = ("_batches",)
+
+    def __init__(
+        self, status: int, batches: AsyncGenerator[Sequence[bytes], None], headers: bytes = b""
+    ) -> None:
+        super().__init__(status, (), headers)
+        self._batches = batches
+
+    async def send(self, request: HttpRequest, stall_s: float) -> None:
+        """Write the chunks. An exception of `batches` ends the connection."""
+        transport = _open_transport(request)
+        chunked = not request.is_http10
+        self.close = self.close or not chunked
+        transport.write(self._head(chunked=chunked))
+        async with contextlib.aclosing(self._batches) as batches:
+            async for chunks in batches:
+                framed = map(_framed, filter(None, chunks)) if chunked else chunks
+                transport.write(b"".join(framed))
+                if request.connection.writing_paused:
+                    await drain(request.connection, transport, stall_s)
+        if chunked:
+            transport.write(b"0\r\n\r\n")
+
+    def _head(self, *, chunked: bool) -> bytes:
+        phrase = http.HTTPStatus(self.status).phrase.encode()
+        lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
+        if chunked:
+            lines.append(b"Transfer-Encoding: chunked\r\n")
+        if self.close:
+            lines.append(b"Connection: close\r\n")
+        return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
+
+
+def _framed(chunk: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(chunk), chunk)
+
+
+def _open_transport(request: HttpRequest) -> asyncio.Transport:
+    transport = request.connection.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError("the client is gone")
+    return transport
+
+
+async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_s: float) -> None:
+    """Wait until the client has read what was written.
+
+    A client that reads nothing for `stall_s` seconds is disconnected, with ConnectionResetError.
+    """
+    try:
+        async with asyncio.timeout(stall_s):
+            await channel.drain()
+    except TimeoutError:
+        transport.abort()
+        raise ConnectionResetError("the client does not read its response") from None
+
+
+_OK = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % _STATUS_LINES[200]
+
+
+def written(headers: bytes, pieces: Sequence[bytes | memoryview]) -> bytes:
+    """Return the bytes of a response of status 200 on a connection that stays open."""
+    return b"".join((_OK % (sum(map(len, pieces)), headers), *pieces))
+
+
+def json_response(value: Any) -> HttpResponse:
+    """Return a response with `value` as JSON."""
+    return HttpResponse(200, (orjson.dumps(value),), JSON)
+
+
+# Encodes an error as the body of a response.
+ErrorForm = Callable[[ShmserveError], bytes]
+
+
+def triton_error(error: ShmserveError) -> bytes:
+    """Return {"error": message}, the body of Triton's API."""
+    return error_json(error.message)
+
+
+def traced(traceparent: str) -> bytes:
+    """Return the header that identifies the trace of a request."""
+    return b"traceparent: %b\r\n" % traceparent.encode()
+
+
+def error_response(
+    error: ShmserveError,
+    form: ErrorForm = triton_error,
+    *,
+    headers: bytes = b"",
+    close: bool = False,
+) -> HttpResponse:
+    """Return the response of an error."""
+    return HttpResponse(error.status, (form(error),), JSON + headers, close=close)
+
+
+class Framing(NamedTuple):
+    """A framing of JSON texts, which contain no line breaks, in a stream."""
+
+    content_type: bytes
+    prefix: bytes
+    suffix: bytes
+
+    def frame(self, json: bytes) -> bytes:
+        """Return one framed text."""
+        return b"%b%b%b" % (self.prefix, json, self.suffix)
+
+    def error(self, message: str) -> bytes:
+        """Return a framed error."""
+        return self.frame(error_json(message))
+
+
+SERVER_SENT_EVENTS = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
+JSON_LINES = Framing(b"application/x-ndjson", b"", b"\n")
+_BY_TYPE = {"text/event-stream": SERVER_SENT_EVENTS, "application/x-ndjson": JSON_LINES}
+
+
+def error_json(message: str) -> bytes:
+    """Return {"error": message}.
+
+    Surrogates, which represent bytes of a request's head that are not UTF-8, become question marks.
+    """
+    try:
+        return orjson.dumps({"error": message})
+    except TypeError:
+        return orjson.dumps({"error": message.encode(errors="replace").decode()})
+
+
+@lru_cache(maxsize=64)
+def accepted(header: str) -> Framing | None:
+    """Return the first framing that an Accept header names, or None."""
+    for entry in header.lower().split(","):
+        media_type, *parameters = (part.strip() for part in entry.split(";"))
+        framing = _BY_TYPE.get(media_type)
+        if framing is not None and not any(_is_zero(parameter) for parameter in parameters):
+            return framing
+    return None
+
+
+def _is_zero(parameter: str) -> bool:
+    """Return whether a parameter is a quality of 0."""
+    name, _, value = parameter.partition("=")
+    return name.strip() == "q" and not value.strip().strip("0.")

@@ -1,0 +1,141 @@
+"""Traces for OpenTelemetry: spans by OTLP over HTTP, sent by its SDK, in a thread of its own.
+
+InferRequest ──> receive, a model, encode
+                     └──> queue, compute_input, compute, compute_output
+                     └──> steps of an ensemble, models that were called, each with the same
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+import shmserve
+from shmserve.gateway.request_trace import RequestTrace
+from shmserve.ipc.trace import Span
+
+_PHASES = (
+    ("queue", "enqueued_ns", "compute_start_ns"),
+    ("compute_input", "compute_start_ns", "input_end_ns"),
+    ("compute", "input_end_ns", "output_start_ns"),
+    ("compute_output", "output_start_ns", "compute_end_ns"),
+)
+_LAST_S = 1.0
+_OF_PROCESSOR = {  # Triton's names of its settings
+    "bsp_max_queue_size": "max_queue_size",
+    "bsp_schedule_delay": "schedule_delay_millis",
+    "bsp_max_export_batch_size": "max_export_batch_size",
+}
+
+
+class Exporter:
+    """Sends traces to where the exporter's settings say, or OTEL_EXPORTER_OTLP_ENDPOINT, or else
+    http://localhost:4318."""
+
+    def __init__(self, settings: Iterable[Sequence[str]]) -> None:
+        urls = [value for name, value in settings if name == "url"]
+        given = [value.partition("=")[::2] for name, value in settings if name == "resource"]
+        numbers: dict[str, Any] = {
+            _OF_PROCESSOR[name]: int(value) for name, value in settings if name in _OF_PROCESSOR
+        }
+        about = {"service.name": "shmserve", "service.version": shmserve.__version__}
+        self._resource = Resource.create(about | dict(given))
+        exporter = OTLPSpanExporter(endpoint=urls[-1] if urls else None)
+        self._processor: Any = BatchSpanProcessor(exporter, **numbers)
+
+    def export(self, trace: RequestTrace) -> None:
+        """Send a request that has ended, soon."""
+        # All times are of one clock, which OpenTelemetry's are not.
+        epoch_ns = time.time_ns() - time.monotonic_ns()
+        for span in self._spans(trace, epoch_ns):
+            self._processor.on_end(span)
+
+    def close(self) -> None:
+        """Send what is still to be sent, unless nobody takes it in time."""
+        sending = threading.Thread(target=self._processor.shutdown, daemon=True)
+        sending.start()
+        sending.join(_LAST_S)
+
+    def _spans(self, trace: RequestTrace, epoch_ns: int) -> Iterator[ReadableSpan]:
+        trace_id = trace.context.trace_id
+        about = _attributes(trace.model, trace.version, trace.request_id)
+        yield self._span(
+            *("InferRequest", trace_id, trace.context.span_id, trace.context.parent_id),
+            *(trace.arrived_ns + epoch_ns, trace.ended_ns + epoch_ns),
+            about,
+            SpanKind.SERVER,
+            trace.error,
+        )
+        for name, start_ns, end_ns in () if trace.local else _of_gateway(trace):
+            times = (start_ns + epoch_ns, end_ns + epoch_ns)
+            span_id = os.urandom(8).hex()
+            yield self._span(name, trace_id, span_id, trace.context.span_id, *times, {})
+        for span in trace.spans:
+            times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
+            parent_id = span.parent_id
+            if span.span_id == trace.scheduler.span_id:  # the gateway has it from then on
+                times = (trace.submitted_ns + epoch_ns, times[1])
+                parent_id = trace.context.span_id
+            about = _attributes(span.model, span.version, span.request_id)
+            about["shmserve.batch_size"] = span.batch_size
+            if span.closed:
+                about["shmserve.batch_closed"] = span.closed
+            yield self._span(span.model, trace_id, span.span_id, parent_id, *times, about)
+            yield from self._phases(trace_id, span, epoch_ns)
+
+    def _phases(self, trace_id: str, span: Span, epoch_ns: int) -> Iterator[ReadableSpan]:
+        if not span.compute_start_ns:
+            return
+        for name, start, end in _PHASES:
+            times = (getattr(span, start) + epoch_ns, getattr(span, end) + epoch_ns)
+            yield self._span(name, trace_id, os.urandom(8).hex(), span.span_id, *times, {})
+
+    def _span(
+        self,
+        name: str,
+        trace_id: str,
+        span_id: str,
+        parent_id: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: dict[str, Any],
+        kind: SpanKind = SpanKind.INTERNAL,
+        error: str = "",
+    ) -> ReadableSpan:
+        return ReadableSpan(
+            name,
+            _context(trace_id, span_id),
+            _context(trace_id, parent_id) if parent_id else None,
+            self._resource,
+            attributes,
+            kind=kind,
+            status=Status(StatusCode.ERROR, error) if error else Status(),
+            start_time=start_ns,
+            end_time=end_ns,
+        )
+
+
+def _of_gateway(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
+    """What a gateway did for a request: read and placed it, and encoded its response."""
+    yield "receive", trace.arrived_ns, trace.submitted_ns
+    if trace.answered_ns:
+        yield "encode", trace.answered_ns, trace.ended_ns
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), False, TraceFlags(TraceFlags.SAMPLED))
+
+
+def _attributes(model: str, version: str, request_id: str) -> dict[str, Any]:
+    """By Triton's names."""
+    about = {"triton.model_name": model, "triton.model_version": int(version)}
+    return about | ({"triton.request_id": request_id} if request_id else {})

@@ -1,0 +1,191 @@
+"""Traces of requests: an explanation in the response, a log line, an entry in Triton's trace file,
+or spans for OpenTelemetry.
+
+    begin ──> Submit.trace ... response ──answered──> explanation, if asked for ──> finish
+                                                       log, file, collector <─────────┘
+
+The file is a JSON array. Each request, and each request of an ensemble's step or of a model's call,
+has an entry with its names and an entry with its timestamps (monotonic ns). Several gateways write
+to the file. Each write holds a lock and leaves a complete array.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import gc
+import itertools
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from shmserve.common.trace_settings import OPENTELEMETRY, Sampler, Samplers, TraceSettings
+from shmserve.gateway.request_trace import RequestTrace, entries_of
+from shmserve.ipc.messages.supervision import RequestTraced
+from shmserve.ipc.trace import TraceContext, unpack_spans, within
+
+logger = logging.getLogger(__name__)
+
+
+_NS_PER_MS = 1_000_000
+_HELD_S = 1.0  # A trace waits this long to be written together with later traces.
+
+
+def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
+    """Append entries to the JSON array in a file, which is created if it is missing.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: The file does not end with a JSON array.
+    """
+    text = json.dumps(entries)[1:-1].encode()
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not file.seek(0, os.SEEK_END):
+            file.write(b"[" + text + b"]")
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"]":
+            raise ValueError("it is no array of traces")
+        file.seek(-1, os.SEEK_END)
+        file.write(b"," + text + b"]")
+
+
+def next_file(path: str) -> str:
+    """Create the next of the files PATH.0, PATH.1, ..., and return its path."""
+    for number in itertools.count():
+        name = f"{path}.{number}"
+        try:
+            Path(name).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return name
+    raise AssertionError  # unreachable
+
+
+class Tracer:
+    """The traces of a gateway.
+
+    Attributes:
+        active: Whether requests are traced that do not ask for a trace.
+    """
+
+    def __init__(self, slow_request_ms: int = 0, protocol: str = "HTTP") -> None:
+        """Create a tracer without settings.
+
+        Args:
+            slow_request_ms: The duration from which requests are logged; 0 logs none.
+            protocol: "HTTP" or "GRPC".
+        """
+        self._slow_ns = slow_request_ms * _NS_PER_MS
+        self._protocol = protocol
+        self._samplers = Samplers()
+        self._writing: asyncio.TimerHandle | None = None
+        self._exporter: Any = None  # otel.Exporter, if settings ask for it
+        self.active = self._slow_ns > 0
+
+    def use(self, settings: dict[str, dict[str, Any]]) -> None:
+        """Apply settings by model; "" has the settings of all other models."""
+        self._write_all()
+        self._samplers.set(settings)
+        common = TraceSettings(**settings[""])
+        if common.trace_mode == OPENTELEMETRY and self._exporter is None:
+            # OpenTelemetry is an optional dependency, and slow to import.
+            from shmserve.gateway.otel import Exporter
+
+            self._exporter = Exporter(common.exporter)
+            gc.freeze()  # The garbage collector need not scan the modules.
+        self.active = self._slow_ns > 0 or self._samplers.on
+
+    def begin(
+        self,
+        model: str,
+        version: str,
+        request_id: str,
+        arrived_ns: int,
+        traceparent: str,
+        explained: bool,
+    ) -> RequestTrace | None:
+        """Return the trace of a request that is about to be submitted, or None."""
+        caller = TraceContext.of_header(traceparent) if traceparent else None
+        sampled = self._samplers.of(model).samples(None if caller is None else caller.sampled)
+        if not (explained or sampled or caller or self._slow_ns):
+            return None
+        if caller is None:
+            context = TraceContext.new(sampled)
+        else:
+            context = caller.child(sampled or caller.sampled)
+        of_model = (model, version, request_id)
+        return RequestTrace(self.finish, *of_model, context, arrived_ns, explained, sampled)
+
+    def take(self, message: RequestTraced) -> None:
+        """Record the trace of a local client's request, which no gateway has received."""
+        own = TraceContext.of(message.trace)
+        context = own._replace(span_id=os.urandom(8).hex())
+        of_model = (message.model, message.version, message.request_id)
+        trace = RequestTrace(
+            self.finish, *of_model, context, message.arrived_ns, False, message.sampled, True
+        )
+        trace.scheduler, trace.submitted_ns = own, message.arrived_ns
+        trace.ended_ns, trace.error = message.ended_ns, message.error
+        trace.spans = within(unpack_spans(message.spans), own.span_id)
+        self.finish(trace)
+
+    def finish(self, trace: RequestTrace) -> None:
+        """Log, export or write the trace of a request that has ended."""
+        if self._slow_ns and trace.ended_ns - trace.arrived_ns > self._slow_ns:
+            _log_slow(trace)
+        if trace.sampled and self._exporter is not None:
+            self._exporter.export(trace)
+        elif trace.sampled:
+            sampler = self._samplers.of(trace.model)
+            sampler.pending.append(trace)
+            if len(sampler.pending) == sampler.settings.log_frequency:
+                self._write(sampler)
+            elif self._writing is None:
+                loop = asyncio.get_running_loop()
+                self._writing = loop.call_later(_HELD_S, self._write_all)
+
+    def close(self) -> None:
+        """Write or send the pending traces."""
+        self._write_all()
+        if self._exporter is not None:
+            self._exporter.close()
+
+    def _write_all(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+        for sampler in self._samplers.all:
+            if sampler.pending:
+                self._write(sampler)
+
+    def _write(self, sampler: Sampler) -> None:
+        traces, sampler.pending = sampler.pending, []
+        settings = sampler.settings
+        path = settings.trace_file
+        if not path:
+            return
+        protocols = ("" if trace.local else self._protocol for trace in traces)
+        made = map(entries_of, traces, protocols)
+        entries = [each for entries in made for each in entries]
+        try:
+            append_entries(next_file(path) if settings.log_frequency else path, entries)
+        except (OSError, ValueError) as error:
+            logger.error("%d traces cannot be written to '%s': %s", len(traces), path, error)
+
+
+def _log_slow(trace: RequestTrace) -> None:
+    durations = trace.explanation(trace.ended_ns)
+    if trace.answered_ns:
+        durations["encode_us"] = (trace.ended_ns - trace.answered_ns) // 1000
+    if trace.error:
+        durations["error"] = trace.error
+    logger.warning(
+        "inference of model '%s' was slow: %s",
+        trace.model,
+        json.dumps(durations),
+        extra={"request_id": trace.request_id, "trace_id": trace.context.trace_id},
+    )

@@ -1,0 +1,307 @@
+"""Completion of a configuration: defaults for fields that its author leaves open, and fields that a
+loaded model reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from shmserve.ipc.engine_settings import GENERATIVE
+from shmserve.ipc.engine_settings import PARAMETER as ENGINE
+from shmserve.ipc.model_settings import (
+    MAX_INSTANCES,
+    MAX_STREAMS,
+    MIN_INSTANCES,
+    PADDING,
+    STRATEGY,
+    TARGET,
+)
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
+from shmserve.model_config.parse import from_json
+from shmserve.proto.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+)
+
+LIBTORCH = "pytorch_libtorch"
+ONNX = "onnxruntime_onnx"
+# Of platforms and their backends: Triton's older field for the same.
+PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
+ENSEMBLE = "ensemble"
+_DEFAULT_SEQUENCE_IDLE_US = 1_000_000
+_TORCH_FILES = ("model.pt", "model.pt2")
+_ONNX_FILE = "model.onnx"
+CHECKPOINT = "config.json"  # of a model of Hugging Face's, beside its weights
+_WEIGHTS = ".safetensors"
+_ONNX_CPU_INSTANCES = 2
+_COMPLETABLE = (
+    "max_batch_size",
+    "input",
+    "output",
+    "dynamic_batching",
+    "sequence_batching",
+    "model_transaction_policy",
+    "batch_input",
+    "batch_output",
+    "instance_group",
+)
+# Of the parameters, what a class may have as an attribute.
+_PARAMETERS = (STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING, ENGINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDefaults:
+    """The server's values for what a model does not set itself.
+
+    `dynamic_batching`: models that batch and name no scheduler get the dynamic batcher.
+    `max_batch_size` and `max_queue_delay_us` (microseconds) are for models that do not write that
+    field; None leaves them at 0.
+    """
+
+    dynamic_batching: bool = False
+    max_batch_size: int | None = None
+    max_queue_delay_us: int | None = None
+
+
+def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:
+    """`config` with name, backend, platform and default_model_filename, as far as they are known.
+
+    `files` are the names in the model's newest version folder. What is still empty afterwards is
+    for `validate` to report.
+    """
+    found = _copy(config)
+    if not found.name:
+        found.name = model_name
+    if found.platform == ENSEMBLE:
+        return found
+    if not found.backend:
+        found.backend = _backend(found, files)
+    if found.backend == "pytorch":
+        _fill_torch(found, files)
+    elif found.backend == "python" and not found.default_model_filename:
+        found.default_model_filename = "model.py"
+    elif found.backend == "onnxruntime":
+        found.platform = found.platform or ONNX
+        found.default_model_filename = found.default_model_filename or _ONNX_FILE
+    return found
+
+
+def normalise(
+    config: ModelConfig, model_name: str, gpu_count: int, defaults: ModelDefaults | None = None
+) -> ModelConfig:
+    """`config` with every default written out; what the model sets itself stays.
+
+    Done before the model completes its configuration (without `defaults`: a model's own word
+    counts for more than the server's) and again after (with them). Idempotent. `gpu_count` is the
+    number of accelerators of the host.
+    """
+    full = _copy(config)
+    if not full.name:
+        full.name = model_name
+    if defaults is not None and not full.HasField("ensemble_scheduling"):
+        _apply_defaults(full, defaults)
+    if not full.HasField("version_policy"):
+        full.version_policy.latest.num_versions = 1
+    _fill_scheduling(full)
+    if not full.HasField("ensemble_scheduling"):
+        _fill_pinned_memory(full)
+        _fill_instances(full, gpu_count)
+    return full
+
+
+def _copy(config: ModelConfig) -> ModelConfig:
+    duplicate = ModelConfig()
+    duplicate.CopyFrom(config)
+    return duplicate
+
+
+def _backend(config: ModelConfig, files: Collection[str]) -> str:
+    if config.platform:
+        return PLATFORMS.get(config.platform, "")
+    named = config.default_model_filename
+    present = [name for name in (*_TORCH_FILES, _ONNX_FILE, "model.py") if name in files]
+    file = named or (present[0] if present else "")
+    if not file and CHECKPOINT in files and any(name.endswith(_WEIGHTS) for name in files):
+        return GENERATIVE
+    if file.endswith((".pt", ".pt2")):
+        return "pytorch"
+    if file.endswith(".onnx"):
+        return "onnxruntime"
+    return "python" if file.endswith(".py") else ""
+
+
+def _fill_torch(config: ModelConfig, files: Collection[str]) -> None:
+    if not config.platform and config.runtime != "model.py":
+        config.platform = LIBTORCH
+    if not config.default_model_filename:
+        candidates = ["model.py"] if config.runtime == "model.py" else [*_TORCH_FILES, "model.py"]
+        present = [name for name in candidates if name in files]
+        config.default_model_filename = (present or candidates)[0]
+
+
+def _apply_defaults(config: ModelConfig, defaults: ModelDefaults) -> None:
+    if defaults.max_batch_size is not None and not config.HasField("max_batch_size"):
+        config.max_batch_size = defaults.max_batch_size
+    undecided = config.WhichOneof("scheduling_choice") is None
+    if defaults.dynamic_batching and undecided and config.max_batch_size > 0:
+        config.dynamic_batching.SetInParent()
+    if not config.HasField("dynamic_batching") or defaults.max_queue_delay_us is None:
+        return
+    if not config.dynamic_batching.HasField("max_queue_delay_microseconds"):
+        config.dynamic_batching.max_queue_delay_microseconds = defaults.max_queue_delay_us
+
+
+def _fill_scheduling(config: ModelConfig) -> None:
+    largest = [config.max_batch_size] if config.max_batch_size > 0 else []
+    if config.HasField("dynamic_batching"):
+        if not config.dynamic_batching.preferred_batch_size:
+            config.dynamic_batching.preferred_batch_size.extend(largest)
+    elif config.HasField("sequence_batching"):
+        batching = config.sequence_batching
+        if batching.max_sequence_idle_microseconds == 0:
+            batching.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
+        if batching.HasField("oldest") and not batching.oldest.preferred_batch_size:
+            batching.oldest.preferred_batch_size.extend(largest)
+
+
+def _fill_pinned_memory(config: ModelConfig) -> None:
+    optimization = config.optimization
+    if not optimization.HasField("input_pinned_memory"):
+        optimization.input_pinned_memory.enable = True
+    if not optimization.HasField("output_pinned_memory"):
+        optimization.output_pinned_memory.enable = True
+
+
+def _fill_instances(config: ModelConfig, gpu_count: int) -> None:
+    if not config.instance_group:
+        config.instance_group.add(name=config.name)
+    for index, group in enumerate(config.instance_group):
+        if not group.name:
+            group.name = f"{config.name}_{index}"
+        if group.kind == ModelInstanceGroup.KIND_AUTO:
+            usable = gpu_count > 0 and all(0 <= gpu < gpu_count for gpu in group.gpus)
+            group.kind = ModelInstanceGroup.KIND_GPU if usable else ModelInstanceGroup.KIND_CPU
+        if group.count < 1:
+            on_cpu = group.kind == ModelInstanceGroup.KIND_CPU
+            twice = on_cpu and config.backend == "onnxruntime"  # as Triton has it
+            group.count = _ONNX_CPU_INSTANCES if twice else 1
+        if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
+            group.gpus.extend(range(gpu_count))
+
+
+def merge_autocomplete(
+    config: ModelConfig, completed: dict[str, Any], source: Source = UNWRITTEN
+) -> ModelConfig:
+    """`config`, and of `completed` what `config` leaves open.
+
+    `completed` is a configuration in JSON form, whole or only what the model adds; of it only
+    max_batch_size, input, output, batch_input, batch_output, dynamic_batching, sequence_batching
+    (where `config` has no scheduler), a class's instance_group and model_transaction_policy count,
+    and of its parameters `batching_strategy`, `target_p99_ms`, `max_streams`, `min_instances`,
+    `max_instances`, `padding` and `engine`. What the author wrote (in `source`) stays, but for a
+    max_batch_size that the model raises.
+
+    Raises InvalidArgument, one line a conflict as `Source.check` writes it, where the model
+    contradicts it.
+    """
+    given = {name: completed[name] for name in _COMPLETABLE if name in completed}
+    parameters = completed.get("parameters") or {}
+    given["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
+    model = from_json(given, "auto-completed configuration")
+    merged = _copy(config)
+    conflicts = _merge_batching(merged, model, stated="max_batch_size" in given)
+    for name in model.parameters:
+        if name not in merged.parameters:
+            merged.parameters[name].CopyFrom(model.parameters[name])
+    unwritten = not any(key[0] == "instance_group" for key in source.places)
+    if config.backend == "native" and unwritten and model.instance_group:
+        # What `config` has of them was not written, but filled in.
+        merged.ClearField("instance_group")
+        merged.instance_group.extend(model.instance_group)
+    if not merged.batch_input:
+        merged.batch_input.extend(model.batch_input)
+    if not merged.batch_output:
+        merged.batch_output.extend(model.batch_output)
+    for kind, written, derived in (
+        ("input", merged.input, model.input),
+        ("output", merged.output, model.output),
+    ):
+        places: dict[str, int] = {}
+        for index, name in enumerate([known.name for known in written]):
+            places.setdefault(name, index)
+        for tensor in derived:
+            index = places.setdefault(tensor.name, len(written))
+            if index < len(written):
+                conflicts += _merge_tensor(config.name, (kind, index), written[index], tensor)
+            else:
+                written.add().CopyFrom(tensor)  # type: ignore[arg-type]
+    source.check(merged, conflicts)
+    return merged
+
+
+def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) -> list[Problem]:
+    conflicts = []
+    name = merged.name
+    if stated and merged.max_batch_size > model.max_batch_size:
+        text = (
+            f"configuration specified max_batch_size {merged.max_batch_size}, but in "
+            f"auto-complete-config function for model '{name}' specified max_batch_size "
+            f"{model.max_batch_size}"
+        )
+        conflicts.append(Problem(("max_batch_size",), text))
+    elif model.max_batch_size > merged.max_batch_size:
+        merged.max_batch_size = model.max_batch_size
+    chosen = merged.WhichOneof("scheduling_choice")
+    if model.HasField("dynamic_batching"):
+        if chosen is None:
+            merged.dynamic_batching.CopyFrom(model.dynamic_batching)
+        elif chosen != "dynamic_batching":
+            text = (
+                f"Configuration specified scheduling_choice as '{chosen}', but "
+                f"auto-complete-config function for model '{name}' tries to set "
+                f"scheduling_choice as 'dynamic_batching'"
+            )
+            conflicts.append(Problem((chosen,), text))
+    if model.HasField("sequence_batching") and chosen is None:
+        merged.sequence_batching.CopyFrom(model.sequence_batching)
+    if model.HasField("model_transaction_policy"):
+        decoupled = merged.model_transaction_policy.decoupled
+        if not merged.HasField("model_transaction_policy"):
+            merged.model_transaction_policy.CopyFrom(model.model_transaction_policy)
+        elif decoupled != model.model_transaction_policy.decoupled:
+            text = (
+                f"trying to change decoupled property in auto-complete-config for model '{name}', "
+                f"which is already set to '{decoupled}'."
+            )
+            conflicts.append(Problem(("model_transaction_policy", "decoupled"), text))
+    return conflicts
+
+
+def _merge_tensor(
+    model_name: str, at: Key, written: ModelInput | ModelOutput, derived: ModelInput | ModelOutput
+) -> list[Problem]:
+    if written.data_type and derived.data_type and written.data_type != derived.data_type:
+        text = (
+            f"unable to load model '{model_name}', configuration expects datatype "
+            f"{DataType.Name(written.data_type)} for {at[0]} '{written.name}', model provides "
+            f"{DataType.Name(derived.data_type)}"
+        )
+        return [Problem((*at, "data_type"), text)]
+    if written.dims and derived.dims and written.dims != derived.dims:
+        text = (
+            f"model '{model_name}', tensor '{written.name}': the model expects dims "
+            f"{list(derived.dims)} but the model configuration specifies dims {list(written.dims)}"
+        )
+        return [Problem((*at, "dims"), text)]
+    if not written.data_type:
+        written.data_type = derived.data_type
+    if not written.dims:
+        written.dims.extend(derived.dims)
+    if isinstance(written, ModelInput) and isinstance(derived, ModelInput):
+        written.optional |= derived.optional
+        written.allow_ragged_batch |= derived.allow_ragged_batch
+    return []

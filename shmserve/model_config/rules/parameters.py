@@ -1,0 +1,315 @@
+"""Rules of the parameters that have a meaning to the server, whatever the backend: the batching
+strategy, the bounds of a model's instances, unloading when idle, padding."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from shmserve.common.duplicate_keys import members
+from shmserve.errors import suggestion
+from shmserve.ipc.engine_settings import GENERATIVE
+from shmserve.ipc.model_settings import (
+    IDLE_UNLOAD,
+    LONGEST_IDLE_S,
+    MAX_INSTANCES,
+    MAX_STREAMS,
+    MIN_INSTANCES,
+    MOST_INSTANCES,
+    MOST_STREAMS,
+    PADDING,
+    STRATEGY,
+    TARGET,
+    Strategy,
+    idle_unload_s,
+    instance_bound,
+    max_streams,
+    strategy,
+    target_ms,
+)
+from shmserve.model_config.diagnostics import Key, Problem, member
+from shmserve.proto.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+)
+
+_INSTANCES = (instance_bound, f"an integer from 1 to {MOST_INSTANCES}")
+# The parser of a parameter's text, None for a text that is wrong, and the texts that are allowed.
+_PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    STRATEGY: (strategy, "one of " + ", ".join(f"'{name}'" for name in Strategy)),
+    TARGET: (target_ms, "a number of milliseconds, 0.001 at least and of a day at most"),
+    MAX_STREAMS: (max_streams, f"an integer from 1 to {MOST_STREAMS}"),
+    IDLE_UNLOAD: (idle_unload_s, f"a number of seconds from 0 to {LONGEST_IDLE_S:.0f}"),
+    MIN_INSTANCES: _INSTANCES,
+    MAX_INSTANCES: _INSTANCES,
+}
+_OF_INPUT = ("value", "buckets", "lengths", "mask", "max_waste")
+_MOST_ELEMENTS = 1 << 28  # of a row in a bucket
+_LONGEST_SHOWN = 64
+# The largest finite number of each floating type.
+_LARGEST: dict[int, float] = {
+    DataType.TYPE_FP16: 65504.0,
+    DataType.TYPE_BF16: 3.3895313892515355e38,
+    DataType.TYPE_FP32: 3.4028234663852886e38,
+    DataType.TYPE_FP64: 1.7976931348623157e308,
+}
+# Whole numbers: (lowest, highest).
+_RANGES = {
+    DataType.TYPE_BOOL: (0, 1),
+    **{DataType.Value(f"TYPE_UINT{n}"): (0, 2**n - 1) for n in (8, 16, 32, 64)},
+    **{
+        DataType.Value(f"TYPE_INT{n}"): (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (8, 16, 32, 64)
+    },
+}
+
+
+def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
+    """Yield the problems of a configuration's parameters.
+
+    Args:
+        config: The configuration.
+        complete: Whether the model has completed it.
+    """
+    of = f"for {config.name}"
+    texts = {
+        name: config.parameters[name].string_value
+        for name in _PARAMETERS
+        if name in config.parameters
+    }
+    values = {name: _PARAMETERS[name][0](text) for name, text in texts.items()}
+    for name, text in texts.items():
+        if values[name] is None:
+            near = suggestion(text, Strategy) if name == STRATEGY else ""
+            allowed = f"parameter '{name}' must be {_PARAMETERS[name][1]} {of}"
+            yield Problem(_at(name), f"{allowed}, found '{text}'{near}")
+    if complete:
+        yield from _strategy_problems(config, values)
+    if PADDING in config.parameters:
+        for text in _padding_problems(config, config.parameters[PADDING].string_value, complete):
+            yield Problem(_at(PADDING), f"parameter '{PADDING}' {text} {of}")
+    yield from _bound_problems(config, values, complete)
+
+
+def _at(name: str) -> Key:
+    return "parameters", member(name)
+
+
+def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterator[Problem]:
+    chosen, of = values.get(STRATEGY), f"for {config.name}"
+    if chosen is not None and not config.HasField("dynamic_batching"):
+        text = (
+            f"parameter '{STRATEGY}' is '{chosen}' {of}, which has no 'dynamic_batching': add that "
+            "block, or leave the parameter out"
+        )
+        yield Problem(_at(STRATEGY), text)
+    if chosen is Strategy.ADAPTIVE and TARGET not in values:
+        text = (
+            f"parameter '{STRATEGY}' is '{chosen}' {of}, which needs the parameter '{TARGET}', a "
+            "number of milliseconds"
+        )
+        yield Problem(_at(STRATEGY), text)
+    held = chosen is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
+    if TARGET in values and not held and (chosen or STRATEGY not in values):
+        found = f"'{chosen}'" if chosen else "not given"
+        text = (
+            f"parameter '{TARGET}' is for '{STRATEGY}' '{Strategy.ADAPTIVE}' only, which is "
+            f"{found} {of}, or for '{MAX_INSTANCES}'"
+        )
+        yield Problem(_at(TARGET), text)
+
+
+def _bound_problems(
+    config: ModelConfig, values: Mapping[str, Any], complete: bool
+) -> Iterator[Problem]:
+    bounds = {name: values[name] for name in (MIN_INSTANCES, MAX_INSTANCES) if name in values}
+    if not bounds or None in bounds.values():
+        return
+    least, most = bounds.get(MIN_INSTANCES) or 1, bounds.get(MAX_INSTANCES)
+    of = f"for {config.name}"
+    if most is None:
+        if complete:
+            text = f"parameter '{MIN_INSTANCES}' is {least} {of}, which needs '{MAX_INSTANCES}'"
+            yield Problem(_at(MIN_INSTANCES), text)
+        return
+    if least > most:
+        text = f"parameter '{MIN_INSTANCES}' must be at most '{MAX_INSTANCES}', {most}, {of}"
+        needs = (_at(MAX_INSTANCES),)
+        yield Problem(_at(MIN_INSTANCES), f"{text}, found {least}", needs)
+    yield from _of_its_kind(config)
+    if complete:
+        yield from _of_groups(config, most)
+
+
+def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
+    """What has no instances of its own, or gives one more than a batch: its load does not show in
+    how long requests wait, and an instance does not end with a batch."""
+    for key, found, is_there in (
+        ("ensemble_scheduling", "an ensemble", config.HasField("ensemble_scheduling")),
+        ("sequence_batching", "a model with sequences", config.HasField("sequence_batching")),
+        ("backend", "a model that generates text", config.backend == GENERATIVE),
+    ):
+        if is_there:
+            text = (
+                f"parameter '{MAX_INSTANCES}' is for models whose requests are independent of one "
+                f"another, found {found}: {config.name}"
+            )
+            yield Problem(_at(MAX_INSTANCES), text, ((key,),))
+
+
+def _of_groups(config: ModelConfig, most: int) -> Iterator[Problem]:
+    groups = config.instance_group
+    of = f"for {config.name}, which has the parameter '{MAX_INSTANCES}'"
+    if len(groups) > 1:
+        text = f"one instance group is allowed {of}, found {len(groups)}"
+        yield Problem(("instance_group", 1), text, (_at(MAX_INSTANCES),))
+        return
+    for group in groups:
+        count = group.count * (len(group.gpus) if group.kind == ModelInstanceGroup.KIND_GPU else 1)
+        if count > most:
+            text = f"at most {most} instances are allowed {of}, found {count}"
+            yield Problem(("instance_group", 0, "count"), text, (_at(MAX_INSTANCES),))
+
+
+def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
+    try:
+        said = json.loads(text, object_pairs_hook=members)
+    except ValueError as error:
+        yield f"must be a JSON object, and cannot be read: {error}"
+        return
+    except RecursionError:
+        yield "must be a JSON object, and cannot be read: it is nested too deeply"
+        return
+    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
+        form = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
+        yield f"must be a JSON object of objects, {form}"
+        return
+    if not complete or not said:
+        return
+    if config.max_batch_size < 1:
+        yield "needs a max_batch_size of 1 at least, as it fills up the rows of a batch"
+    if config.model_transaction_policy.decoupled:
+        yield "needs a model that is not decoupled"
+    inputs = {io.name: io for io in config.input}
+    outputs = {out.name: out for out in config.output}
+    for name, entry in said.items():
+        if "like" in entry:
+            problems = _of_output(name, entry, inputs, outputs, said)
+        else:
+            problems = _of_input(name, entry, inputs)
+        for problem in problems:
+            yield f"{problem}, of '{name}',"
+    yield from _padding_names(said, inputs)
+
+
+def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
+    for key in entry:
+        if key not in _OF_INPUT:
+            allowed = ", ".join(map(repr, (*_OF_INPUT, "like")))
+            near = suggestion(key, (*_OF_INPUT, "like"))
+            yield f"has the key '{key}', which is none of {allowed}{near}"
+    io = inputs.get(name)
+    if io is None:
+        yield "is for no input of the model, nor has it 'like' for an output"
+        return
+    if -1 not in io.dims:
+        yield "is for an input without a dimension of any size (-1)"
+    if io.HasField("reshape") or io.allow_ragged_batch:
+        other = "allow_ragged_batch" if io.allow_ragged_batch else "reshape"
+        yield f"is for an input with '{other}': it can have one of the two"
+    if io.data_type == DataType.TYPE_STRING:
+        yield "is for an input of strings, which have no padding"
+    else:
+        yield from _value(entry.get("value", 0), io.data_type)
+    yield from _buckets(entry.get("buckets", []), list(io.dims))
+    most = entry.get("max_waste", 1)
+    if isinstance(most, bool) or not isinstance(most, int | float) or not 0 <= most <= 1:
+        yield f"must have as 'max_waste' a share, from 0 to 1, found {most!r}"
+
+
+def _value(value: Any, data_type: int) -> Iterator[str]:
+    low, high = _RANGES.get(data_type, (None, None))
+    kind = DataType.Name(data_type)
+    if low is None or high is None:
+        largest = _LARGEST[data_type]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            yield f"must have as 'value' a number for {kind}, found {value!r}"
+        elif abs(value) > largest and value not in (math.inf, -math.inf):
+            yield (
+                f"must have as 'value' a number from {-largest:.6g} to {largest:.6g}, or an "
+                f"infinite one, for {kind}, found {_shown(value)}"
+            )
+    elif not isinstance(value, int) or not low <= value <= high:
+        yield f"must have as 'value' an integer from {low} to {high} for {kind}, found {value!r}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _buckets(buckets: Any, dims: list[int]) -> Iterator[str]:
+    if not isinstance(buckets, list):
+        yield f"must have as 'buckets' a list of shapes, found {buckets!r}"
+        return
+    for bucket in buckets:
+        sizes = bucket if isinstance(bucket, list) else []
+        whole = all(type(size) is int and size > 0 for size in sizes)
+        if not whole or len(sizes) != len(dims):
+            yield f"has the bucket {bucket!r}, which is no shape of {len(dims)} sizes"
+        elif any(dim not in (-1, size) for dim, size in zip(dims, sizes, strict=True)):
+            yield f"has the bucket {bucket!r}, which does not agree with the input's dims {dims}"
+        elif math.prod(sizes) > _MOST_ELEMENTS:
+            yield (
+                f"has the bucket {_shown(bucket)} of more elements than a row may have, "
+                f"{_MOST_ELEMENTS}"
+            )
+
+
+def _of_output(
+    name: str,
+    entry: dict[str, Any],
+    inputs: dict[str, ModelInput],
+    outputs: dict[str, ModelOutput],
+    said: dict[str, Any],
+) -> Iterator[str]:
+    if set(entry) != {"like"}:
+        yield "has other keys beside 'like'"
+    output, source = outputs.get(name), entry["like"]
+    if output is None:
+        yield "has 'like' for what is no output of the model"
+        return
+    if output.HasField("reshape"):
+        yield "is for an output with 'reshape': it can have one of the two"
+    if (
+        not isinstance(source, str)
+        or source not in inputs
+        or "like" in said.get(source, {"like": 0})
+    ):
+        yield f"must have as 'like' an input that is padded, found {source!r}"
+        return
+    free, known = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
+    if free != known or not free:
+        yield f"cuts an output with {free} dimensions of any size like an input with {known}"
+
+
+def _padding_names(said: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
+    taken = set(inputs)
+    for name, entry in said.items():
+        for key in ("lengths", "mask"):
+            made = entry.get(key)
+            if made is None:
+                continue
+            if not isinstance(made, str) or not made:
+                yield f"must have as '{key}' the name of an input, found {made!r}, of '{name}',"
+            elif made in taken:
+                yield (
+                    f"makes the input '{made}' as '{key}', which is another input's name already, "
+                    f"of '{name}',"
+                )
+            else:
+                taken.add(made)

@@ -1,0 +1,231 @@
+"""Rules of the two batchers: the dynamic batcher, and that of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shmserve.model_config.diagnostics import Key, Problem, repeats
+from shmserve.proto.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelDynamicBatching,
+    ModelQueuePolicy,
+    ModelSequenceBatching,
+)
+
+_DYNAMIC: Key = ("dynamic_batching",)
+_Control = ModelSequenceBatching.Control
+_SEQUENCE: Key = ("sequence_batching",)
+_FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
+_ONE_OF_THEM = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
+_CORRELATION_TYPES = (
+    DataType.TYPE_UINT64,
+    DataType.TYPE_INT64,
+    DataType.TYPE_UINT32,
+    DataType.TYPE_INT32,
+    DataType.TYPE_STRING,
+)
+
+
+def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
+    """The problems of `dynamic_batching`, in Triton's words."""
+    name, batching = config.name, config.dynamic_batching
+    sizes = batching.preferred_batch_size
+    yield from _preferred_problems(config, _DYNAMIC, sizes, "dynamic batching preferred size")
+    levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
+    if levels:
+        if not 1 <= batching.default_priority_level <= levels:
+            text = f"default priority level must be in range [1, {levels}] for {name}"
+            yield Problem((*_DYNAMIC, "default_priority_level"), text, (levels_at,))
+        for level in sorted(batching.priority_queue_policy):
+            if not 1 <= level <= levels:
+                text = (
+                    f"priority queue policy must have priority level in range [1, {levels}] "
+                    f"for {name}"
+                )
+                yield Problem((*_DYNAMIC, "priority_queue_policy", level), text, (levels_at,))
+    if batching.preserve_ordering:
+        if levels > 1:
+            text = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
+            yield Problem(levels_at, text)
+        for key in _delays(batching):
+            text = (
+                "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is "
+                f"true for {name}"
+            )
+            yield Problem(key, text)
+
+
+def _preferred_problems(
+    config: ModelConfig, at: Key, sizes: Iterable[int], subject: str
+) -> Iterator[Problem]:
+    """The problems of a batcher's `preferred_batch_size`."""
+    for index, size in enumerate(sizes):
+        key = (*at, "preferred_batch_size", index)
+        if size <= 0:
+            yield Problem(key, f"{subject} must be positive for {config.name}")
+        if size > config.max_batch_size:
+            text = f"{subject} must be <= max batch size for {config.name}"
+            yield Problem(key, text, (("max_batch_size",),))
+
+
+def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
+    """The queue policies that let a request wait on after its time."""
+    policies: dict[Key, ModelQueuePolicy] = {
+        (*_DYNAMIC, "default_queue_policy"): batching.default_queue_policy
+    }
+    for level, policy in sorted(batching.priority_queue_policy.items()):
+        policies[*_DYNAMIC, "priority_queue_policy", level] = policy
+    for key, policy in policies.items():
+        if policy.timeout_action == ModelQueuePolicy.DELAY and policy.default_timeout_microseconds:
+            yield key
+
+
+def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
+    """The problems of sequence_batching."""
+    name, batching = config.name, config.sequence_batching
+    controls = [
+        ((*_SEQUENCE, "control_input", i, "control", j), control)
+        for i, given in enumerate(batching.control_input)
+        for j, control in enumerate(given.control)
+    ]
+    for key, kind, first in repeats(((*at, "kind"), control.kind) for at, control in controls):
+        title = _Control.Kind.Name(kind)
+        text = f"sequence batching specifies multiple {title} tensors for {name}"
+        yield Problem(key, text, (first,))
+    yield from _names(config)
+    for at, control in controls:
+        yield from _control(at, control, name)
+    subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
+    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject)
+    if not 0 <= batching.direct.minimum_slot_utilization <= 1:
+        key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
+        text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"
+        yield Problem(key, text)
+    if batching.oldest.max_candidate_sequences < 0:
+        key = (*_SEQUENCE, "oldest", "max_candidate_sequences")
+        yield Problem(key, f"sequence batching max candidate sequences must be >= 0 for {name}")
+    for index, state in enumerate(batching.state):
+        yield from _state((*_SEQUENCE, "state", index), state, name)
+
+
+def _names(config: ModelConfig) -> Iterator[Problem]:
+    """Every control input has a name, and one kind."""
+    name = config.name
+    named: list[tuple[Key, str]] = []
+    for index, given in enumerate(config.sequence_batching.control_input):
+        key = (*_SEQUENCE, "control_input", index, "name")
+        if not given.name:
+            yield Problem(key, f"sequence batching control tensor must have a name for {name}")
+        else:
+            named.append((key, given.name))
+        if len({control.kind for control in given.control}) > 1:
+            yield Problem(key, _two_kinds(given.name, name))
+    for key, tensor, first in repeats(named):
+        yield Problem(key, _two_kinds(tensor, name), (first,))
+
+
+def _two_kinds(tensor: str, name: str) -> str:
+    return (
+        f"sequence batching control tensor '{tensor}' is specified for multiple control kinds "
+        f"for {name}"
+    )
+
+
+def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
+    kind = _Control.Kind.Name(control.kind)
+    needs = ((*at, "kind"),)
+    given = [field for field in _FALSE_TRUE if len(getattr(control, field))]
+    if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
+        if control.data_type not in _CORRELATION_TYPES:
+            text = (
+                f"unexpected data type for control {kind} for {name}. Allowed data types are "
+                "TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
+            )
+            yield Problem((*at, "data_type"), text, needs)
+        if given:
+            choices = _ONE_OF_THEM.format("or")
+            text = f"sequence batching must not specify either {choices} for {kind} for {name}"
+            yield Problem((*at, given[0]), text, needs)
+        return
+    if not given:
+        choices = _ONE_OF_THEM.format("or")
+        yield Problem(
+            at, f"sequence batching must specify either {choices} for {kind} for {name}", needs
+        )
+    if len(given) > 1:
+        choices = _ONE_OF_THEM.format("and")
+        text = f"sequence batching specifies more than one from {choices} for {kind} for {name}"
+        yield Problem((*at, given[1]), text, needs)
+    for field in given:
+        if len(getattr(control, field)) != 2:
+            text = (
+                f"sequence batching control '{field}' must have exactly 2 entries for {kind} "
+                f"for {name}"
+            )
+            yield Problem((*at, field), text, needs)
+
+
+def _state(at: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
+    tensor = state.input_name
+    for field in ("input_name", "output_name", "data_type", "dims"):
+        if not getattr(state, field):
+            yield Problem(
+                (*at, field), f"sequence batching state must specify '{field}' for {name}"
+            )
+    for index, dim in enumerate(state.dims):
+        if dim < 1 and dim != -1:
+            text = (
+                f"sequence batching state '{tensor}' dimension must be integer >= 1, or -1 to "
+                f"indicate a variable-size dimension for {name}"
+            )
+            yield Problem((*at, "dims", index), text)
+    if len(state.initial_state) > 1:
+        text = (
+            f"initial_state field for state input '{tensor}' must contain exactly one or zero "
+            f"element. Found '{len(state.initial_state)}' elements."
+        )
+        yield Problem((*at, "initial_state"), text)
+    for index, initial in enumerate(state.initial_state):
+        yield from _initial(at, (*at, "initial_state", index), state, initial)
+
+
+def _initial(
+    state_at: Key,
+    at: Key,
+    state: ModelSequenceBatching.State,
+    initial: ModelSequenceBatching.InitialState,
+) -> Iterator[Problem]:
+    tensor = state.input_name
+    if not initial.name:
+        text = f"Field 'name' must be set when using initial_state for state input '{tensor}'."
+        yield Problem((*at, "name"), text)
+    if initial.data_type != state.data_type:
+        text = (
+            f"The data type used for 'initial_state' field of state '{tensor}' does not match "
+            "the state data type."
+        )
+        yield Problem((*at, "data_type"), text, ((*state_at, "data_type"),))
+    if initial.WhichOneof("state_data") is None:
+        yield Problem(at, f"initial_state setting expects state'{tensor}' to have state_data set")
+    dims, needs = (*at, "dims"), ((*state_at, "dims"),)
+    if len(initial.dims) != len(state.dims):
+        text = (
+            "Number of dimensions in 'initial_state' doesn't match the size of 'state' "
+            f"dimensions for state input '{tensor}'. {len(initial.dims)} != {len(state.dims)}"
+        )
+        yield Problem(dims, text, needs)
+        return
+    for index, (mine, its) in enumerate(zip(initial.dims, state.dims, strict=True)):
+        if mine < 1:
+            text = (
+                f"'initial_state' field for state input name '{tensor}' contains variable "
+                "dimensions."
+            )
+            yield Problem((*dims, index), text)
+        if its not in (-1, mine):
+            text = (
+                f"'initial_state' dim for input name '{tensor}' doesn't match 'state' dim "
+                f"description. {mine} != {its}"
+            )
+            yield Problem((*dims, index), text, needs)

@@ -1,0 +1,225 @@
+"""The protocol clients that the shell's client and the load generator share.
+
+Every protocol has a transport, which blocks, and a door with lanes, which never block.
+
+connection.py      a non-blocking connection, and the event loop of lanes
+grpc.py            gRPC
+http.py            HTTP 1.1, over TCP or a unix socket; server-sent events
+native.py          shared memory and unix sockets, on the server's host
+servers.py         the transport to the server that flags name
+tensors.py         values of a command line as tensors, tensors as JSON
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shmserve.errors import Unavailable, refused
+from shmserve.protocols.tensors import ModelTensor, decode
+
+NOT_READY = "the server is not ready"
+
+
+class TransportError(Unavailable):
+    """The server cannot be reached, refused the request, or sent a malformed response."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPart:
+    """Bytes of a region that was registered with the server."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+    def parameters(self) -> dict[str, str | int]:
+        """Return the parameters of a tensor in this part of a region, as protocols name them."""
+        return {
+            "shared_memory_region": self.region,
+            "shared_memory_offset": self.offset,
+            "shared_memory_byte_size": self.byte_size,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """An input on the wire: bytes, little-endian and row-major, or the part of a region that holds
+    them (then `raw` is empty)."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    raw: bytes
+    part: RegionPart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingRequest:
+    """One inference request.
+
+    Empty `outputs` request all outputs, `timeout_us` 0 sets no limit, `version` "" is the latest.
+    `sequence` 0 or "" is no sequence. `parts` are the memory ranges of outputs by name.
+    """
+
+    model: str
+    version: str
+    id: str
+    timeout_us: int
+    inputs: list[InputTensor]
+    outputs: list[str]
+    sequence: int | str = ""
+    start: bool = False
+    end: bool = False
+    parts: Mapping[str, RegionPart] = field(default_factory=dict)
+
+    def sequence_parameters(self) -> dict[str, int | str | bool]:
+        """Return the parameters of the request's sequence, as protocols name them."""
+        given = {"sequence_id": self.sequence, "sequence_start": self.start}
+        given["sequence_end"] = self.end
+        return {name: value for name, value in given.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The headers that authenticate a client, and its PEM files for TLS."""
+
+    headers: Sequence[tuple[str, str]] = ()
+    root_cert: str | None = None
+    client_cert: str | None = None
+    client_key: str | None = None
+
+    def tls(self) -> ssl.SSLContext:
+        """Return the TLS context of the files. Raises InvalidArgument for a file that is
+        invalid."""
+        with refused(f"--root-cert: cannot use '{self.root_cert}'"):
+            context = ssl.create_default_context(cafile=self.root_cert)
+        if self.client_cert:
+            files = f"'{self.client_cert}' and '{self.client_key}'"
+            with refused(f"--client-cert, --client-key: cannot use {files}"):
+                context.load_cert_chain(self.client_cert, self.client_key, password=str)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of a listener.
+
+    `protocol` is http or grpc, `target` is HOST:PORT unless `unix_socket` is set. Errors name the
+    listener by `where`.
+    """
+
+    where: str
+    protocol: str
+    target: str = ""
+    tls: bool = False
+    unix_socket: str = ""
+
+
+class Transport(Protocol):
+    """A client of inference, which blocks. Errors name the server by `where`."""
+
+    where: str
+
+    def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
+        """Return the inputs of a model by name. Raises TransportError."""
+
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
+        """Yield each response as a JSON object, with outputs as nested lists. Raises
+        TransportError."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class AdminTransport(Transport, Protocol):
+    """A client of every operation of a server.
+
+    Every method raises TransportError. An empty `model` stands for all models, or for the server.
+    Results have the form of the JSON of HTTP.
+    """
+
+    def ready(self, model: str, version: str) -> None:
+        """Return if the model or the server is ready. Raises TransportError if not."""
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the index of the repository."""
+
+    def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        """Load or reload a model, with `config` instead of its own configuration if given. Return
+        once the model is loaded."""
+
+    def unload(self, model: str) -> None:
+        """Unload a model."""
+
+    def stats(self, model: str, version: str) -> list[dict[str, Any]]:
+        """Return the statistics of each version."""
+
+    def config(self, model: str, version: str) -> dict[str, Any]:
+        """Return the effective configuration of a model."""
+
+    def regions(self) -> list[dict[str, Any]]:
+        """Return the registered regions of system memory and of CUDA devices."""
+
+    def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
+        """Register memory of a kind, "system" or "cuda", as a region. The fields have the names of
+        the protocol; the handle of "cuda" is bytes."""
+
+    def unregister(self, kind: str, name: str) -> None:
+        """Unregister a region."""
+
+
+class Heard(Protocol):
+    """The callbacks of a lane."""
+
+    def responded(self) -> None:
+        """Record a response to a request that may have many."""
+
+    def ended(self, error: str = "", responses: int = -1) -> None:
+        """Record the end of a request, and its error if it failed. `responses` is the number of
+        responses, if the server reports it."""
+
+
+class Lane(Protocol):
+    """A channel for one request at a time."""
+
+    def send(self, request: Any) -> None:
+        """Send a request that the door has encoded."""
+
+    def close(self) -> None:
+        """Close the lane, including requests in flight."""
+
+
+class Door(Protocol):
+    """A factory of lanes to one server. If it `streams`, requests may have many responses."""
+
+    streams: bool
+
+    def encode(self, request: OutgoingRequest) -> Any:
+        """Return the encoded request, for a lane to send."""
+
+    def lane(self, heard: Heard) -> Lane:
+        """Open a lane. Raises Unavailable if the server cannot be reached."""
+
+    def close(self) -> None:
+        """Close the door, after its lanes."""
+
+
+def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of an output. Raises ValueError or KeyError if it is malformed."""
+    data = decode(datatype, list(shape), memoryview(raw))
+    return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
+
+
+def response(
+    model: str, version: str, request_id: str, parameters: Any, outputs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the JSON object of a response."""
+    named = {"id": request_id, "model_name": model, "model_version": version}
+    return {
+        **{key: value for key, value in named.items() if value},
+        **({"parameters": parameters} if parameters else {}),
+        "outputs": outputs,
+    }

@@ -1,0 +1,202 @@
+"""The event loop of the load generator, and its non-blocking connection.
+
+The loop is our own because a request costs only a few microseconds of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.processes import exact_timers
+from shmserve.protocols import Address, Credentials
+
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+_COARSE_NS = 1_000_000  # to which epoll rounds what it waits
+_AT_ONCE = 1 << 18  # bytes
+_CONNECT_S = 10.0
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Poller:
+    """An event loop for one thread: handlers of descriptors, called when these are ready."""
+
+    def __init__(self) -> None:
+        exact_timers()
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._soon: list[Callable[[], None]] = []
+
+    def watch(self, fd: int, handler: Callable[[int], None], events: int = READ) -> None:
+        """Register `handler(events)`, to be called when a descriptor is ready."""
+        self._epoll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def change(self, fd: int, events: int) -> None:
+        """Change the events to wait for."""
+        self._epoll.modify(fd, events)
+
+    def forget(self, fd: int) -> None:
+        """Unregister a descriptor, which stays open."""
+        if self._handlers.pop(fd, None):
+            self._epoll.unregister(fd)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Schedule a call before the next wait."""
+        self._soon.append(call)
+
+    def turn(self, wait_ns: int) -> None:
+        """Wait until a descriptor is ready or the time is over, and call the handlers of all ready
+        descriptors."""
+        calls, self._soon = self._soon, []
+        for call in calls:
+            call()
+        if self._soon:  # for the next turn
+            wait_ns = 0
+        if 0 < wait_ns < 2 * _COARSE_NS:
+            if not select.select((self._epoll,), (), (), wait_ns / 1e9)[0]:
+                return
+            wait_ns = 0
+        coarse = max(wait_ns // _COARSE_NS - 1, 0) * _COARSE_NS  # the rest is the next turn's
+        for fd, events in self._epoll.poll(coarse / 1e9):
+            handler = self._handlers.get(fd)
+            if handler is not None:  # else another one of this turn has forgotten it
+                handler(events)
+
+    def close(self) -> None:
+        """Unregister all descriptors."""
+        self._handlers.clear()
+        self._epoll.close()
+
+
+class Receiver(Protocol):
+    """The callbacks of a connection."""
+
+    def received(self, data: bytes) -> None:
+        """Handle received bytes."""
+
+    def lost(self, reason: str) -> None:
+        """Handle the end of the connection, which is closed."""
+
+
+class ClientConnection:
+    """An open connection to a server, watched by a poller."""
+
+    def __init__(
+        self, address: Address, tls: ssl.SSLContext | None, poller: Poller, receiver: Receiver
+    ) -> None:
+        """Raises Unavailable if the server cannot be reached."""
+        try:
+            self._sock = connect(address, tls, _CONNECT_S)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise Unavailable(f"{address.where} cannot be reached: {reason}") from None
+        self._sock.setblocking(False)
+        self._tls = tls is not None
+        self._poller = poller
+        self._receiver = receiver
+        self._unsent: deque[memoryview] = deque()
+        self.open = True
+        poller.watch(self._sock.fileno(), self._ready)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes as soon as the peer accepts them."""
+        if self._unsent or not self.open:
+            self._unsent.append(memoryview(data))
+            return
+        try:
+            sent = self._sock.send(data)
+        except _NOT_NOW:
+            sent = 0
+        except OSError as error:
+            self.close()
+            # Later: who hears of it may send the next, which it is in the middle of now.
+            self._poller.soon(partial(self._lose, error.strerror or "it failed"))
+            return
+        if sent < len(data):
+            self._unsent.append(memoryview(data)[sent:])
+            self._poller.change(self._sock.fileno(), READ | WRITE)
+
+    def _ready(self, events: int) -> None:
+        if events & ~WRITE:
+            self._read()
+        if events & WRITE and self.open:
+            self._write_more()
+
+    def _write_more(self) -> None:
+        unsent = self._unsent
+        try:
+            while unsent:
+                sent = self._sock.send(unsent[0])
+                if sent < len(unsent[0]):
+                    unsent[0] = unsent[0][sent:]
+                else:
+                    unsent.popleft()
+            self._poller.change(self._sock.fileno(), READ)
+        except _NOT_NOW:
+            pass
+        except OSError as error:
+            self._lose(error.strerror or "it failed")
+
+    def _read(self) -> None:
+        while self.open:
+            try:
+                data = self._sock.recv(_AT_ONCE)
+            except _NOT_NOW:
+                return
+            except OSError as error:
+                self._lose(error.strerror or "it failed")
+                return
+            if not data:
+                self._lose("the server closed it")
+                return
+            self._receiver.received(data)
+            if not self._tls:  # which may have more than the descriptor says
+                return
+
+    def _lose(self, reason: str) -> None:
+        self.close()
+        self._receiver.lost(f"a connection ended: {reason}")
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self.open:
+            self.open = False
+            self._poller.forget(self._sock.fileno())
+            self._sock.close()
+
+
+def tls_of(address: Address, credentials: Credentials, protocol: str) -> ssl.SSLContext | None:
+    """Return the TLS context of an address, None without TLS. `protocol` is the name in ALPN."""
+    if not address.tls:
+        return None
+    context = credentials.tls()
+    context.set_alpn_protocols([protocol])
+    return context
+
+
+def connect(
+    address: Address, tls: ssl.SSLContext | None, timeout_s: float | None = None
+) -> socket.socket:
+    """Return a blocking socket that is connected to an address. Raises OSError."""
+    host, _, port = address.target.rpartition(":")
+    with contextlib.ExitStack() as undo:
+        if address.unix_socket:
+            made = undo.enter_context(socket.socket(socket.AF_UNIX))
+            made.settimeout(timeout_s)
+            made.connect(address.unix_socket)
+        else:
+            place = (host.strip("[]"), int(port))
+            made = undo.enter_context(socket.create_connection(place, timeout_s))
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            made = tls.wrap_socket(made, server_hostname=host.strip("[]"))
+        undo.pop_all()
+    return made

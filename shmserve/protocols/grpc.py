@@ -1,0 +1,540 @@
+"""Clients of gRPC (the extra `grpc`): `GrpcTransport` blocks and uses grpcio; the lanes of
+`GrpcDoor` never block, and serve the load generator.
+
+Lanes implement the part of HTTP/2 that a client of gRPC needs. A unary call is judged by its
+trailers; messages of a stream are parsed only as far as their ends show. Some lanes share a
+connection, and what they send in one turn of the loop is one write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+from google.protobuf.message import Message
+from hpack import Decoder
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.http2 import frames as h2
+from shmserve.gateway.http2.header_blocks import encode
+from shmserve.proto import grpc_service_pb2
+from shmserve.protocols import (
+    NOT_READY,
+    Address,
+    Credentials,
+    Heard,
+    OutgoingRequest,
+    TransportError,
+    output,
+    response,
+)
+from shmserve.protocols.connection import ClientConnection, Poller, tls_of
+from shmserve.protocols.tensors import ModelTensor
+
+pb: Any = grpc_service_pb2
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_FINAL = "triton_final_response"  # a parameter of the stream, not of the model
+# The same parameter as true, serialised.
+_IS_FINAL = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
+_FAILED = b"\x0a"  # the first byte of a stream's message that is an error
+_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+_SHARE = 6  # lanes a connection, as Triton's client has it
+_HEADER_TABLE_SIZE = 1
+_TOP_UP = 1 << 30  # bytes read, after which a window is restored to its first size
+_MESSAGE_HEAD = 5  # bytes: compressed or not, size
+
+
+class GrpcTransport:
+    """A server at an address of gRPC."""
+
+    def __init__(self, address: Address, credentials: Credentials) -> None:
+        self.where = address.where
+        self._metadata = [(name.lower(), value) for name, value in credentials.headers]
+        self._channel = (
+            grpc.secure_channel(address.target, _tls(credentials), _UNLIMITED)
+            if address.tls
+            else grpc.insecure_channel(address.target, _UNLIMITED)
+        )
+
+    def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
+        """ModelMetadata."""
+        metadata = self._call("ModelMetadata", name=model, version=version)
+        return {
+            tensor.name: ModelTensor(tensor.name, tensor.datatype, tuple(tensor.shape))
+            for tensor in metadata.inputs
+        }
+
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
+        """ModelStreamInfer, which any model takes."""
+        call = self._channel.stream_stream(
+            _SERVICE + "ModelStreamInfer",
+            pb.ModelInferRequest.SerializeToString,
+            pb.ModelStreamInferResponse.FromString,
+        )
+        with _failing():
+            for told in call(iter([infer_message(request)]), metadata=self._metadata):
+                if told.error_message:
+                    raise TransportError(told.error_message)
+                yield _response(told.infer_response)
+
+    def ready(self, model: str, version: str) -> None:
+        """ServerReady, or ModelReady."""
+        if not model and not self._call("ServerReady").ready:
+            raise TransportError(NOT_READY)
+        if model and not self._call("ModelReady", name=model, version=version).ready:
+            raise TransportError("Model version not ready")
+
+    def models(self) -> list[dict[str, Any]]:
+        """RepositoryIndex."""
+        rows = [as_json(row) for row in self._call("RepositoryIndex").models]
+        return [{name: text for name, text in row.items() if text} for row in rows]
+
+    def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        """RepositoryModelLoad."""
+        given = pb.ModelRepositoryParameter(string_param=json.dumps(config))
+        parameters = {"config": given} if config else {}
+        self._call("RepositoryModelLoad", model_name=model, parameters=parameters)
+
+    def unload(self, model: str) -> None:
+        """RepositoryModelUnload."""
+        self._call("RepositoryModelUnload", model_name=model)
+
+    def stats(self, model: str, version: str) -> list[dict[str, Any]]:
+        """ModelStatistics."""
+        found = self._call("ModelStatistics", name=model, version=version)
+        return [as_json(row) for row in found.model_stats]
+
+    def config(self, model: str, version: str) -> dict[str, Any]:
+        """ModelConfig."""
+        found = self._call("ModelConfig", name=model, version=version)
+        return dict(as_json(found.config))
+
+    def regions(self) -> list[dict[str, Any]]:
+        """SystemSharedMemoryStatus and CudaSharedMemoryStatus."""
+        return [
+            as_json(found.regions[name])
+            for kind in ("System", "Cuda")
+            for found in [self._call(f"{kind}SharedMemoryStatus")]
+            for name in sorted(found.regions)
+        ]
+
+    def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
+        """SystemSharedMemoryRegister, or of CUDA."""
+        self._call(f"{kind.title()}SharedMemoryRegister", name=name, **fields)
+
+    def unregister(self, kind: str, name: str) -> None:
+        """SystemSharedMemoryUnregister, or of CUDA."""
+        self._call(f"{kind.title()}SharedMemoryUnregister", name=name)
+
+    def _call(self, method: str, **fields: Any) -> Any:
+        request = getattr(pb, f"{method}Request")(**fields)
+        call = self._channel.unary_unary(
+            _SERVICE + method,
+            type(request).SerializeToString,
+            getattr(pb, f"{method}Response").FromString,
+        )
+        with _failing():
+            return call(request, metadata=self._metadata)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        text = error.details() or str(error.code())
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in text:
+            text = f"no answer: {text}"
+        raise TransportError(text) from error
+
+
+def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
+    credentials.tls()  # says what is wrong with a file, which gRPC does not
+    files = (credentials.root_cert, credentials.client_key, credentials.client_cert)
+    return grpc.ssl_channel_credentials(
+        *(Path(file).read_bytes() if file else None for file in files)
+    )
+
+
+def infer_message(request: OutgoingRequest) -> Any:
+    """Return the ModelInferRequest of a request."""
+    asked = pb.ModelInferRequest(
+        model_name=request.model, model_version=request.version, id=request.id
+    )
+    if request.timeout_us:
+        asked.parameters["timeout"].int64_param = request.timeout_us
+    set_parameters(asked, request.sequence_parameters())
+    for tensor in request.inputs:
+        made = asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        if tensor.part:
+            set_parameters(made, tensor.part.parameters())
+        else:
+            asked.raw_input_contents.append(tensor.raw)
+    for name in request.outputs:
+        wanted = asked.outputs.add(name=name)
+        if name in request.parts:
+            set_parameters(wanted, request.parts[name].parameters())
+    return asked
+
+
+def set_parameters(message: Any, values: Mapping[str, int | str | bool]) -> None:
+    """Set parameters of a request, an input or an output."""
+    for name, value in values.items():
+        if isinstance(value, bool):
+            message.parameters[name].bool_param = value
+        elif isinstance(value, int):
+            # The protocol has no other integers for it; the server reads it without the sign.
+            message.parameters[name].int64_param = (value + 2**63) % 2**64 - 2**63
+        else:
+            message.parameters[name].string_param = value
+
+
+def as_json(found: Any, field: Any = None) -> Any:
+    """Return a message, or the value of a field, in the form of the JSON of HTTP."""
+    if isinstance(found, Message):
+        return {
+            each.name: as_json(getattr(found, each.name), each)
+            for each in found.DESCRIPTOR.fields
+            if not each.has_presence or found.HasField(each.name)
+        }
+    if isinstance(found, Mapping):
+        return {key: as_json(found[key]) for key in sorted(found)}
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        return [as_json(each, field) for each in found]
+    if field is not None and field.enum_type is not None:
+        return field.enum_type.values_by_number[found].name
+    return found
+
+
+def _response(found: Any) -> dict[str, Any]:
+    try:
+        outputs = [
+            output(each.name, each.datatype, each.shape, raw)
+            for each, raw in zip(found.outputs, found.raw_output_contents, strict=True)
+        ]
+    except (KeyError, ValueError) as error:
+        raise TransportError("the server's response is malformed") from error
+    parameters = {
+        name: getattr(value, value.WhichOneof("parameter_choice"))
+        for name, value in found.parameters.items()
+        if name != _FINAL
+    }
+    return response(found.model_name, found.model_version, found.id, parameters, outputs)
+
+
+class GrpcDoor:
+    """A door for ModelInfer, or for ModelStreamInfer with one stream per lane and one request at a
+    time."""
+
+    def __init__(
+        self, address: Address, credentials: Credentials, poller: Poller, *, streams: bool
+    ) -> None:
+        """Raises InvalidArgument for invalid TLS files."""
+        self.streams = streams
+        self.poller = poller
+        self._connect = partial(
+            ClientConnection, address, tls_of(address, credentials, "h2"), poller
+        )
+        fields = {
+            ":method": "POST",
+            ":scheme": "https" if address.tls else "http",
+            ":path": _SERVICE + ("ModelStreamInfer" if streams else "ModelInfer"),
+            ":authority": address.target,
+            "content-type": "application/grpc",
+            "te": "trailers",
+            **{name.lower(): value for name, value in credentials.headers},
+        }
+        self.head = encode((name.encode(), value.encode()) for name, value in fields.items())
+        self._connections: list[Http2Client] = []
+        self._lanes = 0
+
+    def encode(self, request: OutgoingRequest) -> bytes:
+        """Return a message with its length prefix."""
+        message = infer_message(request)
+        if self.streams:
+            set_parameters(message, {"triton_enable_empty_final_response": True})
+        packed: bytes = message.SerializeToString()
+        return b"\0" + h2.pack_long(len(packed)) + packed
+
+    def lane(self, heard: Heard) -> GrpcLane:
+        """Open a lane on a connection that several lanes share."""
+        number, self._lanes = self._lanes // _SHARE, self._lanes + 1
+        if number == len(self._connections):
+            self._connections.append(Http2Client(self._connect, self.poller))
+        return GrpcLane(self, number, heard)
+
+    def connection(self, number: int) -> Http2Client:
+        """Return a connection by its number, reopened if it was lost."""
+        if not self._connections[number].open:
+            self._connections[number] = Http2Client(self._connect, self.poller)
+        return self._connections[number]
+
+    def close(self) -> None:
+        """Close its connections."""
+        for connection in self._connections:
+            connection.close()
+
+
+class GrpcLane:
+    """A sequence of unary calls, or of requests on one stream."""
+
+    def __init__(self, door: GrpcDoor, number: int, heard: Heard) -> None:
+        self.heard = heard
+        self._door = door
+        self._number = number
+        self._connection = door.connection(number)
+        self._stream = 0
+        self._busy = False
+        self._messages = bytearray()
+
+    def send(self, message: bytes) -> None:
+        """Send a request."""
+        self._busy = True
+        if not self._stream:
+            self._connection = self._door.connection(self._number)
+            self._stream = self._connection.start(self, self._door.head)
+        self._connection.send(self._stream, message, end=not self._door.streams)
+
+    def data(self, payload: bytes) -> None:
+        """Parse the messages in a DATA frame, which may be partial."""
+        if not self._door.streams:
+            return
+        messages = self._messages
+        messages += payload
+        at, end = 0, len(messages)
+        while end - at >= _MESSAGE_HEAD:
+            begin = at + _MESSAGE_HEAD
+            next_ = begin + int.from_bytes(messages[at + 1 : begin], "big")
+            if next_ > end:
+                break
+            self._response(bytes(messages[begin:next_]))
+            at = next_
+        del messages[:at]
+
+    def _response(self, message: bytes) -> None:
+        if not self._busy:
+            return
+        if message[:1] == _FAILED:
+            self._busy = False
+            self.heard.ended(pb.ModelStreamInferResponse.FromString(message).error_message)
+        elif _IS_FINAL not in message:
+            self.heard.responded()
+        else:
+            # Of no outputs, if it is the end alone.
+            if pb.ModelStreamInferResponse.FromString(message).infer_response.outputs:
+                self.heard.responded()
+            self._busy = False
+            self.heard.ended()
+
+    def finished(self, error: str) -> None:
+        """Handle the end of the call or of the stream."""
+        self._stream = 0
+        self._messages.clear()
+        busy, self._busy = self._busy, False
+        if busy:
+            self.heard.ended(error or ("the server ended the stream" if self._door.streams else ""))
+
+    def close(self) -> None:
+        """Ignore later responses; the door closes the connection."""
+        self._busy = False
+
+
+class _Outgoing:
+    """The state of a stream: its lane, send window, and bytes read since the last window update."""
+
+    def __init__(self, lane: GrpcLane, window: int) -> None:
+        self.lane = lane
+        self.window = window
+        self.read = 0  # bytes since its window was made larger
+
+
+class Http2Client:
+    """A connection of an HTTP/2 client."""
+
+    def __init__(self, connect: partial[ClientConnection], poller: Poller) -> None:
+        self._poller = poller
+        self._connection: ClientConnection = connect(self)
+        self._streams: dict[int, _Outgoing] = {}
+        self._next = 1
+        self._out: list[bytes] = []
+        self._waiting: deque[tuple[int, memoryview, bool]] = deque()  # for windows
+        self._window = self._first_window = h2.DEFAULT_WINDOW
+        self._read = 0
+        self._largest = h2.SMALLEST_FRAME
+        self._rest = b""
+        self._block = b""
+        # Nothing is kept in tables, so a block means the same each time.
+        self._decoder = Decoder()
+        self._decoder.header_table_size = 0
+        self._known: dict[bytes, str] = {}
+        wide = h2.settings(
+            {_HEADER_TABLE_SIZE: 0, h2.INITIAL_WINDOW_SIZE: h2.LARGEST_WINDOW, h2.ENABLE_PUSH: 0}
+        )
+        self._post(h2.PREFACE + wide + _window_update(0, h2.LARGEST_WINDOW - h2.DEFAULT_WINDOW))
+
+    @property
+    def open(self) -> bool:
+        """Check whether the connection is open."""
+        return self._connection.open
+
+    def start(self, lane: GrpcLane, head: bytes) -> int:
+        """Begin a call and return its stream ID."""
+        stream = self._next
+        self._next += 2
+        self._streams[stream] = _Outgoing(lane, self._first_window)
+        self._post(h2.head(len(head), h2.HEADERS, h2.END_HEADERS, stream) + head)
+        return stream
+
+    def send(self, stream: int, message: bytes, *, end: bool) -> None:
+        """Send a message on a stream, the last if `end`."""
+        size = len(message)
+        outgoing = self._streams[stream]
+        room = min(self._window, outgoing.window, self._largest)
+        if size <= room and not self._waiting:
+            self._window -= size
+            outgoing.window -= size
+            flags = h2.END_STREAM if end else 0
+            self._post(h2.head(size, h2.DATA, flags, stream) + message)
+        else:
+            self._waiting.append((stream, memoryview(message), end))
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        for _ in range(len(self._waiting)):
+            stream, message, end = self._waiting.popleft()
+            outgoing = self._streams.get(stream)
+            if outgoing is None:
+                continue  # it has ended meanwhile
+            while message and (room := min(self._window, outgoing.window, self._largest)) > 0:
+                part, message = message[:room], message[room:]
+                self._window -= len(part)
+                outgoing.window -= len(part)
+                flags = h2.END_STREAM if end and not message else 0
+                self._post(h2.head(len(part), h2.DATA, flags, stream) + bytes(part))
+            if message:
+                self._waiting.append((stream, message, end))
+
+    def _post(self, data: bytes) -> None:
+        if not self._out:
+            self._poller.soon(self._flush)
+        self._out.append(data)
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        self._connection.write(b"".join(out))
+
+    def received(self, data: bytes) -> None:
+        """Parse the frames in received bytes, which may be partial."""
+        data = self._rest + data if self._rest else data
+        at, end = 0, len(data)
+        while end - at >= h2.HEAD_SIZE:
+            high, low, kind, flags, stream = h2.HEAD.unpack_from(data, at)
+            next_ = at + h2.HEAD_SIZE + (high << 8 | low)
+            if next_ > end:
+                break
+            self._frame(kind, flags, stream, data[at + h2.HEAD_SIZE : next_])
+            at = next_
+        self._rest = data[at:]
+
+    def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if flags & h2.PADDED and kind in (h2.DATA, h2.HEADERS):
+            raise Unavailable("the server pads its frames, which is not understood here")
+        match kind:
+            case h2.DATA:
+                self._data(stream, payload)
+            case h2.HEADERS | h2.CONTINUATION:
+                self._block += payload
+                if flags & h2.END_HEADERS:
+                    self._head(stream, flags)
+            case h2.SETTINGS | h2.PING if not flags & h2.ACK:
+                if kind == h2.SETTINGS:
+                    self._settings(payload)
+                self._post(h2.frame(kind, h2.ACK, 0, payload if kind == h2.PING else b""))
+            case h2.WINDOW_UPDATE:
+                self._widen(stream, h2.parse_long(payload, "WINDOW_UPDATE"))
+            case h2.RST_STREAM:
+                self._finish(stream, f"the server reset the call ({int.from_bytes(payload)})")
+            case h2.GOAWAY:
+                self._connection.close()
+                self.lost(f"the server ended a connection: {payload[8:].decode(errors='replace')}")
+
+    def _data(self, stream: int, payload: bytes) -> None:
+        size = len(payload)
+        self._read += size
+        if self._read > _TOP_UP:
+            self._post(_window_update(0, self._read))
+            self._read = 0
+        outgoing = self._streams.get(stream)
+        if outgoing is not None:
+            outgoing.read += size
+            if outgoing.read > _TOP_UP:
+                self._post(_window_update(stream, outgoing.read))
+                outgoing.read = 0
+            outgoing.lane.data(payload)
+
+    def _head(self, stream: int, flags: int) -> None:
+        block, self._block = self._block, b""
+        error = self._known.get(block)
+        if error is None:
+            error = self._known[block] = _error_of(self._decoder.decode(block))
+        if flags & h2.END_STREAM:
+            self._finish(stream, error)
+
+    def _settings(self, payload: bytes) -> None:
+        for key, value in h2.parse_settings(payload):
+            if key == h2.INITIAL_WINDOW_SIZE:
+                for outgoing in self._streams.values():
+                    outgoing.window += value - self._first_window
+                self._first_window = value
+            elif key == h2.MAX_FRAME_SIZE:
+                self._largest = value
+        self._send_waiting()
+
+    def _widen(self, stream: int, size: int) -> None:
+        if not stream:
+            self._window += size
+        elif stream in self._streams:
+            self._streams[stream].window += size
+        if self._waiting:
+            self._send_waiting()
+
+    def _finish(self, stream: int, error: str) -> None:
+        outgoing = self._streams.pop(stream, None)
+        if outgoing is not None:
+            outgoing.lane.finished(error)
+
+    def lost(self, reason: str) -> None:
+        """Fail all calls, because the connection has ended."""
+        for stream in list(self._streams):
+            self._finish(stream, reason)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def _window_update(stream: int, size: int) -> bytes:
+    return h2.frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_long(size))
+
+
+def _error_of(decoded: Iterable[Any]) -> str:
+    """Return the error in the head or trailers of a response, or ""."""
+    fields: dict[str, str] = dict(decoded)
+    if fields.get("grpc-status", "0") != "0":
+        text = unquote(fields.get("grpc-message", ""))
+        return f"{text} (gRPC status {fields['grpc-status']})"
+    if fields.get(":status", "200") != "200":
+        return f"HTTP status {fields[':status']}"
+    return ""

@@ -1,0 +1,526 @@
+"""Clients of HTTP/1.1: `HttpTransport` blocks, one connection per exchange; the lanes of `HttpDoor`
+and its subclasses never block, and serve the load generator.
+
+Both send every tensor as binary. A lane encodes a request once and reads no more of a response than
+its length, except of errors and of server-sent events (`generate_stream`, the routes of OpenAI).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import re
+import ssl
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument
+from shmserve.protocols import (
+    NOT_READY,
+    Address,
+    Credentials,
+    Heard,
+    InputTensor,
+    OutgoingRequest,
+    TransportError,
+    response,
+)
+from shmserve.protocols.connection import ClientConnection, Poller, connect, tls_of
+from shmserve.protocols.tensors import ModelTensor, decode
+
+_LINES = "application/x-ndjson"
+HEADER_LENGTH = "Inference-Header-Content-Length"
+_length = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n").search
+_is_chunked = re.compile(rb"(?i)\r\ntransfer-encoding: *chunked\r\n").search
+_closes = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
+_CHUNKED = -1
+_LONGEST_ERROR = 300
+OPENAI = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_JSON = {"Content-Type": "application/json"}
+
+# Text that is not empty: the first chunk of a chat says who speaks, and nothing yet.
+_has_text = re.compile(rb'"(?:content|text|reasoning_content)" ?: ?"(?!")').search
+_completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
+
+
+class _Exchange(http.client.HTTPConnection):
+    """A connection for one request and its response."""
+
+    def __init__(self, address: Address, tls: ssl.SSLContext | None) -> None:
+        super().__init__(address.target or "localhost")
+        if tls is not None:
+            self.default_port = http.client.HTTPS_PORT  # which the Host header leaves out
+        self._connect = partial(connect, address, tls)
+
+    def connect(self) -> None:
+        self.sock = self._connect()
+
+
+class HttpTransport:
+    """A server at an address of HTTP."""
+
+    def __init__(self, address: Address, credentials: Credentials) -> None:
+        self.where = address.where
+        self._headers = dict(credentials.headers)
+        self._connect = partial(_Exchange, address, credentials.tls() if address.tls else None)
+
+    def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
+        """GET /v2/models/NAME."""
+        metadata = self._json(model_path(model, version))
+        try:
+            return {
+                tensor["name"]: ModelTensor(
+                    tensor["name"], tensor["datatype"], tuple(tensor["shape"])
+                )
+                for tensor in metadata["inputs"]
+            }
+        except (KeyError, TypeError) as error:
+            raise TransportError("the server did not answer with a model's metadata") from error
+
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
+        """POST /v2/models/NAME/infer, for lines of JSON where the model is decoupled."""
+        path = model_path(request.model, request.version)
+        config = self._json(f"{path}/config")
+        lines = bool((config.get("model_transaction_policy") or {}).get("decoupled"))
+        header = json.dumps(inference_header(request, binary=not lines)).encode()
+        body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
+        asked = ("POST", f"{path}/infer", body, len(header))
+        if not lines:
+            yield _response(*self._exchange(*asked))
+            return
+        with self._requested(*asked, accept=_LINES) as found:
+            for line in found:
+                yield _response(line, None)
+
+    def ready(self, model: str, version: str) -> None:
+        """GET /v2/health/ready, or of a model."""
+        if model:
+            self._exchange("GET", f"{model_path(model, version)}/ready")
+            return
+        known = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
+        with self._requested("GET", "/v2/health/ready", known=known) as found:
+            if found.status != http.HTTPStatus.OK:
+                raise TransportError(NOT_READY)
+
+    def models(self) -> list[dict[str, Any]]:
+        """POST /v2/repository/index."""
+        return self._rows("POST", "/v2/repository/index")
+
+    def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        """POST /v2/repository/models/NAME/load."""
+        body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
+        path = f"/v2/repository/models/{quote(model, safe='')}/load"
+        self._exchange("POST", path, body if config else None)
+
+    def unload(self, model: str) -> None:
+        """POST /v2/repository/models/NAME/unload."""
+        self._exchange("POST", f"/v2/repository/models/{quote(model, safe='')}/unload")
+
+    def stats(self, model: str, version: str) -> list[dict[str, Any]]:
+        """GET /v2/models[/NAME]/stats."""
+        path = model_path(model, version) if model else "/v2/models"
+        return list(self._json(f"{path}/stats")["model_stats"])
+
+    def config(self, model: str, version: str) -> dict[str, Any]:
+        """GET /v2/models/NAME/config."""
+        return self._json(f"{model_path(model, version)}/config")
+
+    def regions(self) -> list[dict[str, Any]]:
+        """GET /v2/systemsharedmemory/status and /v2/cudasharedmemory/status."""
+        return [
+            row
+            for kind in ("system", "cuda")
+            for row in self._rows("GET", f"/v2/{kind}sharedmemory/status")
+        ]
+
+    def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
+        """POST /v2/systemsharedmemory/region/NAME/register, or of cuda."""
+        raw = fields.get("raw_handle")
+        coded = {} if raw is None else {"raw_handle": {"b64": base64.b64encode(raw).decode()}}
+        body = json.dumps({**fields, **coded}).encode()
+        self._exchange("POST", f"{_region_path(kind, name)}/register", body)
+
+    def unregister(self, kind: str, name: str) -> None:
+        """POST /v2/systemsharedmemory/region/NAME/unregister, or of cuda."""
+        self._exchange("POST", f"{_region_path(kind, name)}/unregister")
+
+    def close(self) -> None:
+        """Do nothing: every exchange has a connection of its own."""
+
+    def _json(self, path: str) -> dict[str, Any]:
+        return _object(self._exchange("GET", path)[0])
+
+    def _rows(self, method: str, path: str) -> list[dict[str, Any]]:
+        found = _parsed(self._exchange(method, path)[0])
+        if not isinstance(found, list):
+            raise TransportError("the server did not answer with a JSON list")
+        return found
+
+    def _exchange(
+        self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
+    ) -> tuple[bytes, int | None]:
+        """Return the body of a response and its `Inference-Header-Content-Length`."""
+        with self._requested(method, path, body, header_length) as found:
+            length = found.getheader(HEADER_LENGTH)
+            return found.read(), None if length is None else int(length)
+
+    @contextlib.contextmanager
+    def _requested(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        header_length: int | None = None,
+        accept: str = "",
+        known: Container[int] = (http.HTTPStatus.OK,),
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield an unread response with a `known` status. Raises TransportError for another status
+        and without a response."""
+        headers = dict(self._headers)
+        if header_length is not None:
+            headers[HEADER_LENGTH] = str(header_length)
+        if accept:
+            headers["Accept"] = accept
+        try:
+            with contextlib.closing(self._connect()) as connection:
+                connection.request(method, path, body, headers)
+                found = connection.getresponse()
+                if found.status not in known:
+                    text = _error_text(found.read())
+                    raise TransportError(text or f"{found.status} {found.reason}")
+                yield found
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise TransportError(f"no answer: {reason}") from error
+
+
+def _region_path(kind: str, name: str) -> str:
+    return f"/v2/{kind}sharedmemory/region/{quote(name, safe='')}"
+
+
+def model_path(model: str, version: str) -> str:
+    """Return the path of a model, or of one version of it."""
+    path = f"/v2/models/{quote(model, safe='')}"
+    return f"{path}/versions/{quote(version, safe='')}" if version else path
+
+
+def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
+    """Return the JSON header of a request, which the bytes of inputs follow. If `binary`, the
+    request asks for outputs as bytes."""
+    parameters: dict[str, Any] = {}
+    if request.timeout_us:
+        parameters["timeout"] = request.timeout_us
+    parameters |= request.sequence_parameters()
+    inputs = [
+        {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+            "parameters": tensor.part.parameters()
+            if tensor.part
+            else {"binary_data_size": len(tensor.raw)},
+        }
+        for tensor in request.inputs
+    ]
+    header: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
+    if request.id:
+        header["id"] = request.id
+    if request.outputs:
+        how = {"binary_data": True} if binary else {}
+        parts = {name: part.parameters() for name, part in request.parts.items()}
+        header["outputs"] = [
+            {"name": name, "parameters": parts.get(name, how)} for name in request.outputs
+        ]
+    elif binary:
+        parameters["binary_data_output"] = True
+    return header
+
+
+def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
+    """Return the response, with each output as nested lists of its shape."""
+    found = _object(body if header_length is None else body[:header_length])
+    if "error" in found:
+        raise TransportError(str(found["error"]))
+    rest = memoryview(body)[len(body) if header_length is None else header_length :]
+    try:
+        for output in found["outputs"]:
+            size = output.pop("parameters", {}).get("binary_data_size", 0)
+            if "data" in output:
+                output["data"] = np.array(output["data"], object).reshape(output["shape"]).tolist()
+            else:
+                output["data"] = decode(output["datatype"], output["shape"], rest[:size])
+                rest = rest[size:]
+        return response(
+            found["model_name"],
+            found["model_version"],
+            found.get("id", ""),
+            found.get("parameters"),
+            found["outputs"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TransportError("the server's response is malformed") from error
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    found = _parsed(content)
+    if not isinstance(found, dict):
+        raise TransportError("the server did not answer with a JSON object")
+    return found
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise TransportError("the server did not answer in JSON") from error
+
+
+def _error_text(content: bytes) -> str:
+    """Return the message of an error response, "" if the body has none."""
+    try:
+        error = json.loads(content)["error"]
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+class HttpDoor:
+    """A door for inference over HTTP, with one response per request."""
+
+    streams = False
+
+    def __init__(self, address: Address, credentials: Credentials, poller: Poller) -> None:
+        """Raises InvalidArgument for invalid TLS files."""
+        tls = tls_of(address, credentials, "http/1.1")
+        self.connect = partial(ClientConnection, address, tls, poller)
+        self._host = address.target or "localhost"
+        self._headers = credentials.headers
+
+    def encode(self, request: OutgoingRequest) -> bytes:
+        """Return a POST of .../infer with binary tensors in both directions."""
+        header = json.dumps(inference_header(request, binary=True)).encode()
+        body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
+        path = f"{model_path(request.model, request.version)}/infer"
+        return self.post(path, body, {HEADER_LENGTH: str(len(header))})
+
+    def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """Return the bytes of a POST."""
+        fields = [
+            ("Host", self._host),
+            *self._headers,
+            *headers.items(),
+            ("Content-Length", str(len(body))),
+        ]
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
+        return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
+
+    def lane(self, heard: Heard) -> HttpLane:
+        """Open a connection."""
+        return HttpLane(self, heard)
+
+    def close(self) -> None:
+        """Do nothing: the lanes have the connections."""
+
+
+class HttpLane:
+    """A connection with one exchange at a time, reopened after the server has closed it."""
+
+    def __init__(self, door: HttpDoor, heard: Heard) -> None:
+        self.heard = heard
+        self._door = door
+        self._connection: ClientConnection = door.connect(self)
+        self._busy = False
+        self._in_body = False
+        self._left = 0  # bytes of the body
+        self._rest = b""  # of a head, or of a chunk's first line
+        self._ok = True
+        self._closing = False
+        self._error = b""  # what the server says that is wrong
+
+    def send(self, request: bytes) -> None:
+        """Send a request."""
+        if not self._connection.open:
+            self._connection = self._door.connect(self)
+        self._busy = True
+        self._connection.write(request)
+
+    def received(self, data: bytes) -> None:
+        """Parse the next bytes of a response."""
+        if not self._in_body:
+            data = self._rest + data if self._rest else data
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                self._rest = data
+                return
+            self._begin(data[: end + 2])
+            data = data[end + 4 :]
+        if self._left == _CHUNKED:
+            self._chunks(data)
+            return
+        self._left -= len(data)
+        if not self._ok:
+            self._error += data
+        if self._left <= 0:
+            self._end()
+
+    def _begin(self, head: bytes) -> None:
+        self._in_body, self._rest = True, b""
+        self._ok = head[9:12] == b"200"
+        self._error = b""
+        self._closing = _closes(head) is not None
+        found = _length(head)
+        if found is not None:
+            self._left = int(found[1])
+        else:
+            self._left = _CHUNKED if _is_chunked(head) else 0
+        if not self._ok:
+            self._error = head[9 : head.find(b"\r\n")] + b": "
+
+    def _chunks(self, data: bytes) -> None:
+        data = self._rest + data if self._rest else data
+        at = 0
+        while True:
+            line_end = data.find(b"\r\n", at)
+            if line_end < 0:
+                break
+            size = int(data[at:line_end].partition(b";")[0], 16)
+            end = line_end + 2 + size + 2
+            if len(data) < end:
+                break
+            if not size:
+                self._rest = b""
+                self._end()
+                return
+            self.piece(data[line_end + 2 : end - 2])
+            at = end
+        self._rest = data[at:]
+
+    def piece(self, data: bytes) -> None:
+        """Handle a chunk of the body."""
+        if not self._ok:
+            self._error += data
+
+    def _end(self) -> None:
+        self._in_body = self._busy = False
+        if self._closing:
+            self._connection.close()
+        if self._ok:
+            self.complete()
+        else:
+            self.heard.ended(_described(self._error))
+
+    def complete(self) -> None:
+        """Handle the end of a successful response."""
+        self.heard.ended()
+
+    def lost(self, reason: str) -> None:
+        """Report the exchange in flight, if any, as failed."""
+        busy, self._busy, self._in_body, self._rest = self._busy, False, False, b""
+        if busy:
+            self.heard.ended(reason)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def _described(error: bytes) -> str:
+    status, _, body = error.partition(b": ")
+    text = _error_text(body) or body.decode(errors="replace")
+    return f"{status.decode()}: {' '.join(text.split())[:_LONGEST_ERROR]}"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIRequest:
+    """The body of a request to one of the routes of OpenAI."""
+
+    body: dict[str, Any]
+
+
+class EventLane(HttpLane):
+    """A lane for server-sent events. `is_response(event)` selects the events that count."""
+
+    def __init__(self, door: HttpDoor, heard: Heard, is_response: Callable[[bytes], Any]) -> None:
+        super().__init__(door, heard)
+        self._is_response = is_response
+        self._part = b""
+        self._failed = b""
+        self._tokens = -1
+
+    def piece(self, data: bytes) -> None:
+        """Parse the events in a chunk, which may be partial."""
+        if not self._ok:
+            super().piece(data)
+            return
+        *events, self._part = (self._part + data).split(b"\n\n")
+        for event in events:
+            text = event.strip().removeprefix(b"data:").lstrip()
+            if text.startswith(b'{"error"'):
+                self._failed = text
+            elif self._is_response(text):
+                self.heard.responded()
+            found = _completion_tokens(text)
+            if found is not None:
+                self._tokens = int(found[1])
+
+    def complete(self) -> None:
+        """Handle the end of the events."""
+        failed, tokens = self._failed, self._tokens
+        self._part, self._failed, self._tokens = b"", b"", -1
+        self.heard.ended(failed.decode(errors="replace")[:_LONGEST_ERROR], tokens)
+
+
+class GenerateDoor(HttpDoor):
+    """A door for `generate_stream`: inputs as JSON, any number of responses."""
+
+    streams = True
+
+    def encode(self, request: OutgoingRequest) -> bytes:
+        """Return a POST of .../generate_stream."""
+        body: dict[str, Any] = {tensor.name: _value(tensor) for tensor in request.inputs}
+        body |= request.sequence_parameters()
+        path = f"{model_path(request.model, request.version)}/generate_stream"
+        return self.post(path, json.dumps(body).encode(), _JSON)
+
+    def lane(self, heard: Heard) -> EventLane:
+        """Open a connection on which each event is a response."""
+        return EventLane(self, heard, bool)
+
+
+class OpenAIDoor(HttpDoor):
+    """A door for text generation by the routes of OpenAI. Each chunk with text is a response; usage
+    at the end gives the number of tokens."""
+
+    streams = True
+
+    def __init__(
+        self, address: Address, credentials: Credentials, poller: Poller, route: str
+    ) -> None:
+        """Raises InvalidArgument for invalid TLS files."""
+        super().__init__(address, credentials, poller)
+        self.route = route
+
+    def encode(self, request: Any) -> bytes:
+        """Return a POST of a body."""
+        assert isinstance(request, OpenAIRequest)
+        return self.post(self.route, json.dumps(request.body).encode(), _JSON)
+
+    def lane(self, heard: Heard) -> EventLane:
+        """Open a connection."""
+        return EventLane(self, heard, _has_text)
+
+
+def _value(tensor: InputTensor) -> Any:
+    if tensor.part is not None:
+        raise InvalidArgument("generate_stream takes no shared memory: use grpc, or --run-dir")
+    flat = decode(tensor.datatype, tensor.shape, memoryview(tensor.raw))
+    while isinstance(flat, list) and len(flat) == 1:
+        flat = flat[0]
+    return flat

@@ -1,0 +1,221 @@
+"""Clients on the server's host: `NativeTransport` blocks in `shmserve.client`; the lanes of
+`NativeDoor` drive its channel in the loop of the load generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmserve.client.inflight.channel import ClientRequest, RequestChannel
+from shmserve.client.inflight.streaming import ClientStream
+from shmserve.client.memory.region import Region, Specs
+from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.request.options import PLAIN, Options, options_of
+from shmserve.client.session import Session
+from shmserve.client.sync import Server
+from shmserve.errors import ShmserveError
+from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
+from shmserve.protocols import Heard, InputTensor, OutgoingRequest, TransportError, output, response
+from shmserve.protocols.connection import Poller
+from shmserve.protocols.tensors import ModelTensor
+
+_MEMORY_LIMIT = 1 << 40  # what the request and its responses take
+_WELCOME_WITHIN_S = 10.0
+
+
+class NativeTransport:
+    """The server of a run directory. Raises Disconnected when there is none."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.where = str(run_dir)
+        self._session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
+        self._server = Server(self._session)
+
+    def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
+        """Return the inputs in the signature that the server sent at connection."""
+        try:
+            connection = self._session.connection()
+            self._session.load(connection, model, version, PLAIN)
+            signature = connection.models.resolve(model, version).signature
+        except ShmserveError as error:
+            raise TransportError(error.message) from error
+        batch = (-1,) if signature.max_batch_size else ()
+        return {
+            name: ModelTensor(name, spec.datatype, (*batch, *spec.dims))
+            for name, spec in signature.inputs.items()
+        }
+
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
+        """Stream the responses of one request, whether or not the model is decoupled."""
+        timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
+        try:
+            connection = self._session.connection()
+            self._session.load(connection, request.model, request.version, PLAIN)
+            model = connection.models.resolve(request.model, request.version)
+            datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
+            with self._server.stream(
+                request.model,
+                {tensor.name: array_of(tensor, request.model) for tensor in request.inputs},
+                outputs=request.outputs or None,
+                version=request.version,
+                timeout=timeout_s,
+                request_id=request.id,
+                sequence=request.sequence,
+                start=request.start,
+                end=request.end,
+            ) as results:
+                for result in results:
+                    outputs = [_output(name, datatypes[name], result[name]) for name in result]
+                    named = (request.model, model.version, request.id)
+                    yield response(*named, result.parameters, outputs)
+        except ShmserveError as error:
+            raise TransportError(error.message) from error
+
+    def close(self) -> None:
+        """Disconnect from the server."""
+        self._server.close()
+
+
+def array_of(tensor: InputTensor, model: str) -> Array:
+    """Return an input as an array for a request of the client."""
+    if tensor.datatype == "BYTES":
+        return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
+    return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)
+
+
+def _output(name: str, datatype: str, array: Array) -> dict[str, Any]:
+    raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
+    return output(name, datatype, array.shape, raw)
+
+
+class NativeRequest(NamedTuple):
+    """The arguments from which a session builds each request; it asks for all outputs."""
+
+    model: str
+    version: str
+    inputs: Any
+    options: Options
+
+
+class NativeDoor:
+    """A door for a program on the server's host. Tensors are in a region on the `device` "cpu" or
+    "cuda:0"; with "" they are copied."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        poller: Poller,
+        *,
+        streams: bool,
+        device: str = "",
+        output_specs: Specs | None = None,
+    ) -> None:
+        """Raises Disconnected when there is no server."""
+        self.streams = streams
+        self.poller = poller
+        self._device = device
+        self._output_specs = output_specs or {}
+        self.session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
+        self.connection = self.session.connection()
+        self.channel = RequestChannel(self.connection, self._watch, poller.forget)
+        self._flushing = False
+        self.regions: list[Region] = []
+
+    def _watch(self, fd: int) -> None:
+        self.poller.watch(fd, lambda _: self.channel.take((fd,)))
+
+    def flush_soon(self) -> None:
+        """Send queued requests at the end of this turn of the loop."""
+        if not self._flushing:
+            self._flushing = True
+            self.poller.soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        self.channel.flush()
+
+    def encode(self, request: OutgoingRequest) -> NativeRequest:
+        """Return the arrays of a request; with a device, in a region that has space for the
+        outputs."""
+        arrays: Any = {tensor.name: array_of(tensor, request.model) for tensor in request.inputs}
+        options = options_of(
+            *(request.id, None, 0, request.timeout_us / 1e6 if request.timeout_us else None),
+            *(request.sequence or 0, request.start, request.end),
+        )
+        if self._device:
+            arrays = self._placed(request.inputs, arrays)
+        return NativeRequest(request.model, request.version, arrays, options)
+
+    def _placed(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
+        specs = {each.name: (each.shape, each.datatype) for each in inputs}
+        region = self.session.allocate({**specs, **self._output_specs}, device=self._device)
+        self.regions.append(region)
+        for name, array in arrays.items():
+            view = region[name]
+            view.fill(array) if self._device != "cpu" else np.copyto(view, array)
+        return region
+
+    def lane(self, heard: Heard) -> NativeLane:
+        """Open a lane on the channel."""
+        return NativeLane(self, heard)
+
+    def close(self) -> None:
+        """Disconnect from the server."""
+        self.channel.close()
+        self.session.close()
+
+
+class NativeLane:
+    """A lane on the channel of the door."""
+
+    def __init__(self, door: NativeDoor, heard: Heard) -> None:
+        self._door = door
+        self._heard = heard
+
+    def send(self, request: NativeRequest) -> None:
+        """Queue a request."""
+        door = self._door
+        model, version, inputs, options = request
+        built = door.session.built(
+            door.connection, model, inputs, None, version, options, {}, stream=door.streams
+        )
+        if door.streams:
+            pending = ClientStream(door.channel, built)
+            pending.on_item = partial(self._read, pending)
+            door.channel.start(pending)
+        else:
+            door.channel.submit(built, self._done)
+        door.flush_soon()
+
+    def _done(self, done: ClientRequest) -> None:
+        outcome, done.outcome = done.outcome, None
+        self._heard.ended(outcome.message if isinstance(outcome, ShmserveError) else "")
+
+    def _read(self, pending: ClientStream) -> None:
+        error = ""
+        while pending.items:
+            try:
+                pending.take()
+                self._heard.responded()
+            except ShmserveError as failed:
+                error = failed.message
+            credit = pending.read()
+            if credit:
+                self._door.channel.credit(pending, credit)
+                self._door.flush_soon()
+        if pending.over:
+            pending.on_item = _nothing
+            pending.leave()
+            self._heard.ended(error)
+
+    def close(self) -> None:
+        """Do nothing: the door closes the channel."""
+
+
+def _nothing() -> None:
+    """Ignore an item."""

@@ -1,0 +1,194 @@
+"""Conversion of tensors for the shell's client: values on its command line, and bytes of
+outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes, to_bf16
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+
+_Array = np.ndarray[Any, Any]
+
+_MOST_DIMENSIONS = 32  # of numpy's arrays
+
+# What JSON elements of a datatype must be, and how a message calls them.
+_INTEGER = (int, "integers")
+_NUMBER = ((int, float), "numbers")
+_ELEMENTS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "BOOL": (bool, "true and false"),
+    "BYTES": (str, "texts"),
+    **dict.fromkeys(("FP16", "FP32", "FP64", "BF16"), _NUMBER),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """An input in the metadata of a model; -1 in `shape` is any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+def input_named(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
+    """Return the input of this name. Raises InvalidArgument if the model has none."""
+    if name not in inputs:
+        raise InvalidArgument(f"the model has no input '{name}'; it has {', '.join(inputs)}")
+    return inputs[name]
+
+
+def split_input(text: str) -> tuple[str, str]:
+    """Return the name and the value of an `--input`. Raises InvalidArgument."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise InvalidArgument(f"--input takes NAME=VALUE, not '{text}'")
+    return name, value
+
+
+def load(name: str, text: str) -> Any:
+    """Return the value of a text: JSON, or after @ the array of a .npy file or the content of
+    another file as one text. Raises InvalidArgument."""
+    if text.startswith("@"):
+        return _load_array(name, Path(text[1:]))
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise InvalidArgument(f"input '{name}': the lists are nested too deeply") from error
+    except ValueError as error:
+        hint = "" if text[:1] in tuple('[{"') else f" (a text has quotes: --input '{name}=\"...\"')"
+        raise InvalidArgument(f"input '{name}': not JSON: {error}{hint}") from error
+
+
+def _load_array(name: str, path: Path) -> _Array:
+    try:
+        with path.open("rb") as file:
+            if path.suffix not in (".npy", ".npz"):
+                return np.array(file.read(), np.object_)
+            array = np.load(file, allow_pickle=False)
+    except Exception as error:  # whatever numpy makes of a file that is none of its own
+        raise InvalidArgument(f"input '{name}': cannot read {path}: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise InvalidArgument(f"input '{name}': {path} holds several arrays, not one")
+    return array
+
+
+def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
+    """Return the shape and the bytes on the wire of a value (JSON or an array) for an input.
+
+    A value with exactly one dimension less than the model takes, where the model's first is of any
+    size, becomes a batch of one; a single value becomes the one element that a model takes. Raises
+    InvalidArgument if the elements are not of the datatype.
+    """
+    if tensor.datatype not in ITEM_SIZE:
+        raise InvalidArgument(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
+    convert = _from_array if isinstance(value, np.ndarray) else _from_json
+    array = convert(tensor, value)
+    shape = list(array.shape)
+    if not shape and set(tensor.shape) <= {1, -1}:
+        shape = [1] * len(tensor.shape)
+    elif tensor.shape[:1] == (-1,) and len(shape) == len(tensor.shape) - 1:
+        shape.insert(0, 1)
+    return shape, encode_bytes(array) if tensor.datatype == "BYTES" else array.tobytes()
+
+
+def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
+    """Return an output as nested lists. Raises ValueError or KeyError if it is malformed."""
+    if datatype == "BYTES":
+        elements = np.array([*_texts(raw), None], dtype=np.object_)[:-1]
+        return elements.reshape(shape).tolist()
+    if datatype == "BF16":
+        wide = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(shape).tolist()
+    return np.frombuffer(raw, NUMPY[datatype]).reshape(shape).tolist()
+
+
+def _texts(raw: memoryview) -> Iterator[str]:
+    """Yield the elements of a BYTES tensor, with `\\xNN` for bytes that are not UTF-8."""
+    at = 0
+    while at < len(raw):
+        length = int.from_bytes(raw[at : at + 4], "little")
+        at += 4
+        if at + length > len(raw):
+            raise ValueError("an element is longer than its tensor")
+        yield bytes(raw[at : at + length]).decode("utf-8", "backslashreplace")
+        at += length
+
+
+def _from_json(tensor: ModelTensor, value: Any) -> _Array:
+    shape = _shape(value)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise InvalidArgument(f"input '{tensor.name}': the lists are nested too deeply")
+    kind, called = _ELEMENTS.get(tensor.datatype, _INTEGER)
+    elements: list[Any] = []
+    for element in _leaves(tensor, value, shape):
+        # To Python, true is an integer too.
+        if not isinstance(element, kind) or (isinstance(element, bool) and kind is not bool):
+            raise InvalidArgument(
+                f"input '{tensor.name}' is {tensor.datatype}: its elements are {called}, not "
+                f"{json.dumps(element)}"
+            )
+        elements.append(element)
+    return _typed(tensor, elements).reshape(shape)
+
+
+def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
+    wanted = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # of BF16 the upper half is taken
+    if wanted.kind in "iu":
+        limits = np.iinfo(wanted)
+        for element in elements:
+            if not limits.min <= element <= limits.max:
+                raise InvalidArgument(
+                    f"input '{tensor.name}' is {tensor.datatype}: {element} does not fit"
+                )
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(elements, dtype=wanted)
+    except OverflowError as error:
+        raise InvalidArgument(f"input '{tensor.name}' is {tensor.datatype}: {error}") from error
+    return to_bf16(array) if tensor.datatype == "BF16" else array
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of nested lists by the first element of each list."""
+    shape = []
+    while isinstance(value, list):
+        shape.append(len(value))
+        if not value:
+            break
+        value = value[0]
+    return tuple(shape)
+
+
+def _leaves(tensor: ModelTensor, value: Any, shape: tuple[int, ...]) -> Iterator[Any]:
+    if not shape:
+        yield value
+        return
+    if not isinstance(value, list) or len(value) != shape[0]:
+        raise InvalidArgument(f"input '{tensor.name}': the lists are of unequal length or depth")
+    for item in value:
+        yield from _leaves(tensor, item, shape[1:])
+
+
+def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
+    floating = tensor.datatype == "BF16" or NUMPY[tensor.datatype].kind == "f"
+    if tensor.datatype == "BYTES":
+        if array.dtype.kind in "SUO":
+            return array
+    elif floating and array.dtype.kind == "f":
+        # Less precise is what the model takes; every other conversion must keep the values.
+        with np.errstate(over="ignore"):
+            if tensor.datatype == "BF16":
+                return to_bf16(array.astype(np.float32))
+            return array.astype(NUMPY[tensor.datatype])
+    elif tensor.datatype != "BF16" and np.can_cast(array.dtype, NUMPY[tensor.datatype], "safe"):
+        return array.astype(NUMPY[tensor.datatype])
+    found = "what is in a file as it is" if array.dtype == object else f"an array of {array.dtype}"
+    raise InvalidArgument(f"input '{tensor.name}' is {tensor.datatype}: {found} is not")

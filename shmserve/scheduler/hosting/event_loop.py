@@ -1,0 +1,128 @@
+"""The parts of a host's event loop: waiting for sockets and timers, and messages between the
+schedulers of one process."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
+from shmserve.scheduler.requests.request import NEVER
+
+# A sleeping thread runs again some time after its timer; up to this much of it is anticipated.
+_MOST_LATE_NS = 60_000
+
+# A client's deadline may be any number; no timer is longer than this.
+_LONGEST_WAIT_NS = 3_600_000_000_000
+
+_NS_PER_MS = 1_000_000
+# epoll_wait(2) counts in whole ms: shorter waits use select(2), which counts in µs, on the epoll(7)
+# descriptor.
+_NEAR_NS = 5 * _NS_PER_MS
+
+Take = Callable[[], None]
+Ready = list[tuple[int, int]]
+Handler = Callable[[Any, Any], None]  # of the sender's address and its message
+
+
+class Waiter:
+    """A wait for readable descriptors: asleep, or awake where busy polling pays. `takers` are the
+    handlers by descriptor."""
+
+    def __init__(self) -> None:
+        self.takers: dict[int, Take] = {}
+        self._epoll = select.epoll()
+        self._late_ns = 0
+        self._busy_poll = BusyPoll()
+
+    def watch(self, fd: int, take: Take) -> None:
+        """Add a descriptor; it is handled after those that are watched already."""
+        self.takers[fd] = take
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Remove a descriptor."""
+        del self.takers[fd]
+        self._epoll.unregister(fd)
+
+    def wait(self, wake_ns: int, requests: int) -> Ready:
+        """Wait until about `wake_ns` for readable descriptors; `requests` are in flight.
+
+        Returns:
+            The descriptors in order, with epoll(7)'s events; none after a timeout.
+        """
+        began_ns = time.monotonic_ns()
+        ready: Ready = []
+        if self._busy_poll.worth(requests):
+            ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
+        if not ready:
+            ready = self._epoll.poll() if wake_ns == NEVER else self._sleep(wake_ns)
+        self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
+        if len(ready) > 1:
+            order = list(self.takers)
+            ready.sort(key=lambda each: order.index(each[0]))
+        return ready
+
+    def _stay_awake(self, until_ns: int) -> Ready:
+        while time.monotonic_ns() < until_ns:
+            ready = self._epoll.poll(0)
+            if ready:
+                return ready
+            os.sched_yield()
+        return []
+
+    def _sleep(self, wake_ns: int) -> Ready:
+        left_ns = wake_ns - time.monotonic_ns()
+        if left_ns < _NEAR_NS:
+            return self._wait_until(wake_ns)
+        # Rather early than late: the caller then waits for the rest.
+        timeout_ms = min(left_ns, _LONGEST_WAIT_NS) // _NS_PER_MS - 1
+        return self._epoll.poll(timeout_ms / 1000)
+
+    def _wait_until(self, wake_ns: int) -> Ready:
+        aim_ns = wake_ns - self._late_ns
+        timeout_ns = max(0, aim_ns - time.monotonic_ns())
+        readable, _, _ = select.select((self._epoll,), (), (), timeout_ns / 1e9)
+        if timeout_ns and not readable:
+            late_ns = min(time.monotonic_ns() - aim_ns, _MOST_LATE_NS)
+            self._late_ns += (late_ns - self._late_ns) // 8
+        return self._epoll.poll(0) if readable else []
+
+
+class InProcessLinks:
+    """Links between the schedulers of one process: a message is a call of the handler registered
+    for its address, made at the next delivery in the order of posting. Nothing is packed. The
+    address of a scheduler is its endpoint; as a client, its identity."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[Hashable, Handler] = {}
+        self.posted: list[tuple[Handler, Any, Any]] = []
+
+    def enter(self, address: Hashable, handler: Handler) -> None:
+        """Register the handler of an address."""
+        self._handlers[address] = handler
+
+    def leave(self, address: Hashable) -> None:
+        """Remove an address; messages that were posted to it are still delivered."""
+        del self._handlers[address]
+
+    def has(self, address: Hashable) -> bool:
+        """Check whether an address is registered."""
+        return address in self._handlers
+
+    def post(self, address: Hashable, sender: Any, message: Any) -> bool:
+        """Queue a message; return False if the address is not registered."""
+        handler = self._handlers.get(address)
+        if handler is None:
+            return False
+        self.posted.append((handler, sender, message))
+        return True
+
+    def deliver(self) -> None:
+        """Deliver the queued messages."""
+        posted, self.posted = self.posted, []
+        for handler, sender, message in posted:
+            handler(sender, message)

@@ -1,0 +1,320 @@
+"""The results of executions: responses and ends of requests, and recovery from lost workers.
+
+A worker is lost if it died, executed for longer than the limit, or returned a batch that it was not
+given. A request of a lost worker runs again, once and alone, if that is an idempotent retry: its
+worker died while it ran, no response of it was sent, and its dispatcher allows it (a sequence loses
+its state with its worker). A request that had a response, or was open after `execute`, fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from shmserve.ipc.messages import GenerationNews
+from shmserve.ipc.messages.inference import (
+    RESCHEDULED,
+    BatchFinished,
+    ExecutionResponded,
+    InstanceReady,
+    Reply,
+)
+from shmserve.ipc.messages.supervision import KillInstance
+from shmserve.ipc.tensors.inference import runs_once
+from shmserve.scheduler.batchers.dispatch import Dispatcher
+from shmserve.scheduler.batchers.dynamic import Batcher
+from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.pool import Execution, Pool, Slot, SlotState
+from shmserve.scheduler.requests.queue import RequestQueue
+from shmserve.scheduler.requests.request import (
+    AT_WORK,
+    NOTHING,
+    ControlLink,
+    Event,
+    ScheduledRequest,
+    State,
+    Timing,
+)
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics import Reason, Statistics
+
+logger = logging.getLogger(__name__)
+
+_DIED_OPEN = "the model's worker died before this request's last response"
+
+
+@dataclass(eq=False)
+class Results:
+    """The handler of workers' messages and exits. `misplaced` counts messages that made no sense. A
+    batcher that learns is notified of each execution; the dispatcher handles the messages of its
+    own kind."""
+
+    _settings: Settings
+    _pool: Pool
+    _control: ControlLink
+    _queue: RequestQueue
+    _responses: Responses
+    _statistics: Statistics
+    _executions: Executions
+    _batcher: Batcher
+    _dispatcher: Dispatcher
+    misplaced: int = 0
+
+    # --- messages of workers ----------------------------------------------------------------------
+
+    def handle(
+        self,
+        peer: bytes,
+        message: InstanceReady | BatchFinished | ExecutionResponded | GenerationNews,
+        now_ns: int,
+    ) -> None:
+        """Handle a worker's message; a message that makes no sense is counted and dropped."""
+        match message:
+            case ExecutionResponded():
+                self._responded(peer, message, now_ns)
+            case BatchFinished():
+                slot = self._pool.by_peer(peer)
+                if slot is None or not slot.executions:
+                    self.misplaced += 1
+                elif (execution := slot.executions[0]).id != message.batch:
+                    self.misplaced += 1
+                    self._distrust(slot, now_ns)
+                else:
+                    self._returned(slot, execution, message, now_ns)
+            case InstanceReady():
+                if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
+                    self._executions.offer(message.index, peer, message.pid)
+                else:
+                    self.misplaced += 1
+            case _:
+                slot = self._pool.by_peer(peer)
+                if slot is None:
+                    self.misplaced += 1
+                elif not self._dispatcher.from_worker(slot, message, now_ns):
+                    self.misplaced += 1
+                    self._distrust(slot, now_ns)
+
+    def _returned(
+        self, slot: Slot, execution: Execution, message: BatchFinished, now_ns: int
+    ) -> None:
+        requests = execution.requests
+        self._pool.finish(slot, now_ns)
+        timing = Timing.of(
+            message, execution.sent_ns, now_ns, execution.rows, execution.reason or ""
+        )
+        if message.executed:
+            self._observe(execution, timing, now_ns)
+        if message.copied_in or message.copied_out:
+            self._statistics.executions.copied(message.copied_in, message.copied_out)
+        if self._settings.decoupled:
+            self._returned_open(slot, execution, message.replies, timing, now_ns)
+            return
+        if message.executed and not slot.served:
+            self._executions.report_served(slot)
+        replies = matched(requests, message.replies)
+        if replies is None:
+            self.misplaced += 1
+            logger.error("an instance returned a batch with replies that do not fit it")
+            replies = [Reply(0, "INTERNAL", "internal error")] * len(requests)
+        for request, reply in zip(requests, replies, strict=True):
+            code = reply.code
+            del slot.requests[request.key]
+            if code == RESCHEDULED and self._reschedule(request):
+                continue
+            if request.state is State.EXECUTING:
+                response = (reply.schema, reply.data)
+                self._responses.finish(request, code, reply.message, response, timing, now_ns)
+            else:
+                if not code:
+                    self._responses.drop_outputs(request, reply.data)
+                self._responses.close(request, now_ns)
+
+    def _reschedule(self, request: ScheduledRequest) -> bool:
+        """Queue a request again at its model's request, unless its client stopped waiting."""
+        return request.state in AT_WORK and self._dispatcher.again(request)
+
+    def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
+        """Learn from an execution whose requests are about to end."""
+        count = len(execution.requests)
+        self._statistics.executed(execution.reason, execution.rows, timing, now_ns)
+        busy_ns = timing.input_ns + timing.infer_ns + timing.output_ns
+        took_ns = now_ns - execution.started_ns
+        if took_ns < busy_ns:
+            took_ns = busy_ns
+        self._executions.service_time.observe(took_ns, busy_ns, count)
+        if self._batcher.learns:
+            left = self._responses.live - count
+            latencies = [now_ns - request.arrived_ns for request in execution.requests]
+            self._batcher.returned(now_ns, left, execution.rows, took_ns, latencies)
+
+    def _returned_open(
+        self,
+        slot: Slot,
+        execution: Execution,
+        replies: list[Reply],
+        timing: Timing,
+        now_ns: int,
+    ) -> None:
+        """Handle the return of a decoupled model's `execute`. Some of its requests have ended
+        before, some end now, and the others stay open."""
+        for request in execution.requests:
+            request.timing = timing
+            if request.untimed:
+                self._statistics.timed(request, timing, now_ns)
+        for reply in replies:
+            ended = slot.requests.get(reply.key)
+            if ended is None:
+                self.misplaced += 1
+            elif reply.code == RESCHEDULED and self._reschedule(ended):
+                del slot.requests[reply.key]
+                self._pool.ended(slot)
+            else:
+                self._ended(slot, ended, reply, now_ns)
+        for request in execution.requests:
+            if request.state is State.EXECUTING:
+                request.meet(Event.RESPOND)
+        if slot.execution is not None:  # it waited for the returned one
+            for request in slot.execution.requests:
+                request.responded_ns = now_ns
+
+    # --- responses of a decoupled model -----------------------------------------------------------
+
+    def _responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
+        """Handle a response, or the end of the responses."""
+        slot = self._pool.by_peer(peer)
+        request = None if slot is None else slot.requests.get(message.key)
+        if slot is None or request is None or not self._settings.decoupled:
+            self.misplaced += 1
+            return
+        if message.copied_out:
+            self._statistics.executions.copied(0, message.copied_out)
+        if message.final:
+            self._ended(slot, request, message, now_ns)
+        elif request.state in AT_WORK:
+            self._statistics.responded(request, message, now_ns)
+            self._responses.relay(request, message)
+        elif message.data:
+            self._responses.drop_outputs(request, message.data)
+
+    def _ended(
+        self, slot: Slot, request: ScheduledRequest, last: ExecutionResponded | Reply, now_ns: int
+    ) -> None:
+        del slot.requests[request.key]
+        self._pool.ended(slot)
+        if not slot.served:
+            self._executions.report_served(slot)
+        if request.state in AT_WORK:
+            self._statistics.responded(request, last, now_ns)
+            self._responses.end(request, last, _so_far(slot.execution, now_ns), now_ns)
+        else:
+            self._statistics.cancelled(request, now_ns)
+            if last.data:
+                self._responses.drop_outputs(request, last.data)
+            self._responses.close(request, now_ns)
+
+    # --- lost workers -----------------------------------------------------------------------------
+
+    def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
+        """Retry or fail the requests of a worker that died.
+
+        The requests of its running execution run once more, alone, if they can. The requests of
+        executions that it had not begun return to the front of the queue. A request that was open,
+        or has had a response, does not run again.
+        """
+        lost = self._dispatcher.kept(self._pool.process_exited(pid))
+        if not (lost.executions or lost.open):
+            return
+        self._statistics.workers_lost += 1
+        why = f" ({reason})" if reason else ""
+        for request in lost.open:
+            self._lost(request, _DIED_OPEN + why, now_ns)
+        for execution in reversed(lost.executions[1:]):
+            for request in reversed(execution.requests):
+                if request.state is State.EXECUTING:
+                    self._queue.put_back(request)
+                else:
+                    self._lost(request, _DIED_OPEN + why, now_ns)
+        for execution in lost.executions[:1]:
+            for request in execution.requests:
+                self._died_running(request, why, now_ns)
+
+    def _died_running(self, request: ScheduledRequest, why: str, now_ns: int) -> None:
+        if request.state is not State.EXECUTING:
+            self._lost(request, _DIED_OPEN + why, now_ns)
+            return
+        lost_text = self._dispatcher.lost_text(request)
+        if lost_text:
+            self._lost(request, lost_text + why, now_ns)
+            return
+        request.deaths += 1
+        once = runs_once(request.submit.schema, request.submit.data)
+        if request.deaths == 1 and not once:
+            self._statistics.retried += 1
+            self._queue.retry(request)
+        else:
+            text = "the model's worker died while running this request" + why
+            if once:
+                text += "; its outputs go over its inputs, which may be changed"
+            self._lost(request, text, now_ns)
+
+    def _lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
+        """Fail a request that its worker lost, or close it if it was ended before."""
+        if request.state in AT_WORK:
+            self._responses.finish(request, "INTERNAL", text, NOTHING, None, now_ns)
+        elif request.state is not State.DONE:
+            self._responses.close(request, now_ns)
+
+    def overrun(self, slot: Slot, now_ns: int) -> None:
+        """Kill a worker whose batch exceeded the limit, and fail a request that was alone in it.
+
+        The requests of a larger batch wait for the exit of the worker, which still uses their
+        memory, and run again alone.
+        """
+        assert slot.execution is not None
+        self._statistics.overruns += 1
+        limit_s = self._settings.execution_limit_ns / 1e9
+        limit = f"exceeded the limit of {limit_s:g} seconds"
+        requests = slot.execution.requests
+        self._doom(slot, f"an execution of {len(requests)} requests {limit}")
+        if len(requests) == 1 and requests[0].state in AT_WORK:
+            self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
+
+    def _distrust(self, slot: Slot, now_ns: int) -> None:
+        """Kill a worker that returned what it was not given: its state is unknown."""
+        if slot.state is SlotState.BUSY:
+            self._doom(slot, "it returned a batch that it was not given")
+            for request in slot.requests.values():
+                if request.state in AT_WORK:
+                    self._fail_early(request, "internal error", now_ns)
+
+    def _doom(self, slot: Slot, reason: str) -> None:
+        slot.meet("doom")
+        self._control.post(KillInstance(slot.pid, reason))
+
+    def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
+        self._responses.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)
+
+
+def _so_far(execution: Execution | None, now_ns: int) -> Timing:
+    """Return the times of an execution that has not returned; all of it counts as inference."""
+    if execution is None:
+        return Timing(now_ns, 0, 0, 0)
+    began_ns = execution.started_ns
+    return Timing(began_ns, 0, now_ns - began_ns, 0, execution.rows, execution.reason or "")
+
+
+def matched(requests: list[ScheduledRequest], replies: list[Reply]) -> list[Reply] | None:
+    """Return the replies in the order of `requests`, or None unless there is one for each."""
+    try:
+        for request, reply in zip(requests, replies, strict=True):
+            if request.key != reply.key:
+                break
+        else:
+            return replies
+    except ValueError:  # one of them has more
+        return None
+    by_key = {reply.key: reply for reply in replies}
+    if len(replies) != len(requests) or any(each.key not in by_key for each in requests):
+        return None
+    return [by_key[request.key] for request in requests]

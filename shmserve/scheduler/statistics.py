@@ -1,0 +1,302 @@
+"""The statistics of a model version (pure).
+
+`Statistics.report` returns the entry of GET /v2/models/NAME/stats, with Triton's fields:
+
+    name, version, last_inference, inference_count, execution_count, inference_stats,
+    response_stats, batch_stats, memory_usage
+
+and the key `shmserve` for metrics: the flat table plus the counts of the versions that this version
+replaced (its base), and current values:
+
+    inference_count, execution_count, success, fail, cache_hit, cache_miss, and times:
+        success_ns, fail_ns, queue_ns, compute_input_ns, compute_infer_ns, compute_output_ns,
+        cache_hit_ns, cache_miss_ns
+    failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
+    batches_closed  {reason of batchers.dynamic.Closed: executions}; the steps of a generative model
+                    are no batches
+    request_seconds, queue_seconds (one observation a success), compute_seconds, batch_size (one an
+        execution), first_response_ms (one a request; decoupled models only)
+                    {"buckets": upper bounds, "counts": observations per bucket, not cumulative,
+                    one more than bounds (+Inf), "sum", "count"}
+    instance_changes {"more" | "fewer": how often an instance was added or removed between the
+                    bounds of their number}
+    workers_lost    instances that died or were killed while they had requests
+    retried         requests that ran again, alone, after their worker died
+    overruns        executions that exceeded the limit
+    malformed       frames and messages that were dropped
+    copied_bytes    {"in" | "out": bytes of tensors that workers copied to and from the model;
+                    tensors that are used in place are not counted}
+    padding         {padded input: [elements, padding elements]}
+
+    pending         requests in the queue
+    executing       requests at workers
+    live            requests that have not ended
+    open_sequences  sequences that have begun and not ended
+    quantiles       {"request" | "queue" | "compute_input" | "compute_infer" | "compute_output":
+                    [[quantile, µs or None], ...]} of the last minute, one observation a success;
+                    empty unless they are configured
+    instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
+    cache           {"bytes", "entries", "evicted", "lent_bytes"} of the response cache; empty
+                    without a cache
+    families        the model's own metrics, as model_metrics.plain has them
+
+`Statistics.snapshot` returns the table without the base, the base as "base", and the rows of this
+version alone: batch_sizes, responses, last_ns (the last execution, monotonic).
+
+A request counts when its last response is known, before that response is sent, so that a client
+that asks after its own response finds it counted. A decoupled model's request has failed if its
+model raised or no process took its responses. An error that the model sends is a response, even as
+the last one, and counts in `response_stats` alone.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from operator import sub
+from typing import Any
+
+from shmserve.common.model_metrics import plus, total
+from shmserve.ipc.messages.inference import ExecutionResponded, Reply
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.requests.request import Timing
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.tables import (
+    NS_PER_S,
+    SECONDS,
+    Counted,
+    Execution,
+    ExecutionStats,
+    GenerationStats,
+    Histogram,
+    Quantiles,
+    ResponseStats,
+    Table,
+    duration,
+)
+
+# Ended requests and executions are recorded first, and counted together when the statistics are
+# read, or when an execution ends and so many units are recorded: that takes half the time, and no
+# request waits for it.
+MOST_NOTED = 64
+
+_NS_PER_MS = 1_000_000
+_NS_PER_US = 1_000
+# A success: its end, its arrival, its units, its enqueueing, and the phases of its execution, if
+# they are known. Otherwise a `_Timed` follows: the time when the phases are known, the enqueueing,
+# and the phases.
+_Noted = tuple[int, int, int, int, Timing | None]
+_Timed = tuple[int, int, Timing]
+_SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+_SUMMARISED_OF_CACHE = ("cache_hit", "cache_miss")
+
+
+class Reason(StrEnum):
+    """The reason why a request failed: the label of the failure counter."""
+
+    REJECTED = "REJECTED"  # not admitted, or expired in the queue
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"  # the model or its process
+    OTHER = "OTHER"
+
+
+class Statistics(Table):
+    """All counters since the version was loaded; times in ns."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._model = settings.name, settings.version
+        self.executions = ExecutionStats()
+        self.inference_count = 0
+        self.success = 0
+        self.success_ns = 0
+        self.queue_ns = 0
+        self.compute_input_ns = 0
+        self.compute_infer_ns = 0
+        self.compute_output_ns = 0
+        self.fail = 0
+        self.fail_ns = 0
+        self.failures = dict.fromkeys(Reason, 0)
+        self.request_seconds = Histogram(SECONDS, NS_PER_S)
+        self.queue_seconds = Histogram(SECONDS, NS_PER_S)
+        self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
+        if settings.decoupled:
+            self.first_response_ms = self._first_responses
+        if settings.engine is not None:
+            self.generation = GenerationStats()
+        self._responses = ResponseStats()
+        self._shown_quantiles = settings.quantiles
+        names = (*_SUMMARISED, *(_SUMMARISED_OF_CACHE if settings.cached else ()))
+        self._quantiles = {name: Quantiles() for name in names} if settings.quantiles else {}
+        self.instance_changes = {"more": 0, "fewer": 0}
+        self.workers_lost = 0
+        self.retried = 0
+        self.overruns = 0
+        self.malformed = 0
+        self.cache_hit, self.cache_hit_ns = 0, 0
+        self.cache_miss, self.cache_miss_ns = 0, 0
+        self._base: dict[str, Any] = {}
+        self._noted: list[_Noted] = []
+        self._noted_executions: list[Execution] = []
+        self._noted_units = 0
+        self._noted_late: list[_Timed] = []
+
+    @property
+    def model(self) -> tuple[str, str]:
+        """The name and the version of the model."""
+        return self._model
+
+    def set_base(self, base: dict[str, Any]) -> None:
+        """Set the base: the counts of the version that this version replaces.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: The base is no table.
+        """
+        for name in ("success", "execution_count"):  # in every table
+            int(base[name])
+        plus(self.table(), base)
+        self._base = base
+
+    def executed(self, reason: Closed | None, units: int, timing: Timing, now_ns: int) -> None:
+        """Count an execution whose requests are about to end; `units` is their total batch size."""
+        self._noted_units += units or 1
+        if self._noted_units > MOST_NOTED:
+            self._count()
+            self._noted_units = units
+        self.executions.last_ns = now_ns
+        self._noted_executions.append((reason, units, timing))
+
+    def succeeded(self, request: Counted, timing: Timing | None, now_ns: int) -> None:
+        """Count a success. Without `timing` the execution has not returned, and `timed` follows."""
+        if timing is None:
+            request.untimed = True
+        self._noted.append((now_ns, request.arrived_ns, request.units, request.enqueued_ns, timing))
+
+    def timed(self, request: Counted, timing: Timing, now_ns: int) -> None:
+        """Count the times of a request that succeeded before its execution returned."""
+        self._noted_late.append((now_ns, request.enqueued_ns, timing))
+
+    def _count(self) -> None:
+        """Count the recorded requests and executions; called before every read."""
+        executions, self._noted_executions = self._noted_executions, []
+        if executions:
+            self.executions.count(executions)
+        noted, self._noted = self._noted, []
+        late, self._noted_late = self._noted_late, []
+        if noted:
+            ended, arrived, units, _, _ = zip(*noted, strict=True)
+            totals = list(map(sub, ended, arrived))
+            self.success += len(noted)
+            self.success_ns += sum(totals)
+            self.inference_count += sum(units)
+            self.request_seconds.observe(*totals)
+        timed = [(now_ns, at_ns, each) for now_ns, _, _, at_ns, each in noted if each is not None]
+        timed += late
+        if timed:
+            _, enqueued, timings = zip(*timed, strict=True)
+            starts, inputs, infers, outputs, *_ = zip(*timings, strict=True)
+            queued = list(map(sub, starts, enqueued))
+            self.queue_ns += sum(queued)
+            self.compute_input_ns += sum(inputs)
+            self.compute_infer_ns += sum(infers)
+            self.compute_output_ns += sum(outputs)
+            self.queue_seconds.observe(*queued)
+        if self._quantiles:
+            self._summarise(noted, timed)
+
+    def _summarise(self, noted: list[_Noted], timed: list[_Timed]) -> None:
+        quantiles = self._quantiles
+        for now_ns, arrived_ns, *_ in noted:
+            quantiles["request"].observe((now_ns - arrived_ns) // _NS_PER_US, now_ns)
+        for now_ns, at_ns, timing in timed:
+            queued = timing.compute_start_ns - at_ns
+            for name, ns in zip(_SUMMARISED[1:], (queued, *timing[1:4]), strict=True):
+                quantiles[name].observe(ns // _NS_PER_US, now_ns)
+
+    def hit(self, arrived_ns: int, queued: int, lookup_ns: int, now_ns: int) -> None:
+        """Count a success with a cached response, which was found in `lookup_ns`."""
+        total = now_ns - arrived_ns + lookup_ns
+        self.cache_hit += 1
+        self.cache_hit_ns += lookup_ns
+        self.success += 1
+        self.success_ns += total
+        self.queue_ns += queued
+        self.request_seconds.observe(total)
+        self.queue_seconds.observe(queued)
+        if self._quantiles:
+            for name, ns in (("request", total), ("queue", queued), ("cache_hit", lookup_ns)):
+                self._quantiles[name].observe(ns // _NS_PER_US, now_ns)
+
+    def missed(self, lookup_ns: int, insert_ns: int, now_ns: int) -> None:
+        """Count a cache miss of a request that is about to succeed."""
+        self.cache_miss += 1
+        self.cache_miss_ns += lookup_ns + insert_ns
+        self.success_ns += insert_ns
+        if self._quantiles:
+            took_us = (lookup_ns + insert_ns) // _NS_PER_US
+            self._quantiles["cache_miss"].observe(took_us, now_ns)
+
+    def responded(
+        self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
+    ) -> None:
+        """Count a response of a decoupled model, or the end of its responses."""
+        if not request.responses and (response.schema or response.code):
+            whole_ms = (now_ns - request.arrived_ns) // _NS_PER_MS  # as Triton observes them
+            self._first_responses.observe(whole_ms * _NS_PER_MS)
+        self._responses.responded(request, response, now_ns)
+
+    def cancelled(self, request: Counted, now_ns: int) -> None:
+        """Count a cancelled request that a decoupled model has ended."""
+        self._responses.cancelled(request, now_ns)
+
+    def failed(self, arrived_ns: int, reason: Reason, now_ns: int) -> None:
+        """Count a failure."""
+        self.fail += 1
+        self.fail_ns += max(now_ns - arrived_ns, 0)
+        self.failures[reason] += 1
+
+    def table(self) -> dict[str, Any]:
+        self._count()
+        return super().table()
+
+    def snapshot(self, brief: bool = False) -> dict[str, Any]:
+        """Return the table for a successor; `brief` omits the up to 1,000 rows of responses."""
+        responses = {} if brief else self._responses.table()
+        return {**self.table(), **responses, "base": self._base}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        super().restore(snapshot)
+        self._responses.restore({"responses": [], **snapshot})
+        self._base = dict(snapshot["base"])
+
+    def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
+        """Return the whole report; `gauges` are the current values under `shmserve`."""
+        self._count()
+        executions = self.executions
+        count, executed = self.success, self.success - self.cache_hit
+        return {
+            "name": self._model[0],
+            "version": self._model[1],
+            "last_inference": executions.last_ms(now_ns, wall_ns),
+            "inference_count": self.inference_count,
+            "execution_count": executions.execution_count,
+            "inference_stats": {
+                "success": duration(count, self.success_ns),
+                "fail": duration(self.fail, self.fail_ns),
+                "queue": duration(count, self.queue_ns),
+                "compute_input": duration(executed, self.compute_input_ns),
+                "compute_infer": duration(executed, self.compute_infer_ns),
+                "compute_output": duration(executed, self.compute_output_ns),
+                "cache_hit": duration(self.cache_hit, self.cache_hit_ns),
+                "cache_miss": duration(self.cache_miss, self.cache_miss_ns),
+            },
+            "response_stats": self._responses.report(),
+            "batch_stats": executions.by_size(),
+            "memory_usage": [],
+            "shmserve": {
+                **total(self.snapshot(brief=True)),
+                "quantiles": {
+                    name: each.report(self._shown_quantiles, now_ns)
+                    for name, each in self._quantiles.items()
+                },
+                **gauges,
+            },
+        }

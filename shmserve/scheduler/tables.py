@@ -1,0 +1,376 @@
+"""Tables of counters with snapshot and restore: histograms, quantiles, executions, responses,
+generated text (pure).
+
+A histogram counts in fixed buckets since the start. Quantiles are read from a sketch of the last
+minute, whose bucket bounds grow by a constant factor, so that each quantile is known within a
+relative error of `ACCURACY` for one dictionary entry per observation: C. Masson, J. E. Rim, H. K.
+Lee, "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees", PVLDB
+12(12), 2019. (Triton's client library bounds the error of the rank instead, with CKMS, at the cost
+of a sorted insertion for each of five windows.)
+
+The window is that of Triton's library: 60 seconds in five parts. The oldest part expires as a
+whole, so that quantiles cover the last 48 to 60 seconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from math import ceil, log
+from typing import Any, Protocol
+
+from shmserve.errors import Cancelled
+from shmserve.ipc.messages.inference import ExecutionResponded, Reply
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.requests.request import Timing
+
+ACCURACY = 0.005
+NS_PER_S = 1_000_000_000
+# The upper bounds of a histogram of times, in seconds.
+SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+# A request may have any number of responses; the responses from this index on share a row.
+LAST_INDEX = 1000
+# The reason why a batch was closed (None: it was no batch), its units, and its phases.
+Execution = tuple[Closed | None, int, Timing]
+
+_WINDOW_NS = 60 * NS_PER_S
+_PARTS = 5
+_PART_NS = _WINDOW_NS // _PARTS
+_GROWTH = (1 + ACCURACY) / (1 - ACCURACY)
+_LOG_GROWTH = log(_GROWTH)
+_FAST_SECONDS = (0.00001, 0.00005, *SECONDS)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_NAMES = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
+_INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
+
+
+def duration(count: int, ns: int) -> dict[str, int]:
+    """Return a count and the total time of the counted events, in Triton's form."""
+    return {"count": count, "ns": ns}
+
+
+class Histogram:
+    """Counts of observations in fixed buckets. Reported bounds and sums are divided by `scale`."""
+
+    __slots__ = ("_bounds", "_counts", "_scale", "_shown", "_sum")
+
+    def __init__(self, shown: Sequence[float], scale: int = 1) -> None:
+        self._shown = list(shown)
+        self._scale = scale
+        self._bounds = [round(bound * scale) for bound in shown]
+        self._counts = [0] * (len(shown) + 1)
+        self._sum = 0
+
+    def observe(self, *values: int) -> None:
+        """Count observations; a bucket includes its upper bound."""
+        counts = self._counts
+        for bucket in map(bisect_left, repeat(self._bounds), values):
+            counts[bucket] += 1
+        self._sum += sum(values)
+
+    def restore(self, report: dict[str, Any]) -> None:
+        """Continue from a report; raise ValueError if its buckets differ."""
+        if report["buckets"] != self._shown or len(report["counts"]) != len(self._counts):
+            raise ValueError("these are other buckets")
+        self._counts = list(map(int, report["counts"]))
+        self._sum = round(report["sum"] * self._scale)
+
+    def report(self) -> dict[str, Any]:
+        """Return the counts, as described in statistics.py."""
+        return {
+            "buckets": self._shown,
+            "counts": list(self._counts),
+            "sum": self._sum / self._scale if self._scale != 1 else self._sum,
+            "count": sum(self._counts),
+        }
+
+
+class Quantiles:
+    """Quantiles of the integers observed within the last minute. Times are in ns."""
+
+    __slots__ = ("_ends_ns", "_newest", "_parts")
+
+    def __init__(self) -> None:
+        self._newest: dict[int, int] = {}
+        self._parts: deque[dict[int, int]] = deque([self._newest], maxlen=_PARTS)
+        self._ends_ns = 0  # the end of the newest part
+
+    def observe(self, value: int, now_ns: int) -> None:
+        """Count an observation; values below 1 count as 0."""
+        if now_ns >= self._ends_ns:
+            self._slide(now_ns)
+        index = ceil(log(value) / _LOG_GROWTH) if value > 0 else -1
+        newest = self._newest
+        newest[index] = newest.get(index, 0) + 1
+
+    def _slide(self, now_ns: int) -> None:
+        if now_ns >= self._ends_ns + _WINDOW_NS:
+            self._parts.clear()
+            self._ends_ns = now_ns
+        while now_ns >= self._ends_ns:
+            self._newest = {}
+            self._parts.append(self._newest)
+            self._ends_ns += _PART_NS
+
+    def report(self, quantiles: Sequence[float], now_ns: int) -> list[list[float | None]]:
+        """Return [quantile, value] pairs; the value is None without observations."""
+        if now_ns >= self._ends_ns:
+            self._slide(now_ns)
+        counts: dict[int, int] = {}
+        for part in self._parts:
+            for index, count in part.items():
+                counts[index] = counts.get(index, 0) + count
+        return [[quantile, _at(quantile, counts)] for quantile in quantiles]
+
+
+def _at(quantile: float, counts: dict[int, int]) -> float | None:
+    """Return the middle of the bucket that holds this quantile."""
+    rank = min(max(quantile, 0), 1) * (sum(counts.values()) - 1)
+    below = 0
+    for index in sorted(counts):
+        below += counts[index]
+        if below > rank:
+            return 0.0 if index < 0 else 2 * _GROWTH**index / (_GROWTH + 1)
+    return None
+
+
+class Table:
+    """A flat table of counters whose entries are its public attributes.
+
+    An entry is a number, a list of numbers, a dictionary of these, a histogram, or a table whose
+    entries are added to this one.
+    """
+
+    def table(self) -> dict[str, Any]:
+        """Return the entries, in the form of shmserve/common/model_metrics.py."""
+        entries: dict[str, Any] = {}
+        for name, value in self._entries():
+            entries |= value.table() if isinstance(value, Table) else {name: _plain(value)}
+        return entries
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a snapshot.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: The snapshot has another form; some
+                entries may have been restored.
+        """
+        for name, value in self._entries():
+            if isinstance(value, (Table, Histogram)):
+                value.restore(snapshot if isinstance(value, Table) else snapshot[name])
+            else:
+                setattr(self, name, _restored(value, snapshot[name]))
+
+    def _entries(self) -> list[tuple[str, Any]]:
+        return [(name, value) for name, value in vars(self).items() if name[0] != "_"]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Histogram):
+        return value.report()
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _restored(value: Any, found: Any) -> Any:
+    if isinstance(value, dict):
+        return value | {key: _numbers(each) for key, each in found.items()}
+    return _numbers(found)
+
+
+def _numbers(found: Any) -> Any:
+    return [_numbers(each) for each in found] if isinstance(found, list) else int(found)
+
+
+class Counted(Protocol):
+    """The counted attributes of a request of a model or an ensemble; times are monotonic ns.
+
+    `units` is its batch size, `responses` the number of its responses so far, `responded_ns` the
+    time of the last one. `untimed`: it succeeded before its execution returned.
+    """
+
+    arrived_ns: int
+    enqueued_ns: int
+    responded_ns: int
+    responses: int
+    units: int
+    untimed: bool
+
+
+class ResponseStats(Table):
+    """Counts and times (ns) of the responses of a decoupled model, one row for each index.
+
+    The time of a response runs from the previous one (of the first: from the dispatch) until its
+    outputs were written: inference first, then output. An end without a response and a cancellation
+    have an index of their own.
+
+        success         compute_infer, compute_output, success
+        error           compute_infer, fail; compute_output if it has outputs
+        the end alone   compute_infer, empty_response
+        cancelled       cancel; also an error with that code, sent by the model
+    """
+
+    def __init__(self) -> None:
+        self.responses: list[list[int]] = []  # count and ns of each name
+
+    def responded(
+        self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
+    ) -> None:
+        """Count the response with index `request.responses`, or the end without a response. Times
+        are clamped to the possible ones."""
+        if response.code == Cancelled.code:
+            self.cancelled(request, now_ns)
+            request.responded_ns = now_ns
+            return
+        row = self._row(request.responses)
+        began_ns = request.responded_ns
+        given_ns = written_ns = now_ns
+        if type(response) is ExecutionResponded:
+            given_ns, written_ns = response.given_ns, response.written_ns
+            if not began_ns <= given_ns <= written_ns <= now_ns:
+                written_ns = min(max(written_ns, began_ns), now_ns)
+                given_ns = min(max(given_ns, began_ns), written_ns)
+        request.responded_ns = written_ns
+        if response.schema:
+            row[_OUTPUT] += 1
+            row[_OUTPUT + 1] += written_ns - given_ns
+        else:
+            given_ns = written_ns
+        row[_INFER] += 1
+        row[_INFER + 1] += given_ns - began_ns
+        kind = _FAIL if response.code else _SUCCESS if response.schema else _EMPTY
+        row[kind] += 1
+        row[kind + 1] += written_ns - began_ns
+
+    def cancelled(self, request: Counted, now_ns: int) -> None:
+        """Count the end of a cancelled request."""
+        row = self._row(request.responses)
+        row[_CANCEL] += 1
+        row[_CANCEL + 1] += max(now_ns - request.responded_ns, 0)
+
+    def _row(self, index: int) -> list[int]:
+        rows = self.responses
+        if index >= len(rows):
+            index = min(index, LAST_INDEX)
+            while len(rows) <= index:
+                rows.append([0] * 12)
+        return rows[index]
+
+    def report(self) -> dict[str, Any]:
+        """Return the rows by index, as `response_stats` of GET /v2/models/NAME/stats."""
+        return {
+            str(index): {
+                name: {"count": row[2 * at], "ns": row[2 * at + 1]}
+                for at, name in enumerate(_NAMES)
+            }
+            for index, row in enumerate(self.responses)
+        }
+
+
+class ExecutionStats(Table):
+    """Counters of executions since the version was loaded; times in ns."""
+
+    def __init__(self) -> None:
+        self.execution_count = 0
+        self.last_ns = 0
+        self.batch_sizes: dict[int, list[int]] = {}  # count, and ns of the three phases
+        self.batches_closed = dict.fromkeys(Closed, 0)
+        self.compute_seconds = Histogram(SECONDS, NS_PER_S)
+        self.batch_size = Histogram(_SIZES)
+        self._copied = [0, 0]
+        self.padding: dict[str, list[int]] = {}  # by input: elements, padding elements
+
+    def count(self, noted: list[Execution]) -> None:
+        """Count executions."""
+        reasons, units, timings = zip(*noted, strict=True)
+        _, *phases, _, _, _ = zip(*timings, strict=True)
+        self.execution_count += len(noted)
+        for reason, count in Counter(reasons).items():
+            if reason is not None:
+                self.batches_closed[reason] += count
+        for size, input_ns, infer_ns, output_ns in zip(units, *phases, strict=True):
+            row = self.batch_sizes.get(size)
+            if row is None:
+                row = self.batch_sizes[size] = [0, 0, 0, 0]
+            row[0] += 1
+            row[1] += input_ns
+            row[2] += infer_ns
+            row[3] += output_ns
+        self.compute_seconds.observe(*map(sum, zip(*phases, strict=True)))
+        self.batch_size.observe(*units)
+
+    def copied(self, into: int, out: int) -> None:
+        """Count the bytes of tensors that a worker copied."""
+        self._copied[0] += into
+        self._copied[1] += out
+
+    def padded(self, elements: Mapping[str, tuple[int, int]]) -> None:
+        """Count the (elements, padding elements) of a batch's padded inputs, by name."""
+        for name, counts in elements.items():
+            before = self.padding.get(name, (0, 0))
+            self.padding[name] = [a + b for a, b in zip(before, counts, strict=True)]
+
+    def table(self) -> dict[str, Any]:
+        """Return the entries; `batch_sizes` has rows [size, executions, ns of the three phases]."""
+        rows = [[size, *row] for size, row in self.batch_sizes.items()]
+        copied = dict(zip(("in", "out"), self._copied, strict=True))
+        return {**super().table(), "batch_sizes": rows, "copied_bytes": copied}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        rows = {int(size): [int(n) for n in row] for size, *row in snapshot["batch_sizes"]}
+        super().restore({**snapshot, "batch_sizes": {}})
+        self.batch_sizes = rows
+        self._copied = [int(snapshot["copied_bytes"][direction]) for direction in ("in", "out")]
+
+    def last_ms(self, now_ns: int, wall_ns: int) -> int:
+        """Return the time of the last execution in ms since the epoch, or 0."""
+        return (wall_ns - (now_ns - self.last_ns)) // 1_000_000 if self.last_ns else 0
+
+    def by_size(self) -> list[dict[str, Any]]:
+        """Return `batch_stats` of the report."""
+        return [
+            {
+                "batch_size": size,
+                "compute_input": duration(row[0], row[1]),
+                "compute_infer": duration(row[0], row[2]),
+                "compute_output": duration(row[0], row[3]),
+            }
+            for size, row in sorted(self.batch_sizes.items())
+        ]
+
+
+class GenerationStats(Table):
+    """Counters of a generative model since it was loaded: tokens, steps, blocks, and the latencies
+    of its clients. `prefilled` and `decoded` are the tokens computed in prompts and one by one."""
+
+    def __init__(self) -> None:
+        self.generated = 0
+        self.prefilled = 0
+        self.decoded = 0
+        self.finished = {"stop": 0, "length": 0}
+        self.preemptions = {"swap": 0, "recompute": 0}
+        self.recomputed = 0
+        self.swapped_in = 0
+        self.swapped_out = 0
+        self.copied_on_write = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        # ns of each part of the steps, and of the text work beside them
+        self.phases = dict.fromkeys(("schedule", "gather", "forward", "sample", "draft", "text"), 0)
+        self.drafted = 0
+        self.accepted = 0
+        self.speculative_steps = 0  # rows of steps with draft tokens
+        self.iteration_seconds = Histogram(SECONDS, NS_PER_S)
+        self.scheduler_seconds = Histogram(_FAST_SECONDS, NS_PER_S)
+        self.batch_tokens = Histogram(_TOKENS)
+        self.first_token_seconds = Histogram(SECONDS, NS_PER_S)
+        self.inter_token_seconds = Histogram(SECONDS, NS_PER_S)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)

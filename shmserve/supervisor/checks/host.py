@@ -1,0 +1,224 @@
+"""Checks of the host: installed software, limits of processes, user and clock."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import platform
+import pwd
+import re
+import resource
+import shutil
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+
+import shmserve
+from shmserve.common import fd_limits
+from shmserve.common.host import cgroup_limit, processors
+from shmserve.config.server import ServerConfig
+from shmserve.supervisor.checks import Verdict, ok, warning, wrong
+
+_MORE_FILES = "LimitNOFILE=65536 in the unit, ulimit -Hn 65536, docker --ulimit nofile=65536"
+_FEW_TASKS = 1024
+_TASKS_OF_A_MODEL = 16  # two processes and their threads
+_SYSTEM_UIDS = range(1000)
+_DYNAMIC_UIDS = range(61184, 65520)  # of systemd's DynamicUser=
+_FAST_CLOCKS = ("", "tsc", "kvm-clock", "arch_sys_counter", "hyperv", "xen")
+_DAY_S = 86400
+_SHOWN = ("aiohttp", "pyzmq", "torch", "numpy")
+_UNITS = Path("/etc/systemd/system")
+_EXPOSURE = "15"  # tenths, of the units as installed
+_PATIENCE_S = 30
+
+# By package: the installed version ("": none), and the minimum.
+Versions = dict[str, tuple[str, str]]
+
+
+def gather_packages(_: ServerConfig) -> Versions:
+    """Return the versions of the required packages; empty if shmserve itself is not installed."""
+    try:
+        needed = "\n".join(metadata.requires("shmserve") or [])
+    except metadata.PackageNotFoundError:
+        return {}
+    found = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", needed, re.MULTILINE)
+    return {name: (_installed(name), least) for name, least in found}
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def judge_packages(versions: Versions) -> Verdict:
+    """Compare with the minimum versions of pyproject.toml, which exclude known vulnerabilities."""
+    if not versions:
+        return warning("shmserve is not installed", "pip install shmserve")
+    old = [name for name, (has, least) in versions.items() if _numbers(has) < _numbers(least)]
+    if old:
+        found = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old)
+        wanted = " ".join(f"'{name}>={versions[name][1]}'" for name in old)
+        return wrong(f"too old or missing: {found}", f"pip install --upgrade {wanted}")
+    shown = (f"{name} {versions[name][0]}" for name in _SHOWN if name in versions)
+    return ok(", ".join((f"Python {platform.python_version()}", *shown)))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+
+
+def gather_parser(_: ServerConfig) -> bool:
+    """Return whether aiohttp parses HTTP in C."""
+    from aiohttp import http_parser
+
+    return http_parser.HttpRequestParser is not http_parser.HttpRequestParserPy
+
+
+def judge_parser(in_c: bool) -> Verdict:
+    """Require the C parser: most request smuggling was found in its replacement in Python."""
+    if in_c:
+        return ok("aiohttp's, in C")
+    fix = (
+        "unset AIOHTTP_NO_EXTENSIONS, or pip install --force-reinstall --only-binary :all: aiohttp"
+    )
+    return wrong("aiohttp's in Python, which is slow, and has let requests be smuggled", fix)
+
+
+def gather_units(_: ServerConfig) -> tuple[int, str]:
+    """Return the number of installed units, and the complaints of systemd-analyze if it exists."""
+    units = sorted(map(str, _UNITS.glob("shmserve*.service")))
+    said = ""
+    if units and shutil.which("systemd-analyze"):
+        said = _analyze("verify", "--man=no", *units)[1]
+        for unit in units:
+            least = ("--offline=true", f"--threshold={_EXPOSURE}")
+            status, text = _analyze("security", "--no-pager", *least, unit)
+            said += text.strip().splitlines()[-1] if status else ""
+    return len(units), said.strip()
+
+
+def _analyze(*words: str) -> tuple[int, str]:
+    command, output = ["systemd-analyze", *words], subprocess.PIPE
+    done = subprocess.run(
+        command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=_PATIENCE_S
+    )
+    return done.returncode, done.stdout
+
+
+def judge_units(facts: tuple[int, str]) -> Verdict:
+    """Treat all output as a problem: systemd-analyze reports an unknown key by its output only."""
+    count, said = facts
+    if said:
+        return warning(said, "shmserve systemd install, and look at your drop-ins")
+    return ok(f"{count}, verified" if count else "none are installed")
+
+
+def gather_files(config: ServerConfig) -> tuple[int, int]:
+    """Return the attainable number of descriptors, and the configured number of regions."""
+    return fd_limits.attainable(), config.shm.max_regions
+
+
+def judge_files(facts: tuple[int, int]) -> Verdict:
+    """Require enough descriptors for regions, connections and models."""
+    limit, regions = facts
+    found = f"a process may have {limit}"
+    if limit < fd_limits.FEWEST:
+        return wrong(f"{found}, at least {fd_limits.FEWEST} are needed", _MORE_FILES)
+    if (held := fd_limits.for_regions(limit)) < regions:
+        return warning(f"{found}: {held} regions, --shm-max-regions is {regions}", _MORE_FILES)
+    return ok(found)
+
+
+def gather_tasks(_: ServerConfig) -> int:
+    """Return the limit on processes and threads; -1 means unlimited."""
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    limit = cgroup_limit("pids", "pids.max", "pids.max")
+    return hard if limit is None else limit if hard < 0 else min(hard, limit)
+
+
+def judge_tasks(limit: int) -> Verdict:
+    """Require enough processes and threads for models."""
+    if 0 <= limit < _FEW_TASKS:
+        fix = "TasksMax= in the unit, ulimit -u, docker run --pids-limit"
+        found = f"{limit} with their threads, enough for {limit // _TASKS_OF_A_MODEL} models"
+        return warning(found, fix)
+    return ok("any number" if limit < 0 else f"{limit} with their threads")
+
+
+def gather_processors(_: ServerConfig) -> tuple[int, float | None]:
+    """Return the number of usable processors, and the quota (None: no quota)."""
+    return processors()
+
+
+def judge_processors(facts: tuple[int, float | None]) -> Verdict:
+    """Warn about a quota: workers compute with one thread for each processor regardless of it."""
+    count, quota = facts
+    if quota is not None and quota <= count - 1:
+        fix = "AllowedCPUs=, docker run --cpuset-cpus or taskset in the place of the quota"
+        found = f"{count}, and a quota of {quota:g} (cpu.max), at which threads of all are stopped"
+        return warning(found, fix)
+    return ok(str(count))
+
+
+def gather_tracing(_: ServerConfig) -> int:
+    """Return kernel.yama.ptrace_scope, or 0 if the kernel has no Yama."""
+    file = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return int(file.read_text()) if file.is_file() else 0
+
+
+def judge_tracing(scope: int) -> Verdict:
+    """Report which processes may attach a debugger; the server needs none."""
+    who = {0: "any process of the same user", 1: "root, or a parent", 2: "root"}
+    return ok(f"for {who.get(scope, 'nobody')} (kernel.yama.ptrace_scope={scope})")
+
+
+def gather_user(_: ServerConfig) -> tuple[int, bool]:
+    """Return the uid, and whether logind deletes its shared memory after its last session."""
+    uid = os.getuid()
+    names = [each.pw_name for each in pwd.getpwall() if each.pw_uid == uid]
+    lingers = any(Path("/var/lib/systemd/linger", name).exists() for name in names)
+    return uid, Path("/run/systemd/seats").is_dir() and not lingers and _removes_ipc()
+
+
+def _removes_ipc() -> bool:
+    files = [Path("/etc/systemd/logind.conf")]
+    for root in ("/usr/lib", "/run", "/etc"):
+        files += sorted(Path(root, "systemd/logind.conf.d").glob("*.conf"))
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.read(files, encoding="utf-8")
+    return parser.getboolean("Login", "RemoveIPC", fallback=True)
+
+
+def judge_user(facts: tuple[int, bool]) -> Verdict:
+    """Warn if shared memory is deleted while it is in use; that of system users is kept."""
+    uid, removed = facts
+    if uid in _DYNAMIC_UIDS:
+        found = f"uid {uid}, a dynamic one: what it shares goes when its unit stops"
+        return warning(found, "User= with a system user (shmserve systemd install makes one)")
+    if uid not in _SYSTEM_UIDS and removed:
+        found = f"uid {uid}, whose objects in /dev/shm logind deletes when its last session ends"
+        fix = "RemoveIPC=no in /etc/systemd/logind.conf, or loginctl enable-linger"
+        return warning(found, fix)
+    return ok(f"uid {uid}")
+
+
+def gather_clock(_: ServerConfig) -> tuple[float, float, str]:
+    """Return the time now, the time when shmserve was installed, and the kernel's clock source."""
+    source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    installed = Path(shmserve.__file__).stat().st_mtime
+    return time.time(), installed, source.read_text().strip() if source.is_file() else ""
+
+
+def judge_clock(facts: tuple[float, float, str]) -> Verdict:
+    """Require a fast clock, which is read about ten times for each request."""
+    now, installed, source = facts
+    if now < installed - _DAY_S:
+        found = "before the day when shmserve was installed: certificates are not valid yet"
+        return warning(found, "timedatectl set-ntp true")
+    if source not in _FAST_CLOCKS and not source.startswith("hyperv"):
+        found = f"read from {source}, which takes microseconds each time"
+        return warning(found, "clocksource=tsc on the kernel's command line, where that is stable")
+    return ok(source or "as the kernel has it")

@@ -1,0 +1,427 @@
+"""The autoscaler: changes the number of a model's instances with its load, within the bounds of its
+configuration.
+
+An instance is added if a request that arrives now would wait too long, in two samples in a row.
+It is also added if the mean wait of executed requests is too long. Waits in a queue are about
+exponential, so that their p99 is ln 100 times the mean (L. Kleinrock, "Queueing Systems", vol. 1,
+1975). No instance is added if the queue will be empty within a second, or if the host lacks
+processors or memory.
+
+An instance is removed if no request waited too long for twenty seconds. The remaining instances
+must also have been busy for at most 60 % of each half second. If an instance is missed soon after
+its removal, the twenty seconds are doubled, so that a periodic load is expected from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+from shmserve.common.host import CpuUtilization, memory_bytes, memory_left, processors
+from shmserve.errors import ShmserveError
+from shmserve.ipc import model_settings
+from shmserve.ipc.messages.publications import InstancesChanged
+from shmserve.ipc.messages.supervision import CountChange
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.instances import Bounds, bounds_of
+from shmserve.supervisor.models.model_version import ModelVersion
+from shmserve.supervisor.models.orders import ModelEntry
+from shmserve.supervisor.models.registry import ModelRegistry
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 10.0  # after an instance could not be added
+
+# Of the scaling policy.
+LOOK_EVERY_S = 0.1
+_LATE_LOOKS = 2
+_CATCH_UP_S = 1.0
+_SERVED_S = 5.0  # the window of the mean wait
+_ENOUGH = 20  # requests for a mean
+_TAIL = math.log(100)  # the p99 of an exponential distribution, in means
+_IDLE_S = 20.0
+_AT_WORK_S = 0.5  # the window of the mean number of busy instances
+_STEP_S = 2.0  # between two removals
+_FITS = 0.6
+_SOON = 3.0  # in idle times before a removal
+_LONGEST_IDLE_S = 320.0
+_LEAST_ALLOWED = 0.25  # of the target, if an execution takes nearly all of it
+
+# Of the host's capacity.
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PRIVATE = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
+_SPARE = 0.05  # of the host's memory, which stays available
+_KNOWN_S = 0.5  # of executions, after which their use of processors is known
+_FADES = 0.98
+_READ_EVERY_S = 1.0
+_FULL = 0.95
+_LITTLE = 0.25  # of a processor: such a model waits for others and competes for none
+_HALF = 0.5  # of a processor, which may be missing
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """The state of a serving version."""
+
+    policy: ScalingPolicy
+    capacity: HostCapacity
+    asked: asyncio.Future[dict[str, Any]] | None = None
+    not_before_s: float = 0.0  # the earliest time of a change
+    changing: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Autoscaler:
+    """Scales the serving versions of a registry that have bounds."""
+
+    _context: SupervisorContext
+    _registry: ModelRegistry
+    _watches: WeakKeyDictionary[ModelVersion, _Watch] = field(
+        init=False, default_factory=WeakKeyDictionary
+    )
+
+    async def run(self) -> None:
+        """Scale until this is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        """Request the statistics of each scheduler that has answered the last request.
+
+        Models with open orders are left alone, because the orders change their instances.
+        """
+        for model in self._registry.models.values():
+            for version in model.serving.values():
+                bounds = bounds_of(version.config)
+                if bounds is not None and version.ready and not model.orders:
+                    self._ask(model, version, bounds)
+
+    def _ask(self, model: ModelEntry, version: ModelVersion, bounds: Bounds) -> None:
+        watch = self._watches.get(version)
+        if watch is None:
+            watch = self._watches[version] = _watch(version.config, bounds)
+        if watch.asked is None or watch.asked.done():
+            watch.asked = version.scheduler.snapshot()
+            watch.asked.add_done_callback(partial(self._answered, model, version, watch))
+
+    def _answered(
+        self,
+        model: ModelEntry,
+        version: ModelVersion,
+        watch: _Watch,
+        answer: asyncio.Future[dict[str, Any]],
+    ) -> None:
+        if answer.cancelled():
+            return
+        load = LoadSample.of(answer.result(), time.monotonic(), version.config.decoupled)
+        change = watch.policy.look(load, version.instances.count)
+        if not version.instances.all_serve:
+            return
+        watch.capacity.look(version.instances.pids(), load.took_s, load.at_s)
+        if change is not None and not (watch.changing or model.orders):
+            self._follow(version, watch, change)
+
+    def _follow(self, version: ModelVersion, watch: _Watch, change: Change) -> None:
+        before, now_s = version.instances.count, time.monotonic()
+        if now_s < watch.not_before_s:
+            return
+        lacks = watch.capacity.lacks(change.total) if change.total > before else ""
+        if lacks:
+            watch.not_before_s = now_s + _AGAIN_S
+            text = "model '%s' stays at %d instances, though %s: %s"
+            logger.warning(text, version.spec.name, before, change.because, lacks)
+            return
+        watch.changing = True
+        self._context.background(self._change(version, watch, change))
+
+    async def _change(self, version: ModelVersion, watch: _Watch, change: Change) -> None:
+        before, name = version.instances.count, version.spec.name
+        try:
+            await version.instances.resize(change.total)
+        except ShmserveError as error:
+            watch.not_before_s = time.monotonic() + _AGAIN_S
+            text = "model '%s' stays at %d instances: %s"
+            logger.error(text, name, version.instances.count, error.message)
+            return
+        finally:
+            watch.changing = False
+        after = version.instances.count
+        watch.policy.changed(time.monotonic(), before, after)
+        text = "model '%s' has %d instances, was %d: %s"
+        logger.info(text, name, after, before, change.because)
+        event = InstancesChanged(name, version.spec.version, before, after, change.because)
+        self._context.events.publish(event)
+        version.scheduler.tell(CountChange(after > before))
+
+
+def _watch(config: ModelSpec, bounds: Bounds) -> _Watch:
+    target_ms = model_settings.target_ms(config.parameters.get(model_settings.TARGET, "")) or 0.0
+    batching = config.dynamic_batching
+    delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
+    policy = ScalingPolicy(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)
+    count, quota = processors()
+    return _Watch(policy, HostCapacity(count if quota is None else min(count, quota)))
+
+
+# --- the scaling policy (pure)
+
+
+class LoadSample(NamedTuple):
+    """The counters of a scheduler at a time.
+
+    Attributes:
+        at_s: The time, on the monotonic clock.
+        executed: The requests that were executed.
+        succeeded: Those of them that succeeded.
+        waited_s: The seconds that they waited in total.
+        executions: The executions (batches).
+        took_s: The seconds that they took in total.
+        pending: The requests in the queue now.
+        ready: The instances now.
+        busy: The instances that execute now.
+    """
+
+    at_s: float
+    executed: int
+    succeeded: int
+    waited_s: float
+    executions: int
+    took_s: float
+    pending: int
+    ready: int
+    busy: int
+
+    @classmethod
+    def of(cls, statistics: Mapping[str, Any], at_s: float, decoupled: bool = False) -> Self:
+        """Create a sample from a `StatisticsSnapshot`.
+
+        An instance of a decoupled model is busy as long as it has an open request.
+        """
+        instances, compute = statistics["instances"], statistics["compute_seconds"]
+        ready = instances["idle"] + instances["busy"]
+        succeeded = statistics["success"] - statistics["cache_hit"]
+        return cls(
+            at_s=at_s,
+            executed=succeeded + statistics["failures"]["BACKEND"],
+            succeeded=succeeded,
+            waited_s=statistics["queue_ns"] / 1e9,
+            executions=compute["count"],
+            took_s=compute["sum"],
+            pending=statistics["pending"],
+            ready=ready,
+            busy=min(ready, statistics["executing"]) if decoupled else instances["busy"],
+        )
+
+
+class Change(NamedTuple):
+    """A new number of instances, and the reason for it."""
+
+    total: int
+    because: str
+
+
+@dataclass(slots=True, eq=False)
+class ScalingPolicy:
+    """The decision how many instances a model needs.
+
+    Attributes:
+        least: The minimum.
+        most: The maximum.
+        target_s: The latency target, including the execution; 0 is no target.
+        delay_s: The mean wait that is allowed without a target. The time of one execution is always
+            allowed.
+    """
+
+    least: int
+    most: int
+    target_s: float = 0.0
+    delay_s: float = 0.0
+    _loads: deque[LoadSample] = field(init=False, default_factory=deque)
+    _changed_s: float = field(init=False, default=-math.inf)
+    _crowded_s: float = field(init=False, default=-math.inf)  # the last time of too long a wait
+    _fresh_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
+    _moved_s: float = field(init=False, default=math.inf)  # the last time of progress
+    _late: int = field(init=False, default=0)  # samples in a row with too long a wait
+    _request_s: float = field(init=False, default=0.0)  # of an instance's time for a request
+    _execution_s: float = field(init=False, default=0.0)
+    _idle_s: float = field(init=False, default=_IDLE_S)
+    _spared_s: float = field(init=False, default=-math.inf)  # the time of the last removal
+
+    def look(self, load: LoadSample, count: int) -> Change | None:
+        """Return the change of the number of instances, `count`, that a sample requires."""
+        self._learn(load)
+        if count < self.least:
+            return Change(count + 1, f"at least {self.least}")
+        if count > self.most:
+            return Change(count - 1, f"at most {self.most}")
+        wait = self._too_long(load)
+        if not wait:
+            self._late = 0
+            return self._spare(load, count)
+        self._crowded_s, self._late = load.at_s, self._late + 1
+        if self._late < _LATE_LOOKS or count == self.most or self._catching_up(load):
+            return None
+        return Change(count + 1, wait)
+
+    def changed(self, at_s: float, before: int, after: int) -> None:
+        """Record a change of the number of instances."""
+        if after < before:
+            self._spared_s = at_s
+        else:
+            if at_s - self._spared_s < _SOON * self._idle_s:
+                self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
+            self._spared_s, self._crowded_s = -math.inf, at_s
+        self._late = 0
+        self._fresh_s = self._changed_s = at_s
+
+    def _learn(self, load: LoadSample) -> None:
+        loads = self._loads
+        last = loads[-1] if loads else load
+        if load.executions < last.executions or load.executed < last.executed:
+            loads.clear()  # the counters of a new scheduler start at zero
+            last = load
+        loads.append(load)
+        while load.at_s - loads[0].at_s > self._idle_s:
+            loads.popleft()
+        executions, executed = load.executions - last.executions, load.executed - last.executed
+        took_s = load.took_s - last.took_s
+        if executions and executed:
+            # A moving average over about sixteen executions.
+            gain = max(1 / 16, min(1.0, executions / 16)) if self._execution_s else 1.0
+            self._request_s += (took_s / executed - self._request_s) * gain
+            self._execution_s += (took_s / executions - self._execution_s) * gain
+        if executions or not last.pending:
+            self._moved_s = load.at_s
+
+    @property
+    def _allowed_s(self) -> float:
+        """The mean wait that is allowed."""
+        if self.target_s:
+            left_s = max(self.target_s - self._execution_s, _LEAST_ALLOWED * self.target_s)
+            return left_s / _TAIL
+        return max(self.delay_s, self._execution_s)
+
+    def _too_long(self, load: LoadSample) -> str:
+        """Return a text with the wait if it is too long, or ""."""
+        allowed_s = self._allowed_s
+        if not allowed_s:
+            return ""  # nothing has been executed yet
+        if load.pending and load.ready and load.busy == load.ready:
+            coming_s = load.pending * self._request_s / load.ready
+            coming_s = max(coming_s, load.at_s - self._moved_s)
+            if coming_s > _TAIL * allowed_s:
+                self._fresh_s = load.at_s
+                return f"requests wait {_ms(coming_s)}, {_ms(_TAIL * allowed_s)} are allowed"
+        first_s = max(load.at_s - _SERVED_S, self._fresh_s)
+        first = next((each for each in self._loads if each.at_s >= first_s), load)
+        count = load.succeeded - first.succeeded
+        mean_s = (load.waited_s - first.waited_s) / count if count >= _ENOUGH else 0.0
+        if mean_s <= allowed_s:
+            return ""
+        return f"requests wait {_ms(mean_s)} on average, {_ms(allowed_s)} are allowed"
+
+    def _catching_up(self, load: LoadSample) -> bool:
+        """Check whether the queue will be empty soon."""
+        before = self._loads[-min(4, len(self._loads))]
+        passed_s, fewer = load.at_s - before.at_s, before.pending - load.pending
+        return fewer > 0 and load.pending / fewer * passed_s < _CATCH_UP_S
+
+    def _spare(self, load: LoadSample, count: int) -> Change | None:
+        at_s, first_s = load.at_s, self._loads[0].at_s
+        quiet_s = at_s - max(self._crowded_s, first_s)
+        if count == self.least or at_s - self._changed_s < _STEP_S or quiet_s < 0.95 * self._idle_s:
+            return None
+        busy = self._busiest()
+        if busy > _FITS * (count - 1):
+            return None
+        return Change(count - 1, f"no more than {busy:.1f} were busy for {self._idle_s:g} s")
+
+    def _busiest(self) -> float:
+        """Return the maximum of the mean number of busy instances over half a second."""
+        busy, looks = [each.busy for each in self._loads], round(_AT_WORK_S / LOOK_EVERY_S)
+        ends = range(looks, len(busy) + 1, looks)
+        return max((fmean(busy[end - looks : end]) for end in ends), default=math.inf)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms"
+
+
+# --- the capacity of the host
+
+
+def private_bytes(pid: int) -> int:
+    """Return the memory that a process shares with no other; 0 if it cannot be read."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return 1024 * sum(map(int, _PRIVATE.findall(text)))
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time of a process in seconds; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0.0
+    # The name in parentheses may contain any character, so fields are counted from its end.
+    fields = text.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+@dataclass(slots=True, eq=False)
+class HostCapacity:
+    """The resources that a model's workers use, and whether the host has them for another worker.
+
+    `processors` is the number of processors that the server may use; it may be a fraction.
+    """
+
+    processors: float
+    _seen: dict[int, float] = field(init=False, default_factory=dict)
+    _took_s: float = field(init=False, default=0.0)  # at the last measurement
+    _used_s: float = field(init=False, default=0.0)  # of processors, during `_executed_s`
+    _executed_s: float = field(init=False, default=0.0)
+    _each: float = field(init=False, default=0.0)  # processors of a busy instance
+    _host: CpuUtilization = field(init=False, default_factory=CpuUtilization)
+    _busy: float = field(init=False, default=0.0)  # the share of the host's processors
+    _read_s: float = field(init=False, default=-math.inf)
+
+    def look(self, pids: list[int], took_s: float, at_s: float) -> None:
+        """Measure the workers, whose executions have taken `took_s` seconds in total."""
+        if at_s - self._read_s >= _READ_EVERY_S:
+            self._busy, self._read_s = self._host.read(), at_s
+        seen = {pid: processor_s(pid) for pid in pids}
+        if self._seen and took_s >= self._took_s:
+            self._used_s += sum(max(0.0, now - self._seen.get(p, now)) for p, now in seen.items())
+            self._executed_s += took_s - self._took_s
+        self._seen, self._took_s = seen, took_s
+        if self._executed_s > _KNOWN_S:
+            # Workers that compete for processors use less of them, so high values fade slowly.
+            self._each = max(self._used_s / self._executed_s, _FADES * self._each)
+            self._used_s = self._executed_s = 0.0
+
+    def lacks(self, count: int) -> str:
+        """Return a text with the resource that is insufficient for `count` instances, or ""."""
+        if self._each * count > self.processors + _HALF:
+            return f"{self.processors:g} processors, an instance at work takes {self._each:.2g}"
+        if self._each > _LITTLE and self._busy > _FULL:
+            return f"the processors are busy for {100 * self._busy:.0f} % of the time"
+        left, largest = memory_left(), max(map(private_bytes, self._seen), default=0)
+        if left - largest < _SPARE * memory_bytes()[0]:
+            return f"{left >> 20} MiB of memory are left, an instance takes {largest >> 20} MiB"
+        return ""

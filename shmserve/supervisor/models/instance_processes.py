@@ -1,0 +1,497 @@
+"""The worker processes of a model version: loaded together, restarted with backoff, given up after
+too many failures in a row, and stopped. Instances are added and retired while the version serves.
+
+supervisor                        worker
+   spawn          ------------>   WorkerStarted
+   CompleteConfig ------------>   ConfigCompleted       (the first instance only)
+   LoadInstance   ------------>   InstanceLoaded
+                                  LoadFailed instead of any response; the worker then exits
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from shmserve.common.tasks import either
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.publications import ProcessExited
+from shmserve.ipc.messages.supervision import WorkerStart, encode_start
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.instances import (
+    Instance,
+    InstanceState,
+    InstanceUpdate,
+    Lifetime,
+    VersionSpec,
+    bounds_of,
+    change_between,
+    expand_instances,
+    inbox,
+    one_line,
+    sized,
+    stacks_of,
+    watched,
+)
+from shmserve.supervisor.models.scheduler_process import VersionScheduler
+from shmserve.supervisor.processes.table import Child
+
+logger = logging.getLogger(__name__)
+
+_ENTRY = "shmserve.workers.main:run"
+_STOP_PATIENCE_S = 5.0
+_MOST_FAILED_LOADS = 5
+# Crashes in a row without an executed request after which an instance is given up: about 5 s for a
+# model that loads at once.
+_MOST_CRASHES = 10
+_LONGEST_PAUSE_S = 30.0  # before the restart of a process that is killed repeatedly
+_DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
+
+
+T = TypeVar("T")
+
+# Returns the final configuration of a spec, given the properties that its model has reported.
+ConfigCompleter = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Return the error, or the first error of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@dataclass(slots=True, eq=False)
+class Instances:
+    """The instances of a version.
+
+    Methods that load raise ShmserveError, with a text for operators, if the model or its process
+    fails.
+
+    Attributes:
+        config: The configuration; final once it has been completed.
+        labels: The label texts of each output that has labels.
+        completed: The properties that the model reported for its configuration.
+        failure: The reason why no instance is restarted, or empty.
+    """
+
+    _context: SupervisorContext
+    _spec: VersionSpec
+    _scheduler: VersionScheduler
+    _lifetime: Lifetime
+    _on_change: Callable[[], None]  # called when an instance becomes ready, dies or is given up
+    _complete: ConfigCompleter
+    config: ModelSpec = field(init=False)
+    labels: dict[str, list[str]] = field(init=False)
+    completed: dict[str, Any] = field(init=False, default_factory=dict)
+    failure: str = field(init=False, default="")
+    _all: list[Instance] = field(init=False)
+    _ran: int = field(init=False, default=0)  # instances of the version that this one replaces
+
+    def __post_init__(self) -> None:
+        self.config, self.labels = self._spec.config, self._spec.labels
+        self._all = expand_instances(self.config)
+
+    def begin_like(self, before: Instances) -> None:
+        """Start as many instances as the replaced version has, if it is scaled automatically."""
+        if bounds_of(before.config) is not None:
+            self._ran = before.count
+            self._all = expand_instances(self.config, self._ran)
+
+    @property
+    def problem(self) -> str:
+        """The reason why no instance will accept requests again, or empty."""
+        return self.failure
+
+    @property
+    def any_ready(self) -> bool:
+        """Whether an instance accepts requests."""
+        return any(instance.state is InstanceState.READY for instance in self._all)
+
+    @property
+    def count(self) -> int:
+        """The number of instances that serve or will serve."""
+        return sum(instance.state not in _DOWN for instance in self._all)
+
+    @property
+    def all_serve(self) -> bool:
+        """Whether all of these instances are ready; none is starting or restarting."""
+        return self.count == sum(each.state is InstanceState.READY for each in self._all)
+
+    def states(self) -> list[InstanceState]:
+        """Return the state of each instance, in order."""
+        return [instance.state for instance in self._all]
+
+    def children(self) -> list[Child]:
+        """Return the processes of the instances, alive or dead."""
+        return [instance.child for instance in self._all if instance.child is not None]
+
+    def pids(self) -> list[int]:
+        """Return the running processes."""
+        return [child.pid for child in self.children() if child.alive]
+
+    def pids_on(self, device_id: int) -> list[int]:
+        """Return the processes that serve on a GPU."""
+        on = [i for i in self._all if (i.kind, i.device_id) == ("GPU", device_id)]
+        serving = [i for i in on if i.state in (InstanceState.READY, InstanceState.RETIRING)]
+        return [i.child.pid for i in serving if i.child is not None]
+
+    def checking_ready(self) -> list[int]:
+        """Return the serving processes whose models implement a readiness check."""
+        ready = [i for i in self._all if i.state is InstanceState.READY and i.checks_ready]
+        return [i.child.pid for i in ready if i.child is not None]
+
+    @property
+    def device_byte_size(self) -> int:
+        """The accelerator memory of the running processes, measured after they had loaded."""
+        return sum(instance.device_byte_size for instance in self._all if instance.alive)
+
+    @property
+    def checks_ready(self) -> bool:
+        """Whether the model implements a readiness check."""
+        return any(instance.checks_ready for instance in self._all)
+
+    # --- start
+
+    async def complete_config(self) -> None:
+        """Complete the configuration with the first instance, and reserve resources for all."""
+        first = self._all[0]
+        await self._spawn(first, self._spec.config, len(self._all))
+        self._send(first, m.CompleteConfig(self._spec.config))
+        self.completed = (await self._watched(first, m.ConfigCompleted)).config
+        self.config = self._complete(self._spec, self.completed)
+        wanted = expand_instances(self.config, self._ran)
+        if [i.device for i in wanted] == [i.device for i in self._all]:
+            first.rate_limit = wanted[0].rate_limit
+            wanted[0] = first
+        self._all = wanted
+        if first not in wanted and first.child is not None:
+            # The completed configuration has no instance with this process's device.
+            first.child.kill()
+            await first.child.gone()
+        self._scheduler.reserve(self.config, self._all)
+
+    async def load(self) -> None:
+        """Load the model in every instance; raises an ExceptionGroup if an instance fails."""
+        await self._load_all(self._all, self.config, len(self._all))
+
+    async def _load_all(self, instances: list[Instance], config: ModelSpec, count: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            for instance in instances:
+                group.create_task(self._load(instance, config, count))
+
+    async def _load(self, instance: Instance, config: ModelSpec, count: int) -> None:
+        """Load the model in an instance's process, one of `count`; start the process if needed."""
+        if instance.child is None:
+            await self._spawn(instance, config, count)
+        self._announce(instance)
+        endpoint = self._scheduler.instances_endpoint
+        self._send(instance, m.LoadInstance(config, endpoint))
+        message = await self._watched(instance, m.InstanceLoaded)
+        instance.loaded(message.checks_ready, message.device_byte_size)
+        current = self._scheduler.instances_endpoint
+        if current != endpoint:  # the scheduler was replaced while the model loaded
+            self._send(instance, m.Attach(current))
+        self._on_change()
+
+    async def _spawn(self, instance: Instance, config: ModelSpec, count: int) -> None:
+        spec, server = self._spec, self._context.config
+        bounds = bounds_of(self.config)
+        title = f"worker {spec.name}.{instance.index} {instance.device}"
+        start = WorkerStart(
+            number=self._scheduler.number,
+            index=instance.index,
+            model_name=spec.name,
+            version=spec.version,
+            model_dir=spec.model_dir,
+            repository=spec.repository,
+            run_dir=self._context.run_dir,
+            device=instance.device,
+            kind=instance.kind,
+            device_id=instance.device_id,
+            instance_name=instance.name,
+            backend_config=server.backend_settings(config.backend),
+            arena_byte_size=server.arena_byte_size,
+            threads=server.worker_threads(bounds.most if bounds is not None else count),
+            log=self._context.log,
+        )
+        instance.inbox = inbox()
+        child = await self._context.worker_zygote.spawn(title, _ENTRY, encode_start(start))
+        instance.child = child
+        child.exited.add_done_callback(partial(self._exited, instance, child))
+
+        def receive(message: Any) -> None:
+            if instance.child is child and not instance.inbox.full():
+                instance.inbox.put_nowait(message)
+
+        self._context.enrol(child.pid, "worker", receive)
+        self._check_wanted(instance)
+        instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
+        instance.transition("started")
+
+    async def _watched(self, instance: Instance, kind: type[T]) -> T:
+        """Wait for the response of a step that runs the model's code, which may hang."""
+        limit_s = self._context.config.load_timeout_s
+        response = self._response(instance, kind)
+        return await watched(response, instance, self._spec.model_dir, limit_s)
+
+    async def _response(self, instance: Instance, kind: type[T]) -> T:
+        """Return the worker's next message, which must be of this kind.
+
+        Raises:
+            ShmserveError: The load failed.
+            Unavailable: The worker died.
+        """
+        child, ended = (
+            instance.child,
+            f"the process of instance '{instance.name}' ended while loading",
+        )
+        assert child is not None
+        get = asyncio.ensure_future(instance.inbox.get())
+        try:
+            await either(get, child.exited)
+        finally:
+            get.cancel()
+        if not get.done() and instance.inbox.empty():
+            self._check_wanted(instance)
+            raise Unavailable(f"{ended} ({child.exited.result()})")
+        # A worker that has ended may have sent the reason before.
+        message = get.result() if get.done() else instance.inbox.get_nowait()
+        if isinstance(message, m.LoadFailed):
+            raise from_code(message.code, message.message)
+        if not isinstance(message, kind):
+            raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
+        self._check_wanted(instance)
+        if not instance.alive:  # the process died right after its message
+            raise Unavailable(ended)
+        return message
+
+    def _check_wanted(self, instance: Instance) -> None:
+        if not self._wanted(instance):  # the process may have started after the stop
+            if instance.child is not None:
+                instance.child.kill()
+            raise Unavailable("the model is unloaded")
+
+    def _announce(self, instance: Instance) -> None:
+        """Send the scheduler an instance to expect, with its process if it has one."""
+        pid = instance.child.pid if instance.child is not None else 0
+        self._scheduler.tell(m.InstanceExpected(instance.index, pid))
+
+    def _send(self, instance: Instance, message: Any) -> None:
+        if instance.child is not None:
+            self._context.control.send(instance.child.pid, message)
+
+    # --- another instance_group
+
+    def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
+        """Return the update to the instances of `config`, the final configuration of `spec`."""
+        differs, wanted = config != self.config, config
+        if bounds_of(config) is not None and not differs:
+            wanted = sized(config, self.count)  # an unchanged model keeps its scale
+        change = change_between(self._all, wanted, self.count)
+        return InstanceUpdate(spec, config, differs, *change)
+
+    async def add(self, update: InstanceUpdate) -> None:
+        """Load the added instances of an update, which serve at once.
+
+        Raises:
+            ShmserveError: An instance could not be loaded.
+        """
+        self._scheduler.reserve(update.config, update.added)
+        self._all += update.added
+        count = len(self._all) - len(update.removed)
+        try:
+            await self._load_all(update.added, update.config, count)
+        except ExceptionGroup as failures:
+            raise first_of(failures) from None
+
+    def commit(self, update: InstanceUpdate) -> None:
+        """Adopt the configuration of an update whose instances are added; retire the others."""
+        self.config = update.config
+        self.retire(update.removed)
+
+    async def resize(self, count: int) -> None:
+        """Change the number of instances of a version that is scaled automatically.
+
+        Raises:
+            ShmserveError: An instance could not be loaded; nothing is changed.
+        """
+        added, removed = change_between(self._all, sized(self.config, count))
+        try:
+            await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
+        except ShmserveError:
+            self.retire(added)
+            raise
+        self.retire(removed)
+
+    def retire(self, instances: list[Instance]) -> None:
+        """Retire instances, which finish their requests and end."""
+        for instance in instances:
+            if instance not in self._all:
+                continue  # the instance has ended
+            if instance.state is InstanceState.READY:
+                instance.transition("retire")
+            else:
+                self._all.remove(instance)
+                self._scheduler.release(instance)
+                if instance.child is not None:
+                    instance.child.kill()
+            self._scheduler.tell(m.RetireInstance(instance.index))
+
+    def retired(self, process: int) -> None:
+        """End a retiring instance that has finished its requests."""
+        instance = self._of(process)
+        if instance is not None and instance.state is InstanceState.RETIRING:
+            self._context.background(self._end(instance))
+
+    def _of(self, process: int) -> Instance | None:
+        """Return the instance whose current process this is, if any."""
+        of = (i for i in self._all if i.child is not None and i.child.pid == process)
+        return next(of, None)
+
+    async def _end(self, instance: Instance) -> None:
+        self._send(instance, m.Stop())
+        instance.transition("stop")
+        await self._context.end(instance.child, _STOP_PATIENCE_S)
+
+    # --- schedulers
+
+    def introduce(self, known: list[int]) -> None:
+        """Send a new scheduler its instances, and the exits since it was started.
+
+        Args:
+            known: The worker processes that the scheduler was started with.
+        """
+        for pid in set(known) - set(self.pids()):
+            self._scheduler.tell(ProcessExited(pid, ""))
+        for instance in self._all:
+            if instance.state is InstanceState.RETIRING:
+                # Clients have resubmitted the requests that it executes.
+                self._context.background(self._end(instance))
+            elif instance.state is InstanceState.FAILED:
+                self._send_gone(instance)
+            elif instance.state is not InstanceState.STOPPED:
+                self._announce(instance)
+
+    def attach(self) -> None:
+        """Attach every ready instance to the current scheduler."""
+        attach = m.Attach(self._scheduler.instances_endpoint)
+        for instance in self._all:
+            if instance.state is InstanceState.READY:
+                self._send(instance, attach)
+
+    # --- deaths
+
+    def kill_overrunning(self, process: int, reason: str) -> None:
+        """Kill an instance that exceeded its time limit, unless its process has been replaced."""
+        instance = self._of(process)
+        if instance is not None and instance.child is not None:
+            instance.child.cause = reason
+            self._context.background(self._kill(instance, instance.child))
+
+    @staticmethod
+    async def _kill(instance: Instance, child: Child) -> None:
+        stacks = one_line(await stacks_of(instance))
+        logger.error("instance '%s' is killed: %s; it is in %s", instance.name, child.cause, stacks)
+        child.kill()
+
+    def _exited(self, instance: Instance, child: Child, _: object) -> None:
+        """Restart an instance whose process has ended; its scheduler was notified before."""
+        if instance.child is not child or instance not in self._all:
+            return
+        before = instance.state
+        instance.transition("exited")
+        if self._lifetime.stopping:
+            return  # `stop` waits for the exit
+        if instance.state is InstanceState.STOPPED:
+            self._all.remove(instance)
+            self._scheduler.release(instance)
+        if before not in (InstanceState.READY, InstanceState.RETIRING):
+            return  # the coroutine that starts or ends the process waits for the exit
+        instance.child = None
+        logger.error("%s ended (%s)", child.title, child.exited.result())
+        if instance.state is not InstanceState.STOPPED:
+            self._on_change()
+            self._context.background(self._restart(instance, child))
+
+    def _wanted(self, instance: Instance) -> bool:
+        return not self._lifetime.stopping and instance in self._all
+
+    def served(self, process: int) -> None:
+        """Reset the crash counter of an instance that has executed a request."""
+        instance = self._of(process)
+        if instance is not None:
+            instance.crashes = 0
+            instance.backoff.worked()
+
+    async def _restart(self, instance: Instance, ended: Child) -> None:
+        pause = self._pause_s(instance, ended, time.monotonic() - instance.ready_at)
+        # A long lifetime also ends a row of crashes.
+        before = min(instance.crashes, instance.backoff.deaths - 1)
+        instance.crashes = before + (not ended.was_killed)
+        if before < instance.crashes == _MOST_CRASHES and self._wanted(instance):
+            row = f"its process ended {_MOST_CRASHES} times in a row ({ended.reason})"
+            self._give_up(instance, f"{row}, and has executed nothing meanwhile")
+            return
+        while self._wanted(instance):
+            if pause:
+                await asyncio.sleep(pause)
+            if not self._wanted(instance):
+                return
+            instance.transition("restart")
+            instance.child = None
+            try:
+                await self._load(instance, self.config, len(self._all))
+            except ShmserveError as error:
+                child = await instance.discard()
+                if not self._wanted(instance):
+                    return
+                killed = child is not None and child.was_killed
+                instance.failed_loads += not killed
+                logger.error("instance '%s' did not start again: %s", instance.name, error.message)
+                if instance.failed_loads < _MOST_FAILED_LOADS:
+                    pause = self._pause_s(instance, child, 0)
+                    continue
+                self._give_up(instance, error.message)
+            return
+
+    @staticmethod
+    def _pause_s(instance: Instance, ended: Child | None, lived_s: float) -> float:
+        """Return the seconds until the restart.
+
+        A process that is killed from outside does not count as a crash: it is never given up, but
+        its pauses grow.
+        """
+        pause = instance.backoff.pause_s(lived_s)
+        over = instance.backoff.deaths - _MOST_CRASHES
+        if ended is None or not ended.was_killed or over < 0:
+            return pause
+        pause = min(2.0**over, _LONGEST_PAUSE_S)
+        text = "instance '%s' starts again in %g s: its process was killed, or ended, %d times"
+        logger.warning(text, instance.name, pause, instance.backoff.deaths)
+        return pause
+
+    def _give_up(self, instance: Instance, reason: str) -> None:
+        instance.transition("give_up")
+        logger.error("instance '%s' stays down: %s", instance.name, reason)
+        self._send_gone(instance)
+        if all(other.state in _DOWN for other in self._all):
+            self.failure = reason
+        self._on_change()
+
+    def _send_gone(self, instance: Instance) -> None:
+        reason = f"model '{self._spec.name}' failed: its instances stay down"
+        self._scheduler.tell(m.InstanceGone(instance.index, reason))
+
+    # --- end
+
+    async def stop(self) -> None:
+        """Finalize the model in every process and wait for their exits."""
+        await asyncio.gather(*(self._end(instance) for instance in self._all if instance.alive))

@@ -1,0 +1,394 @@
+"""Model versions and their instances: the version to load, the states of each worker process, and
+the difference between two sets of instances.
+
+If the `instance_group` of a serving version changes, every instance whose kind, device and rate
+limit are still configured keeps running under its own index and name. A failed instance is always
+replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.model_settings import MAX_INSTANCES, MIN_INSTANCES, instance_bound
+from shmserve.ipc.model_spec import ModelSpec, RateLimit
+from shmserve.supervisor.models.repository import ReadConfig
+from shmserve.supervisor.processes.table import Child, RestartBackoff
+
+logger = logging.getLogger(__name__)
+
+FIRST_REPORT_S = 30.0
+_MOST_UNREAD = 16  # messages of a worker; more than a correct worker ever sends
+_STACK_WAIT_S = 0.1
+_MOST_STACK_WAITS = 10
+_MOST_STACK_BYTES = 1 << 20
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+
+T = TypeVar("T")
+
+
+class StepModel(NamedTuple):
+    """The model that an ensemble step runs; version "" is the latest."""
+
+    name: str
+    version: str
+
+
+def steps_of(config: ModelSpec) -> list[StepModel]:
+    """Return the models of an ensemble's steps in order; other configurations have no steps."""
+    ensemble = config.ensemble_scheduling
+    steps = ensemble.step if ensemble is not None else ()
+    return [StepModel(step.model_name, step.version) for step in steps]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpec:
+    """A model version to load.
+
+    Attributes:
+        config: The configuration, normalised and validated before auto-completion.
+        read: The source of `config`, with which it is completed.
+        labels: The label texts of each output that has labels.
+        files: A fingerprint of the version's files without its configuration.
+    """
+
+    name: str
+    version: str
+    model_dir: Path
+    repository: Path
+    config: ModelSpec
+    labels: dict[str, list[str]] = field(default_factory=dict)
+    files: str = ""
+    read: ReadConfig | None = field(default=None, compare=False)
+
+    @property
+    def steps(self) -> list[StepModel]:
+        """The models of an ensemble's steps."""
+        return steps_of(self.config)
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """The shutdown state that the parts of a model version share."""
+
+    retiring: bool = False  # the version finishes its requests
+    stopping: bool = False  # the version's processes end
+
+
+class InstanceState(StrEnum):
+    """The state of an instance's process."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    RETIRING = "retiring"  # finishes its requests, then ends
+    WAITING = "waiting"  # ended, and is restarted after a pause
+    FAILED = "failed"  # ended too often, and is not restarted
+    STOPPED = "stopped"
+
+
+# {event: {state before: state after}}
+TRANSITIONS: Mapping[str, Mapping[InstanceState, InstanceState]] = {
+    "started": {InstanceState.STARTING: InstanceState.LOADING},
+    "loaded": {InstanceState.LOADING: InstanceState.READY},
+    "retire": {InstanceState.READY: InstanceState.RETIRING},
+    "restart": {InstanceState.WAITING: InstanceState.STARTING},
+    "give_up": {InstanceState.WAITING: InstanceState.FAILED},
+    "stop": dict.fromkeys(InstanceState, InstanceState.STOPPED),
+    "exited": {
+        InstanceState.STARTING: InstanceState.WAITING,
+        InstanceState.LOADING: InstanceState.WAITING,
+        InstanceState.READY: InstanceState.WAITING,
+        InstanceState.RETIRING: InstanceState.STOPPED,
+        InstanceState.STOPPED: InstanceState.STOPPED,
+    },
+}
+
+
+class IllegalTransition(Exception):
+    """An event is not allowed in the state of an instance; this is a defect of the server."""
+
+
+def inbox() -> asyncio.Queue[Any]:
+    """Return a bounded queue for the messages that a worker sends about itself."""
+    return asyncio.Queue(_MOST_UNREAD)
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """An instance of a model, with its worker process while the process exists.
+
+    Attributes:
+        stacks_fd: The worker's file descriptor for stack traces, from `WorkerStarted`.
+        crashes: The crashes since the instance last executed a request.
+        checks_ready: Whether the model implements its own readiness check.
+        device_byte_size: The accelerator memory that the loaded model uses.
+    """
+
+    index: int
+    name: str
+    device: str
+    kind: str
+    device_id: int
+    rate_limit: RateLimit = field(default_factory=RateLimit)
+    state: InstanceState = InstanceState.STARTING
+    child: Child | None = None
+    stacks_fd: int = -1
+    inbox: asyncio.Queue[Any] = field(default_factory=inbox)
+    ready_at: float = 0.0
+    backoff: RestartBackoff = field(default_factory=RestartBackoff)
+    crashes: int = 0
+    failed_loads: int = 0
+    checks_ready: bool = False
+    device_byte_size: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the instance has a process that is not known to have ended."""
+        return self.child is not None and self.child.alive
+
+    @property
+    def place(self) -> tuple[str, int, RateLimit]:
+        """The kind, the device and the rate limit; equal instances are interchangeable."""
+        return self.kind, self.device_id, self.rate_limit
+
+    def transition(self, event: str) -> None:
+        """Apply an event to the state; raises IllegalTransition if the state does not allow it."""
+        try:
+            self.state = TRANSITIONS[event][self.state]
+        except KeyError:
+            raise IllegalTransition(f"{event} in state {self.state}") from None
+
+    def loaded(self, checks_ready: bool, device_byte_size: int) -> None:
+        """Become ready with the properties that the worker reported."""
+        self.checks_ready, self.device_byte_size = checks_ready, device_byte_size
+        self.transition("loaded")
+        self.ready_at = time.monotonic()
+        self.failed_loads = 0
+
+    async def discard(self) -> Child | None:
+        """Kill the process that failed to load, if it is alive, and return the process."""
+        child = self.child
+        if child is not None and child.alive:
+            child.cause = "it has not loaded"
+            child.kill()
+            await child.gone()
+        self.child = None
+        self.state = InstanceState.WAITING
+        return child
+
+
+class Bounds(NamedTuple):
+    """The minimum and the maximum number of instances of a model that is scaled automatically."""
+
+    least: int
+    most: int
+
+
+def bounds_of(config: ModelSpec) -> Bounds | None:
+    """Return the bounds of a validated configuration, or None for a fixed number of instances."""
+    most = instance_bound(config.parameters.get(MAX_INSTANCES, ""))
+    least = instance_bound(config.parameters.get(MIN_INSTANCES, ""))
+    return None if most is None else Bounds(least or 1, most)
+
+
+def sized(config: ModelSpec, total: int) -> ModelSpec:
+    """Return a configuration with one instance group changed to `total` instances.
+
+    The instances are distributed evenly over the devices. Only `instance_group` is changed: the
+    `source` of the result still has the configured number.
+    """
+    (group,) = config.instance_group
+    devices = [(gpu,) for gpu in group.gpus] if group.kind == "KIND_GPU" else [group.gpus]
+    shares = [(total + index) // len(devices) for index in reversed(range(len(devices)))]
+    groups = (
+        replace(group, gpus=gpus, count=count)
+        for gpus, count in zip(devices, shares, strict=True)
+        if count
+    )
+    return replace(config, instance_group=tuple(groups))
+
+
+def expand_instances(config: ModelSpec, running: int = 0) -> list[Instance]:
+    """Return the instances that a configuration asks for, in order; an ensemble has none.
+
+    Args:
+        config: The configuration of the model.
+        running: The number of instances to keep, if the configuration has bounds.
+    """
+    made, bounds = _expanded(config), bounds_of(config)
+    if bounds is None:
+        return made
+    wanted = max(len(made), bounds.least, min(running, bounds.most))
+    return made if len(made) == wanted else _expanded(sized(config, wanted))
+
+
+def _expanded(config: ModelSpec) -> list[Instance]:
+    made: list[Instance] = []
+    for group in config.instance_group:
+        gpu = group.kind == "KIND_GPU"
+        for device_id in group.gpus if gpu else (0,):
+            prefix = f"{group.name}_gpu{device_id}" if gpu else group.name
+            device, kind = f"gpu:{device_id}" if gpu else "cpu", group.kind.removeprefix("KIND_")
+            for number in range(group.count):
+                name, limit = f"{prefix}_{number}", group.rate_limiter
+                made.append(Instance(len(made), name, device, kind, device_id, limit))
+    return made
+
+
+class InstanceUpdate(NamedTuple):
+    """A change of a version's instances to those of another spec.
+
+    Attributes:
+        spec: The spec that the version will have.
+        config: The final configuration of `spec`.
+        differs: Whether `config` differs from the current configuration.
+        added: The instances to start.
+        removed: The instances to retire.
+    """
+
+    spec: VersionSpec
+    config: ModelSpec
+    differs: bool
+    added: list[Instance]
+    removed: list[Instance]
+
+
+def change_between(
+    present: Sequence[Instance], config: ModelSpec, running: int = 0
+) -> tuple[list[Instance], list[Instance]]:
+    """Return the instances to add and those to remove for a configuration; changes no instance.
+
+    Args:
+        present: The instances of the version.
+        config: The new configuration.
+        running: The number of instances to keep, see `expand_instances`.
+    """
+    removed = [i for i in present if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
+    usable = [i for i in removed if i.state is not InstanceState.FAILED]
+    added = expand_instances(config, running)
+    for same_name in (True, False):
+        for instance in added[:]:
+            alike = (i for i in usable if i.place == instance.place)
+            match = next((i for i in alike if i.name == instance.name or not same_name), None)
+            if match is not None:
+                usable.remove(match)
+                removed.remove(match)
+                added.remove(instance)
+    taken = {instance.index for instance in present}
+    indexes = (index for index in itertools.count() if index not in taken)
+    for instance in added:
+        instance.index = next(indexes)
+    return added, removed
+
+
+# --- hangs
+
+
+async def stacks_of(instance: Instance) -> str:
+    """Return the stacks of a worker's threads as faulthandler writes them, innermost frames first.
+
+    The worker writes its stacks on SIGUSR2, whatever the model's code does. The result is empty if
+    the worker has ended or writes nothing.
+    """
+    child = instance.child
+    if child is None or not child.alive:  # another process may have its pid
+        return ""
+    try:
+        path = f"/proc/{child.pid}/fd/{instance.stacks_fd}"
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # the worker has ended, or its model has closed the file
+        return ""
+    try:
+        os.ftruncate(fd, 0)
+        child.kill(signal.SIGUSR2)
+        await _written(child, fd)
+        return os.read(fd, _MOST_STACK_BYTES).decode(errors="replace")
+    except OSError:  # the descriptor is another file by now
+        return ""
+    finally:
+        os.close(fd)
+
+
+async def _written(child: Child, fd: int) -> None:
+    """Wait until the file no longer grows: faulthandler writes in pieces and signals no end."""
+    size = 0
+    for _ in range(_MOST_STACK_WAITS):
+        await asyncio.sleep(_STACK_WAIT_S)
+        before, size = size, os.fstat(fd).st_size
+        if not child.alive or 0 < size == before:
+            return
+
+
+def model_frame(stacks: str, folder: Path) -> str:
+    """Return the innermost frame of code in a model's folder, or "" if there is none.
+
+    The thread that loads the model is searched first. An example of a result is "initialize, line 7
+    of 1/model.py".
+    """
+    threads = sorted(stacks.split("\n\n"), key=lambda thread: "/workers/main.py" not in thread)
+    for path, line, function in _FRAME.findall("\n".join(threads)):
+        if path.startswith(f"{folder}/"):
+            return f"{function}, line {line} of {path.removeprefix(f'{folder}/')}"
+    return ""
+
+
+def one_line(stacks: str) -> str:
+    """Format stacks as one log line: threads separated by "|", innermost frames first."""
+    threads = [
+        " < ".join(f"{function} ({path}:{line})" for path, line, function in frames)
+        for thread in stacks.split("\n\n")
+        if (frames := _FRAME.findall(thread))
+    ]
+    return " | ".join(threads) or "what cannot be seen"
+
+
+async def watched(loaded: Awaitable[T], instance: Instance, folder: Path, limit_s: float) -> T:
+    """Wait for a load; log the instance's stacks after 30 s and then at doubling intervals.
+
+    Args:
+        loaded: Ends when the instance has loaded its model.
+        instance: The instance that loads.
+        folder: The folder with the model's code.
+        limit_s: The seconds that the load may take; 0 is no limit.
+
+    Raises:
+        Unavailable: The limit has passed; the text names the frame in which the model hangs.
+    """
+    reports = asyncio.ensure_future(_report(instance))
+    try:
+        async with asyncio.timeout(limit_s or None):
+            return await loaded
+    except TimeoutError:
+        stacks = await stacks_of(instance)
+        text = "instance '%s' has not loaded within %g s; it is in %s"
+        logger.error(text, instance.name, limit_s, one_line(stacks))
+        frame = model_frame(stacks, folder)
+        raise Unavailable(
+            f"the model has not loaded within {limit_s:g} s (--load-timeout-secs)"
+            + (f": it hangs in {frame}" if frame else "")
+        ) from None
+    finally:
+        reports.cancel()
+
+
+async def _report(instance: Instance) -> None:
+    pause_s, total_s = FIRST_REPORT_S, 0.0
+    while True:
+        await asyncio.sleep(pause_s)
+        total_s, pause_s = total_s + pause_s, 2 * pause_s
+        stacks = one_line(await stacks_of(instance))
+        text = "instance '%s' has been loading for %g s; it is in %s"
+        logger.warning(text, instance.name, total_s, stacks)

@@ -1,0 +1,427 @@
+"""A loaded model version: its scheduler and its instances, or for an ensemble its steps' models.
+
+start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
+worker dies:     its scheduler is notified at once; the instance restarts with backoff
+reload:          if only the instances differ, instances are added and retired in place
+scheduler dies:  a successor starts at a new endpoint; workers attach to it, gateways resubmit
+stop:            the scheduler drains (workers that die are still restarted) -> workers finalize and
+                 exit (all their memory is released) -> the scheduler ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmserve.common.tasks import either
+from shmserve.errors import ShmserveError, Unavailable
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.publications import MemoryDropped, ModelPublished, SchedulerLost
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_of
+from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
+from shmserve.supervisor.models.scheduler_process import VersionScheduler
+from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.processes.table import RestartBackoff
+
+logger = logging.getLogger(__name__)
+
+# Failed starts of a scheduler in a row after which a load fails, and after which requests that wait
+# for a successor are rejected (some seconds).
+_MOST_FAILED_STARTS = 5
+_MOST_WAITED_FOR = 10
+_CLIENTS = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
+_KILL_PATIENCE_S = 1.0  # for a scheduler that shares a process with others
+
+
+def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
+    """Check whether files and configuration are equal except for the instances."""
+    same_files = (old.model_dir, old.files) == (new.model_dir, new.files)
+    same_rest = old.config.immutable_config == new.config.immutable_config
+    return same_files and same_rest and not new.steps
+
+
+class ModelVersion:
+    """The processes of a model version.
+
+    Attributes:
+        loaded: Whether the version has been ready.
+        loaded_ns: When the version became ready, on the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        context: SupervisorContext,
+        spec: VersionSpec,
+        group: Group,
+        find: Callable[[str, str], ModelVersion | None],
+        on_change: Callable[[ModelVersion], None],
+        complete: ConfigCompleter,
+    ) -> None:
+        """Create a version without processes.
+
+        Args:
+            context: The shared parts of the supervisor.
+            spec: The version to load.
+            group: The models whose schedulers share a process with this version's.
+            find: Returns the serving version of a model, by name and version.
+            on_change: Called when readiness, endpoint or failure changes.
+            complete: Returns the final configuration when the first worker has completed it.
+        """
+        self.spec = spec
+        self.loaded = False
+        self.load_seconds = 0.0
+        self.loaded_ns = 0
+        self._context = context
+        self._on_change = on_change
+        self._complete = complete
+        self._news = asyncio.Event()
+        self._lifetime = lifetime = Lifetime()
+        self.scheduler = VersionScheduler(
+            context, spec, group, lifetime, self._on_scheduler_message
+        )
+        parts = (context, spec, self.scheduler, lifetime, self.changed, complete)
+        self.instances = EnsembleInstances(*parts, find=find) if spec.steps else Instances(*parts)
+        self._backoff = RestartBackoff()
+        self._failed_starts = 0
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def config(self) -> ModelSpec:
+        """The configuration; final once the model has completed it."""
+        return self.instances.config
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint to which requests for this version are submitted."""
+        return self.scheduler.endpoint
+
+    @property
+    def problem(self) -> str:
+        """The reason why this version no longer accepts requests; empty while it does."""
+        return self.instances.problem
+
+    @property
+    def ready(self) -> bool:
+        """Whether an instance would execute a request that is submitted now."""
+        return self.loaded and self.scheduler.serves and self.instances.any_ready
+
+    @property
+    def hopeless(self) -> str:
+        """The reason why this version will not become ready, or empty."""
+        if self._lifetime.retiring or self._lifetime.stopping:
+            return self.problem or "the model is unloaded"
+        failed = self._failed_starts >= _MOST_FAILED_STARTS
+        return self.problem or ("no scheduler could be started" if failed else "")
+
+    async def until_ready(self) -> None:
+        """Wait until the version is ready; raises Unavailable if it will not be."""
+        while not self.ready:
+            if self.hopeless:
+                raise Unavailable(self.hopeless)
+            self._news.clear()
+            await self._news.wait()
+
+    def pids(self) -> list[int]:
+        """Return the running processes; the scheduler's may also run for other models."""
+        scheduler = [self.scheduler.serving.child.pid] if self.scheduler.serves else []
+        return [*self.instances.pids(), *scheduler]
+
+    def uses(self, name: str) -> bool:
+        """Check whether this is an ensemble with a step that runs the named model."""
+        return any(step.name == name for step in self.spec.steps)
+
+    def publication(self, latest: bool) -> ModelPublished:
+        """Return the message that publishes this version; `latest` is whether it is the newest."""
+        checks_ready, labels = self.instances.checks_ready, self.instances.labels
+        return ModelPublished(
+            name=self.spec.name,
+            version=self.spec.version,
+            config=self.config,
+            metadata={**describe(self.config), "labels": labels, "checks_ready": checks_ready},
+            endpoint=self.endpoint,
+            ready=self.ready,
+            latest=latest,
+            load_seconds=self.load_seconds,
+            acknowledge=0,
+        )
+
+    def changed(self) -> None:
+        """Report that the readiness of this version or of a step's model may have changed."""
+        self._news.set()
+        self._on_change(self)
+
+    async def start(self) -> None:
+        """Load the model on every instance and wait until the version is ready.
+
+        Raises:
+            ShmserveError: The load failed and every process has ended; the text is for operators.
+        """
+        began = time.monotonic()
+        try:
+            await self.instances.complete_config()
+            await self._start_scheduler(first=True)
+            self._keeping = self._context.background(self._keep())
+            await self.instances.load()
+            self.loaded, self.loaded_ns = True, time.monotonic_ns()
+            await self.until_ready()
+        except (ShmserveError, ExceptionGroup) as error:
+            # `except*` would wrap the raised error in a group, which has no text for operators.
+            await self.kill()
+            raise first_of(error) from None
+        self.load_seconds = time.monotonic() - began
+
+    def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
+        """Return the update of the instances that leads to `spec`.
+
+        The result is None if more than the instances differs, or if this version is broken.
+        """
+        if self.spec.steps or self.instances.failure:
+            return None
+        # A scheduler learns only at its start whether executions need tickets of the rate limiter.
+        limited = self.scheduler.is_limited(self.config)
+        if limited != self.scheduler.is_limited(spec.config):
+            return None
+        if not differs_in_instances_only(self.spec, spec):
+            return None
+        try:
+            config = self._complete(spec, self.instances.completed)
+        except ShmserveError:
+            return None  # the load of the new version reports the error
+        if config.immutable_config != self.config.immutable_config:
+            return None
+        return self.instances.update_to(spec, config)
+
+    def commit(self, update: InstanceUpdate) -> None:
+        """Complete an update whose instances have been added."""
+        self.instances.commit(update)
+        self.spec = update.spec
+
+    async def regroup(self, group: Group, publish: Callable[[], Awaitable[None]]) -> None:
+        """Move the scheduler to a group's process, unless it runs there already.
+
+        Versions with sequences, streams or tickets stay where they are until they are reloaded:
+        their schedulers have state that cannot be moved.
+        """
+        config = self.config
+        stays = (
+            config.sequence_batching is not None
+            or config.decoupled
+            or self.scheduler.is_limited(config)
+        )
+        if self.ready and not stays and self.scheduler.misplaced(group):
+            logger.info("model '%s' moves to the process of %s", self.spec.name, group.title)
+            await self._move(group, publish)
+
+    async def _move(self, group: Group, publish: Callable[[], Awaitable[None]]) -> None:
+        """Move the scheduler to another group's process without losing a request.
+
+        A new scheduler accepts the requests, the old scheduler drains, and the instances attach to
+        the new one. If all workers or a scheduler die meanwhile, clients resubmit the requests of
+        the old scheduler.
+
+        Args:
+            group: The group to move to.
+            publish: Returns once every client submits to the current endpoint.
+
+        Raises:
+            Unavailable: The new scheduler did not start; nothing is changed.
+        """
+        scheduler, instances = self.scheduler, self.instances
+        old, lost = scheduler.serving, scheduler.endpoint
+        workers = [child.exited for child in instances.children() if child.alive]
+        unless: list[asyncio.Future[Any]] = [asyncio.gather(*workers)] if workers else []
+        if self._keeping is not None:
+            self._keeping.cancel()
+        try:
+            await scheduler.succeed(group, instances.config)
+            unless.append(scheduler.serving.child.exited)
+            await publish()
+            await scheduler.drain(old, unless=unless)
+            instances.introduce([])
+            self._broadcast_lost(lost, scheduler.endpoint, *_CLIENTS)
+            await publish()
+            # The second drain releases outputs that clients have read through the old scheduler.
+            await scheduler.drain(old, unless=unless)
+            instances.attach()
+            self.changed()
+            await self._context.hosts.close(old)
+        finally:
+            self._keeping = self._context.background(self._keep())
+
+    def hand_counts_to(self, successor: ModelVersion | None) -> None:
+        """Make this version's counters, including those of its drain, the base of a successor's."""
+        self.scheduler.counts.be_base_of(None if successor is None else successor.scheduler.counts)
+
+    # --- schedulers
+
+    async def _start_scheduler(self, first: bool = False) -> None:
+        workers = self.instances.pids()
+        await self.scheduler.start(self.config, workers, first)
+        self._failed_starts = 0
+        self.instances.introduce(workers)
+
+    async def _keep(self) -> None:
+        """Replace each scheduler that ends, until the version retires."""
+        while not self._lifetime.retiring:
+            dead, born = self.scheduler.serving, time.monotonic()
+            child = dead.child
+            await either(dead.closed, child.exited)
+            if not self._lifetime.retiring:
+                reason = child.exited.result() if child.exited.done() else "closed"
+                logger.error("%s ended (%s); a new one takes over", child.title, reason)
+                self.changed()
+                await self._replace(self._backoff.pause_s(time.monotonic() - born))
+
+    async def _replace(self, pause: float) -> None:
+        lost = self.scheduler.endpoint
+        while not self._lifetime.retiring:
+            if pause:
+                await asyncio.sleep(pause)
+            try:
+                await self._start_scheduler()
+            except ShmserveError as error:
+                logger.error("%s", error.message)
+                pause = self._backoff.pause_s(0)
+                self._failed_starts += 1
+                self.changed()
+                if self._failed_starts >= _MOST_WAITED_FOR:
+                    # Submitted requests fail; later requests are sent to a successor, if any.
+                    self._broadcast_lost(lost, "", *_CLIENTS)
+                continue
+            self.instances.attach()
+            # Clients keep their submitted requests and resubmit them while they know the old
+            # endpoint.
+            self._broadcast_lost(lost, self.scheduler.endpoint, *_CLIENTS)
+            self.changed()
+            return
+        # The version retired meanwhile: models that call it look up the current endpoint.
+        self._broadcast_lost(lost, "", "caller", LOCAL_CLIENT)
+
+    def _broadcast_lost(self, endpoint: str, successor: str, *roles: str) -> None:
+        # Messages to the successor are flushed first: local clients have sockets of their own and
+        # resubmit at once.
+        self._context.control.flush()
+        self._context.broadcast(SchedulerLost(endpoint, successor), *roles)
+
+    def _on_scheduler_message(self, message: Any) -> None:
+        match message:
+            case m.KillInstance(process, reason):
+                self.instances.kill_overrunning(process, reason)
+            case m.InstanceServed(process):
+                self.instances.served(process)
+                self._backoff.worked()
+            case m.InstanceRetired(process):
+                self.instances.retired(process)
+            case MemoryDropped():  # an ensemble kept this memory for workers
+                self._context.broadcast(message, "worker")
+            case _:
+                logger.warning("dropped a %s from a scheduler", type(message).__name__)
+
+    # --- end
+
+    async def finish_sequences(self) -> None:
+        """Reject new sequences and wait until the open sequences have ended."""
+        if self.loaded and self.scheduler.serves and self.config.sequence_batching:
+            await self.scheduler.drain(sequences=True)
+
+    async def stop(self) -> None:
+        """Finish the requests in flight, then end every process."""
+        self._lifetime.retiring = True
+        self._news.set()
+        if self.loaded and self.scheduler.serves:
+            await self.scheduler.drain()
+        self._lifetime.stopping = True
+        if self.loaded and not self.scheduler.serves:
+            await self.kill()  # clients resubmit the requests that the workers execute
+        await self.instances.stop()
+        await self.scheduler.stop()
+
+    async def kill(self) -> None:
+        """End every process at once."""
+        self._lifetime.retiring = self._lifetime.stopping = True
+        self._news.set()
+        children = self.instances.children()
+        for child in children:
+            child.kill()
+        await asyncio.gather(
+            self.scheduler.stop(_KILL_PATIENCE_S), *(child.gone() for child in children)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class EnsembleInstances(Instances):
+    """The instances of an ensemble: none. The ensemble is ready while its steps' models are."""
+
+    find: Callable[[str, str], ModelVersion | None] = field(kw_only=True)
+
+    @property
+    def _models(self) -> list[ModelVersion | None]:
+        return [self.find(*step) for step in self._spec.steps]
+
+    @property
+    def problem(self) -> str:
+        """The first failure among the steps' models."""
+        for step, model in zip(self._spec.steps, self._models, strict=True):
+            if model is None:
+                return f"model '{step.name}' is not available"
+            if model.problem:
+                return f"model '{step.name}' failed: {model.problem}"
+        return ""
+
+    @property
+    def any_ready(self) -> bool:
+        """Whether every step's model is ready."""
+        return all(model is not None and model.ready for model in self._models)
+
+    async def complete_config(self) -> None:
+        """Validate the ensemble against the models that serve now; raises InvalidArgument."""
+        self.config = self._complete(self._spec, {})
+        self.labels = {**_inherited(self.config, self._models), **self._spec.labels}
+
+    def introduce(self, known: list[int]) -> None:
+        """Send the ensemble's scheduler the endpoints of the steps' models."""
+        for step, model in zip(self._spec.steps, self._models, strict=True):
+            if model is not None:
+                latest = self.find(step.name, "") is model
+                self._scheduler.tell(model.publication(latest))
+
+
+def _inherited(config: ModelSpec, models: Sequence[ModelVersion | None]) -> dict[str, list[str]]:
+    """Return the labels of an ensemble's outputs, taken from the models that produce them."""
+    scheduling = config.ensemble_scheduling
+    assert scheduling is not None
+    outputs = {each.name for each in config.output}
+    found: dict[str, list[str]] = {}
+    for step, model in zip(scheduling.step, models, strict=True):
+        labels = {} if model is None else model.instances.labels
+        for name, tensor in step.output_map.items():
+            if tensor in outputs and name in labels:
+                found[tensor] = labels[name]
+    return found
+
+
+def describe(config: ModelSpec) -> dict[str, Any]:
+    """Return the metadata of GET /v2/models/NAME without the versions.
+
+    Shapes start with -1 if the model batches.
+    """
+    batch = [-1] if config.max_batch_size >= 1 else []
+
+    def shown(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
+        return [
+            {"name": each.name, "datatype": each.datatype, "shape": [*batch, *each.dims]}
+            for each in tensors
+        ]
+
+    return {
+        "name": config.name,
+        "platform": config.platform or config.backend,
+        "inputs": shown(config.input),
+        "outputs": shown(config.output),
+    }

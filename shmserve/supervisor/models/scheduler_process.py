@@ -1,0 +1,303 @@
+"""The scheduler of a model version in its host process: started, replaced, drained and stopped.
+
+Every scheduler has its own number and therefore its own endpoints, so that messages for a scheduler
+that has ended reach no successor. A version's counters outlive its schedulers, see `CarryOver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from shmserve.common.model_metrics import total
+from shmserve.common.tasks import either, settle
+from shmserve.errors import Unavailable
+from shmserve.ipc import endpoints
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.supervision import CacheStart, SchedulerStart, SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.events.feed import counted
+from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
+from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
+from shmserve.supervisor.resources.rate_limiter import Needs
+
+logger = logging.getLogger(__name__)
+
+
+class CarryOver:
+    """The counters of a scheduler, kept for its successors.
+
+    A scheduler that replaces a dead one restores the last snapshot. A scheduler of another version
+    or in another process has the counters as its base.
+    """
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        """Create empty counters; `send` sends a message to the scheduler."""
+        self._send = send
+        self.snapshot: list[Any] = []  # in the format of SchedulerStart
+        self._base: dict[str, Any] = {}
+        self._successor: CarryOver | None = None
+
+    def update(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
+        """Store the scheduler's counters; keys that are missing have not changed."""
+        last = self.snapshot[0] if self.snapshot else {}
+        self.snapshot = [{**last, **statistics}, metrics]
+        self._update_successor()
+
+    def be_base_of(self, successor: CarryOver | None) -> None:
+        """Make these counters, including those of a drain, the base of a successor's counters."""
+        self._successor = successor
+        self._update_successor()
+
+    def _set_base(self, base: dict[str, Any]) -> None:
+        self._base = base
+        self.send_base()
+        self._update_successor()
+
+    def send_base(self) -> None:
+        """Send the base to a scheduler that has just started."""
+        if self._base:
+            self._send(m.BaseCounters(self._base))
+
+    def _update_successor(self) -> None:
+        # This scheduler may have ended while an earlier scheduler, which is draining, still counts.
+        if self._successor is None:
+            return
+        base = self._base
+        if self.snapshot:
+            counted = self.snapshot[0]
+            base = total({**counted, "base": base or counted["base"]})
+        if base:
+            self._successor._set_base(base)
+
+
+class VersionScheduler:
+    """The scheduler of a version; at most one scheduler serves at a time."""
+
+    def __init__(
+        self,
+        context: SupervisorContext,
+        spec: VersionSpec,
+        group: Group,
+        lifetime: Lifetime,
+        on_message: Callable[[Any], None],
+    ) -> None:
+        """Create a scheduler that is not started.
+
+        Args:
+            context: The shared parts of the supervisor.
+            spec: The version to schedule.
+            group: The models whose schedulers share the process.
+            lifetime: The shutdown state of the version.
+            on_message: Receives messages about instances and memory.
+        """
+        self._group = group
+        self._context = context
+        self._spec = spec
+        self._lifetime = lifetime
+        self._on_message = on_message
+        self.number = next(context.numbers)  # of the scheduler that serves, or of the first
+        self._last: HostedHandle | None = None  # the scheduler that was started last
+        self._serving: HostedHandle | None = None  # the scheduler at `endpoint`
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._drained: asyncio.Future[None] = loop.create_future()
+        self.counts = CarryOver(self.tell)
+        self._publish_counters = False
+        self._snapshot: asyncio.Future[dict[str, Any]] | None = None
+        self._rate_limited = False
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint to which requests are submitted."""
+        return endpoints.scheduler(self._context.run_dir, self.number)
+
+    @property
+    def instances_endpoint(self) -> str:
+        """The endpoint to which instances attach."""
+        return endpoints.instances(self._context.run_dir, self.number)
+
+    @property
+    def serves(self) -> bool:
+        """Whether a scheduler accepts requests."""
+        return self._serving is not None and self._serving.alive
+
+    @property
+    def serving(self) -> HostedHandle:
+        """The scheduler at `endpoint`, alive or dead; requires that one has started."""
+        assert self._serving is not None
+        return self._serving
+
+    async def start(self, config: ModelSpec, workers: list[int], first: bool = False) -> None:
+        """Start a scheduler in place of the last one.
+
+        Args:
+            config: The configuration of the version.
+            workers: The worker processes that the scheduler may expect.
+            first: Whether the version has had no scheduler.
+
+        Raises:
+            Unavailable: The scheduler ended while starting, or the version is being unloaded.
+        """
+        context = self._context
+        number = self.number if first else next(context.numbers)
+        ready = self._ready = asyncio.get_running_loop().create_future()
+        start = self._start_record(number, config, workers)
+        on_message = partial(self._on_scheduler_message, self.counts)
+        hosted = self._last = await context.hosts.open(self._group, start, on_message)
+        if self._rate_limited:
+            context.tickets.bind(hosted.address, id(self))
+        await either(ready, hosted.closed, hosted.child.exited)  # it receives nothing before
+        if self._lifetime.stopping:
+            await context.hosts.close(hosted)
+            raise Unavailable("the model is unloaded")
+        if not ready.done():
+            await context.hosts.close(hosted)
+            ended = hosted.child.exited
+            reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
+            raise Unavailable(f"the scheduler ended while starting ({reason})")
+        self.number = number  # its endpoints exist from now on
+        self._serving = hosted
+        self.counts.send_base()
+        context.tracing.tell(hosted.address)
+
+    def _start_record(self, number: int, config: ModelSpec, workers: list[int]) -> SchedulerStart:
+        context, server = self._context, self._context.config
+        limits = SchedulingLimits(
+            execution_timeout_s=server.execution_timeout_s,
+            request_timeout_us=server.request_timeout_us,
+            max_queue_size=server.max_queue_size,
+            delay_scheduler=server.delay_scheduler,
+            backlog_delay_scheduler=server.backlog_delay_scheduler,
+            quantiles=server.metrics.kept_quantiles,
+            rate_limited=self._rate_limited,
+        )
+        return SchedulerStart(
+            kind="ensemble" if self._spec.steps else "scheduler",
+            number=number,
+            version=self._spec.version,
+            config=config,
+            run_dir=context.run_dir,
+            capability_key=context.capabilities.key,
+            group=server.shm.group,
+            arena_byte_size=server.arena_byte_size,
+            limits=limits,
+            cache=self._cache_start(config),
+            snapshot=self.counts.snapshot,
+            alive=workers,
+        )
+
+    def _cache_start(self, config: ModelSpec) -> CacheStart:
+        """Return the version's share of the response cache; empty if it uses no cache."""
+        shares = self._context.cache_shares
+        if config.cached and shares.byte_size:
+            return CacheStart(shares.join(id(self), self.tell), os.getpid())
+        if config.cached:
+            logger.warning(
+                "model '%s' asks for a response cache, which this server has not: see "
+                "--cache-config",
+                self._spec.name,
+            )
+        return CacheStart()
+
+    def _on_scheduler_message(self, counts: CarryOver, message: Any) -> None:
+        match message:
+            case m.SchedulerReady():
+                settle(self._ready, None)
+            case m.Drained():
+                settle(self._drained, None)
+            case m.StatisticsSnapshot(statistics, metrics):
+                counts.update(statistics, metrics)
+                settle(self._snapshot, statistics)
+                if self._publish_counters:
+                    self._publish_counters = False
+                    event = counted(self._spec.name, self._spec.version, statistics)
+                    self._context.events.publish(event)
+            case _:
+                self._on_message(message)
+
+    def tell(self, message: Any) -> None:
+        """Send a message to the scheduler that was started last."""
+        if self._last is not None:
+            self._context.control.send(self._last.address, message)
+
+    def publish_counters(self) -> None:
+        """Request the counters and publish them as an event."""
+        self._publish_counters = True
+        self.tell(m.SnapshotStatistics())
+
+    def snapshot(self) -> asyncio.Future[dict[str, Any]]:
+        """Request the statistics of a `StatisticsSnapshot`; a dead scheduler sends no response."""
+        if self._snapshot is None or self._snapshot.done():
+            self._snapshot = asyncio.get_running_loop().create_future()
+            self.tell(m.SnapshotStatistics())
+        return self._snapshot
+
+    async def drain(
+        self,
+        hosted: HostedHandle | None = None,
+        sequences: bool = False,
+        unless: Iterable[asyncio.Future[Any]] = (),
+    ) -> None:
+        """Drain a scheduler; returns when it has finished its requests or has ended.
+
+        Args:
+            hosted: The scheduler to drain; None is the last one that was started.
+            sequences: Whether only open sequences are finished, and other requests still accepted.
+            unless: Futures that end the wait early.
+        """
+        hosted = hosted or self._last
+        assert hosted is not None
+        self._drained = asyncio.get_running_loop().create_future()
+        self._context.control.send(hosted.address, m.Drain(sequences))
+        await either(self._drained, hosted.closed, hosted.child.exited, *unless)
+
+    def misplaced(self, group: Group) -> bool:
+        """Check whether the serving scheduler belongs to another process, given its group."""
+        return self._serving is not None and self._context.hosts.misplaced(self._serving, group)
+
+    async def succeed(self, group: Group, config: ModelSpec) -> None:
+        """Start a successor in a group's process, which is from now on the one at `endpoint`.
+
+        The statistics of the successor start at zero, but its metrics continue. Raises Unavailable
+        if the successor does not start.
+        """
+        before, counts = self.counts, CarryOver(self.tell)
+        former, self._group, self.counts = self._group, group, counts
+        try:
+            await self.start(config, [])
+        except Unavailable:
+            self._last, self._group, self.counts = self._serving, former, before
+            raise
+        before.be_base_of(counts)
+
+    def is_limited(self, config: ModelSpec) -> bool:
+        """Check whether the rate limiter applies to a configuration."""
+        needs = (group.rate_limiter.limits for group in config.instance_group)
+        return self._context.tickets.on and any(needs)
+
+    def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
+        """Register the resources that instances need with the rate limiter, if it applies.
+
+        Raises InvalidArgument if an instance needs more than the server has.
+        """
+        if self.is_limited(config):
+            needs = {each.index: Needs.of(each.rate_limit, each.device_id) for each in instances}
+            self._context.tickets.join(id(self), needs)
+            self._rate_limited = True
+
+    def release(self, instance: Instance) -> None:
+        """Release the rate-limiter resources of an instance that has ended."""
+        self._context.tickets.remove_instance(id(self), instance.index)
+
+    async def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
+        """End the scheduler; requests that are not finished in `patience_s` are rejected."""
+        self._context.cache_shares.leave(id(self))
+        self._context.tickets.remove(id(self))
+        if self._last is not None:
+            await self._context.hosts.close(self._last, patience_s)

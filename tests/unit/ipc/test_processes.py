@@ -1,0 +1,63 @@
+"""What the C library is told of copies and of memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from shmserve.ipc.processes import LARGE_COPY, with_large_copies
+from shmserve.workers.memory import outputs
+from tests.support.servers import ROOT
+
+_SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
+
+# Halves of frames come over several connections at a time, and each has small things beside it.
+_FRAMES = """
+from pathlib import Path
+from shmserve.ipc.processes import keep_no_large_memory
+
+def resident():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+keep_no_large_memory()
+chunk, small, before = bytes(1 << 20), [], resident()
+for _ in range(3):
+    frames = [bytearray() for _ in range(12)]
+    for _ in range(8):
+        for frame in frames:
+            frame += chunk
+            small.append(bytes(600))
+    held = resident() - before
+    del frames, frame
+print(held, resident() - before)
+"""
+
+
+def test_large_memory_is_given_back_when_it_is_freed() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _FRAMES], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    held, kept = map(int, ran.stdout.split())
+    assert held >= 12 * 8 << 20
+    assert kept < 4 << 20
+
+
+def test_what_is_there_stays() -> None:
+    before = {"HOME": "/root"}
+    assert with_large_copies(before) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
+    assert before == {"HOME": "/root"}
+
+
+def test_other_tunables_stay() -> None:
+    before = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    assert with_large_copies(before)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{_SETTING}"
+
+
+def test_an_operators_own_threshold_stays() -> None:
+    before = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
+    assert with_large_copies(before) == before
+
+
+def test_the_pieces_of_a_large_copy_are_large() -> None:
+    assert outputs._PIECE >= LARGE_COPY

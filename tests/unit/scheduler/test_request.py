@@ -1,0 +1,40 @@
+"""The state machine of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.scheduler.requests.request import (
+    LIFE,
+    OVER,
+    Client,
+    Event,
+    IllegalEvent,
+    ScheduledRequest,
+    State,
+)
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("event", list(Event))
+def test_an_event_moves_as_the_table_says_or_changes_nothing(state: State, event: Event) -> None:
+    request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, OVER)
+    request.state = state
+    if event in LIFE[state]:
+        request.meet(event)
+        assert request.state is LIFE[state][event]
+    else:
+        with pytest.raises(IllegalEvent):
+            request.meet(event)
+        assert request.state is state
+
+
+def test_every_way_through_the_table_ends() -> None:
+    assert LIFE[State.DONE] == {}
+    for state in State:
+        seen, left = set(), [state]
+        while left:
+            at = left.pop()
+            seen.add(at)
+            left += [after for after in LIFE[at].values() if after not in seen]
+        assert State.DONE in seen

@@ -1,0 +1,434 @@
+"""The autoscaler: its changes of instances, its policy, and the capacity of the host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.common.host import CpuUtilization
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.publications import InstancesChanged
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models import autoscaler
+from shmserve.supervisor.models.autoscaler import (
+    LOOK_EVERY_S,
+    Autoscaler,
+    Change,
+    HostCapacity,
+    LoadSample,
+    ScalingPolicy,
+    private_bytes,
+    processor_s,
+)
+from shmserve.supervisor.models.model_version import ModelVersion
+from shmserve.supervisor.models.orders import Order, OrderKind
+from shmserve.supervisor.models.registry import ModelRegistry
+from tests.rigs.process_rig import CONFIG, Made, Processes, plan, turns
+
+STATISTICS: dict[str, Any] = {
+    "success": 1,
+    "cache_hit": 0,
+    "failures": {"BACKEND": 0},
+    "queue_ns": 0,
+    "pending": 0,
+    "compute_seconds": {"count": 1, "sum": 0.1},
+    "executing": 0,
+    "base": {},
+    "instances": {"idle": 1, "busy": 0},
+}
+
+
+class Rig:
+    """A version from one to three instances, which is to have `wanted`."""
+
+    def __init__(self, processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+        parameters = {"max_instances": {"string_value": "3"}}
+        config = ModelSpec.of(CONFIG | {"parameters": parameters})
+        spec = replace(plan(), config=config)
+        registry = ModelRegistry()
+        self.wanted = 1
+        self.told: list[Any] = []
+        self.events: list[Any] = []
+        self.processes = processes
+        self.model = registry.model("m")
+        self.version = processes.version(spec)
+        self.model.serving["1"] = self.version
+        self.autoscaler = Autoscaler(processes.context, registry)
+        monkeypatch.setattr(processes.context.events, "publish", self.events.append)
+        monkeypatch.setattr(self.version.scheduler, "tell", self.told.append)
+        monkeypatch.setattr(ScalingPolicy, "look", lambda policy, load, count: self._want(count))
+
+    def _want(self, count: int) -> Change | None:
+        step = (self.wanted > count) - (self.wanted < count)
+        return Change(count + step, "it is wanted") if step else None
+
+    async def look(self, answers: bool = True) -> int:
+        """Look once, and have the scheduler answer; how many instances there are then."""
+        self.autoscaler.look()
+        asked = self.told.count(m.SnapshotStatistics())
+        if answers and asked:
+            self.version.scheduler._on_scheduler_message(
+                self.version.scheduler.counts, m.StatisticsSnapshot(STATISTICS, [])
+            )
+        await turns()
+        return self.version.instances.count
+
+    def changes(self) -> list[Any]:
+        """What the scheduler was told of the number of instances."""
+        kinds = (m.RetireInstance, m.CountChange)
+        return [message for message in self.told if isinstance(message, kinds)]
+
+
+def played(
+    monkeypatch: pytest.MonkeyPatch, play: Callable[[Rig], Awaitable[None]], *flags: str
+) -> None:
+    """A version that has started, and what comes then."""
+
+    async def live() -> None:
+        rig = Rig(Processes(*flags), monkeypatch)
+        await rig.version.instances.complete_config()
+        await rig.version.instances.load()
+        rig.version.loaded = True
+        monkeypatch.setattr(ModelVersion, "ready", True)
+        await play(rig)
+        await rig.processes.end()
+
+    asyncio.run(live())
+
+
+def test_one_at_a_time_and_every_change_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def play(rig: Rig) -> None:
+        rig.wanted = 3
+        assert [await rig.look() for _ in range(3)] == [2, 3, 3]
+        rig.wanted = 2
+        assert await rig.look() == 2
+        assert rig.changes() == [
+            *(m.CountChange(True), m.CountChange(True)),
+            *(m.RetireInstance(2), m.CountChange(False)),
+        ]
+        assert rig.events == [
+            InstancesChanged("m", "1", 1, 2, "it is wanted"),
+            InstancesChanged("m", "1", 2, 3, "it is wanted"),
+            InstancesChanged("m", "1", 3, 2, "it is wanted"),
+        ]
+        assert "model 'm' has 3 instances, was 2: it is wanted" in caplog.text
+
+    played(monkeypatch, play)
+
+
+def test_not_while_an_order_is_followed_or_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play(rig: Rig) -> None:
+        rig.wanted = 3
+        rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
+        assert await rig.look() == 1
+        assert rig.told.count(m.SnapshotStatistics()) == 0
+        rig.model.orders.clear()
+        assert [await rig.look(answers=False) for _ in range(3)] == [1, 1, 1]
+        assert rig.told.count(m.SnapshotStatistics()) == 1  # it is not asked again meanwhile
+        rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
+        assert await rig.look() == 1
+        rig.model.orders.clear()
+        assert await rig.look() == 2
+
+    played(monkeypatch, play)
+
+
+def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play(rig: Rig) -> None:
+        rig.wanted = 2
+        rig.processes.at_start = Made.kill
+        assert await rig.look() == 1
+        assert "model 'm' stays at 1 instances: the process of instance 'm_0_1'" in caplog.text
+        rig.processes.at_start = lambda child: None
+        started = len(rig.processes.started)
+        assert await rig.look() == 1
+        assert len(rig.processes.started) == started
+        monkeypatch.setattr(autoscaler, "_AGAIN_S", 0)
+        for watch in rig.autoscaler._watches.values():
+            watch.not_before_s = 0
+        assert await rig.look() == 2
+        assert not [each for each in rig.events if each.count == each.before]
+
+    played(monkeypatch, play)
+
+
+def test_none_that_the_host_has_no_room_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play(rig: Rig) -> None:
+        rig.wanted = 2
+        monkeypatch.setattr(HostCapacity, "lacks", lambda room, count: f"room for {count}")
+        assert [await rig.look() for _ in range(3)] == [1, 1, 1]
+        text = "model 'm' stays at 1 instances, though it is wanted: room for 2"
+        assert caplog.text.count(text) == 1
+        rig.wanted = 1
+        assert not rig.events
+
+    played(monkeypatch, play)
+
+
+def test_a_load_again_begins_with_as_many_as_the_load_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play(rig: Rig) -> None:
+        rig.wanted = 3
+        await rig.look()
+        await rig.look()
+        instances, spec = rig.version.instances, rig.version.spec
+        same = instances.update_to(spec, instances.config)
+        assert (same.added, same.removed) == ([], [])
+        (group,) = instances.config.instance_group
+        two = replace(instances.config, instance_group=(replace(group, count=2),))
+        other = instances.update_to(spec, two)
+        assert (other.differs, other.added, other.removed) == (True, [], [])
+        anew = rig.processes.version(spec)
+        assert anew.instances.count == 1
+        anew.instances.begin_like(instances)
+        assert anew.instances.count == 3
+        await anew.instances.complete_config()
+        assert anew.instances.count == 3
+        await anew.kill()
+
+    played(monkeypatch, play)
+
+
+def load(at_s: float, **more: Any) -> LoadSample:
+    """Of two instances that took 50 ms for each of 100 requests, and have nothing to do."""
+    given: dict[str, Any] = {
+        "executed": 100,
+        "succeeded": 100,
+        "waited_s": 0.0,
+        "executions": 100,
+        "took_s": 5.0,
+        "pending": 0,
+        "ready": 2,
+        "busy": 0,
+        **more,
+    }
+    return LoadSample(at_s=at_s, **given)
+
+
+def served(policy: ScalingPolicy) -> ScalingPolicy:
+    """It knows how long an execution takes."""
+    policy.look(load(0.0, executed=0, succeeded=0, executions=0, took_s=0.0), 2)
+    policy.look(load(0.1), 2)
+    return policy
+
+
+def looks(policy: ScalingPolicy, seconds: float, count: int, **more: Any) -> list[Change]:
+    """The changes of looks at the same load, for so long."""
+    times = (0.2 + LOOK_EVERY_S * number for number in range(round(seconds / LOOK_EVERY_S)))
+    found = (policy.look(load(at_s, **more), count) for at_s in times)
+    return [change for change in found if change is not None]
+
+
+def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
+    """Ten that wait for two instances of 50 ms each wait for 250 ms."""
+    queue = {"pending": 10, "busy": 2}
+    policy = served(ScalingPolicy(1, 4, target_s=0.2))
+    assert policy.look(load(0.2, **queue), 2) is None
+    assert policy.look(load(0.3, **queue), 2) == Change(
+        3, "requests wait 250 ms, 150 ms are allowed"
+    )
+    policy = served(ScalingPolicy(1, 4, target_s=0.2))
+    assert policy.look(load(0.2, **queue), 2) is None
+    assert policy.look(load(0.3), 2) is None  # it is gone
+    assert policy.look(load(0.4, **queue), 2) is None
+    assert not looks(served(ScalingPolicy(1, 4, target_s=0.4)), 0.3, 2, **queue)
+
+
+def test_not_while_the_queue_is_soon_gone() -> None:
+    def last(fewer: int) -> Change | None:
+        policy = served(ScalingPolicy(1, 4, target_s=0.2))
+        for number in range(7):
+            queue = load(0.2 + number / 10, pending=60 - fewer * number, busy=2)
+            change = policy.look(queue, 2)
+        return change
+
+    assert last(fewer=1)
+    assert last(fewer=5) is None
+
+
+def test_not_where_an_instance_is_free_or_none_is_there() -> None:
+    """What waits then waits for its batch to fill, or for a worker that starts again."""
+    policy = served(ScalingPolicy(1, 4, target_s=0.2))
+    assert not looks(policy, 1, 2, pending=10, busy=1)
+    assert not looks(served(ScalingPolicy(1, 4, target_s=0.2)), 1, 2, pending=10, ready=0)
+
+
+def test_one_more_where_what_was_served_had_waited() -> None:
+    """On average: 33 ms are 150 ms at p99."""
+    policy = served(ScalingPolicy(1, 4, target_s=0.2))
+    found = [looks_once(policy, number) for number in range(1, 7)]
+    assert found[:5] == [None] * 5
+    assert found[5] == Change(3, "requests wait 37.5 ms on average, 32.6 ms are allowed")
+
+
+def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
+    """Ten more were served, which waited for 100 ms each."""
+    count = 100 + 10 * number
+    counted = {"executed": count, "succeeded": count, "executions": count, "took_s": count / 20}
+    return policy.look(load(0.1 + number / 10, **counted, waited_s=1.0 * number), 2)
+
+
+def test_an_execution_that_hangs_makes_wait() -> None:
+    policy = served(ScalingPolicy(1, 4, target_s=1.0))
+    assert not looks(policy, 0.8, 2, pending=1, busy=2)
+    (first, *_) = looks(policy, 2, 2, pending=1, busy=2)
+    assert first.total == 3
+
+
+def test_without_a_target_they_may_wait_for_the_delay_or_an_execution() -> None:
+    queue = {"pending": 10, "busy": 2}  # 250 ms
+    assert looks(served(ScalingPolicy(1, 4, delay_s=0.05)), 0.3, 2, **queue)
+    assert not looks(served(ScalingPolicy(1, 4, delay_s=0.06)), 0.3, 2, **queue)
+    assert looks(served(ScalingPolicy(1, 4)), 0.3, 2, **queue)
+    assert not looks(served(ScalingPolicy(1, 4)), 0.3, 2, pending=9, busy=2)
+    assert not looks(ScalingPolicy(1, 4), 1, 2, **queue)  # nothing has been executed yet
+
+
+def test_one_less_where_it_was_not_needed_for_twenty_seconds() -> None:
+    assert not looks(served(ScalingPolicy(1, 4)), 18, 2)
+    (first, *_) = looks(served(ScalingPolicy(1, 4)), 21, 2)
+    assert first == Change(1, "no more than 0.0 were busy for 20 s")
+    assert not looks(served(ScalingPolicy(1, 4)), 21, 2, busy=1)
+    assert looks(served(ScalingPolicy(1, 4)), 21, 3, busy=1)
+    assert not looks(served(ScalingPolicy(2, 4)), 21, 2)
+
+
+def test_who_is_missed_soon_after_is_kept_for_longer() -> None:
+    policy = served(ScalingPolicy(1, 4))
+    looks(policy, 21, 2)
+    policy.changed(21.2, 2, 1)
+    policy.changed(30.0, 1, 2)
+    found = [policy.look(load(30 + number / 10), 2) for number in range(450)]
+    first = next(number for number, change in enumerate(found) if change)
+    assert first > 370
+    assert found[first] == Change(1, "no more than 0.0 were busy for 40 s")
+
+
+def test_the_bounds_hold_whatever_it_was_before() -> None:
+    assert ScalingPolicy(2, 4).look(load(0.0), 1) == Change(2, "at least 2")
+    assert ScalingPolicy(2, 4).look(load(0.0), 6) == Change(5, "at most 4")
+
+
+states = st.builds(
+    lambda more, pending, ready, busy: (more, pending, ready, min(ready, busy)),
+    *(st.integers(0, 50), st.integers(0, 100), st.integers(0, 6), st.integers(0, 6)),
+)
+
+
+@given(st.lists(states, max_size=300), st.floats(0, 1), st.floats(0, 1))
+def test_one_at_a_time_within_the_bounds(
+    found: list[tuple[int, int, int, int]], target_s: float, delay_s: float
+) -> None:
+    """Whatever is counted; and never one less while requests wait for those that there are."""
+    policy, count, done = ScalingPolicy(2, 5, target_s, delay_s), 3, 0
+    for number, (more, pending, ready, busy) in enumerate(found):
+        done, at_s = done + more, number / 10
+        change = policy.look(
+            LoadSample(at_s, done, done, done / 50, done, done / 20, pending, ready, busy), count
+        )
+        if change is not None:
+            assert abs(change.total - count) == 1 and 2 <= change.total <= 5
+            policy.changed(at_s, count, change.total)
+            count = change.total
+
+
+def test_what_a_scheduler_reports() -> None:
+    statistics = {
+        "success": 12,
+        "cache_hit": 2,
+        "failures": {"BACKEND": 1, "REJECTED": 5},
+        "queue_ns": 5 * 10**8,
+        "compute_seconds": {"count": 4, "sum": 0.25},
+        "pending": 3,
+        "executing": 8,
+        "instances": {"idle": 1, "busy": 2, "expected": 1, "gone": 0, "doomed": 0},
+    }
+    expected = LoadSample(7.0, 11, 10, 0.5, 4, 0.25, 3, 3, 2)
+    assert LoadSample.of(statistics, 7.0) == expected
+    assert LoadSample.of(statistics, 7.0, decoupled=True) == expected._replace(busy=3)
+
+
+MIB = 2**20
+
+
+def test_a_process_is_measured() -> None:
+    held = bytearray(os.urandom(1)) * (32 * MIB)
+    assert private_bytes(os.getpid()) > len(held)
+    before, began = processor_s(os.getpid()), time.process_time()
+    while time.process_time() - began < 0.1:
+        pass
+    assert 0.05 < processor_s(os.getpid()) - before < 1
+    assert (private_bytes(0), processor_s(0)) == (0, 0.0)
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """The processor time of processes that have no memory of their own."""
+    found = {1: 10.0, 2: 20.0}
+    monkeypatch.setattr(autoscaler, "processor_s", found.__getitem__)
+    monkeypatch.setattr(autoscaler, "private_bytes", lambda pid: 0)
+    monkeypatch.setattr(CpuUtilization, "read", lambda meter: 0.5)
+    return found
+
+
+def test_processors_for_all_of_them_at_work(times: dict[int, float]) -> None:
+    """Instances that take two processors each while they execute, or less while they wait."""
+    host = HostCapacity(processors=4)
+    host.look([1], 5.0, 0.0)
+    assert host.lacks(9) == ""  # nobody knows yet
+    times[1] += 2
+    host.look([1, 2], 6.0, 0.1)
+    assert host.lacks(2) == ""
+    assert host.lacks(3) == "4 processors, an instance at work takes 2"
+    for number in range(100):
+        times[1] += 1
+        host.look([1, 2], 16.0 + 10 * number, 0.2)
+        assert bool(host.lacks(3)) == (number < 14)
+
+
+def test_none_where_all_processors_are_busy_and_it_needs_some(
+    times: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HostCapacity(processors=4)
+    host.look([1], 0.0, 0.0)
+    times[1] += 1
+    monkeypatch.setattr(CpuUtilization, "read", lambda meter: 0.97)
+    host.look([1], 1.0, 0.5)
+    assert host.lacks(2) == ""  # that was half a second ago
+    host.look([1], 1.0, 1.0)
+    assert host.lacks(2) == "the processors are busy for 97 % of the time"
+    idle = HostCapacity(processors=4)
+    idle.look([1], 0.0, 0.0)
+    idle.look([1], 1.0, 2.0)
+    assert idle.lacks(9) == ""
+
+
+def test_memory_for_one_as_large_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscaler, "private_bytes", {1: 100 * MIB, 2: 200 * MIB}.__getitem__)
+    monkeypatch.setattr(autoscaler, "processor_s", lambda pid: 0.0)
+    host = HostCapacity(processors=4)
+    host.look([1, 2], 0.0, 0.0)
+    monkeypatch.setattr(autoscaler, "memory_bytes", lambda: (1000 * MIB, 0))
+    monkeypatch.setattr(autoscaler, "memory_left", lambda: 251 * MIB)
+    assert host.lacks(3) == ""
+    monkeypatch.setattr(autoscaler, "memory_left", lambda: 249 * MIB)
+    assert host.lacks(3) == "249 MiB of memory are left, an instance takes 200 MiB"

@@ -1,0 +1,170 @@
+"""Models on demand: which are unloaded, how large they are, and loads that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import Internal, ShmserveError
+from shmserve.supervisor.models import on_demand
+from shmserve.supervisor.models.on_demand import MemoryUse, OnDemand, Resident, to_unload
+from shmserve.supervisor.models.registry import ModelRegistry
+from tests.rigs.process_rig import Processes, turns
+
+NAMES = "abcdefgh"
+
+
+@st.composite
+def residents(draw: st.DrawFn) -> list[Resident]:
+    """Models, of which some are steps of those before them."""
+    names = NAMES[: draw(st.integers(0, len(NAMES)))]
+    return [
+        Resident(
+            name,
+            byte_size=draw(st.integers(0, 5)),
+            used_ns=draw(st.integers(0, 9)),
+            held=draw(st.booleans()),
+            idle_ns=draw(st.sampled_from([0, 0, 4])),
+            users=draw(st.frozensets(st.sampled_from(names[:place]), max_size=1))
+            if place
+            else frozenset(),
+        )
+        for place, name in enumerate(names)
+    ]
+
+
+BOUNDS = st.integers(0, 20)
+
+
+@given(residents(), BOUNDS)
+def test_nobody_leaves_who_stays_or_is_needed(models: list[Resident], bound: int) -> None:
+    by_name = {each.name: each for each in models}
+    gone: set[str] = set()
+    for name in to_unload(models, bound, 10):
+        assert not by_name[name].held
+        assert by_name[name].users <= gone
+        gone.add(name)
+
+
+@given(residents(), BOUNDS)
+def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
+    models: list[Resident], bound: int
+) -> None:
+    names = to_unload(models, bound, 10)
+    gone: set[str] = set()
+    here = {each.name: each for each in models}
+
+    def over() -> bool:
+        return bool(bound) and sum(each.byte_size for each in here.values()) > bound
+
+    def idle(each: Resident) -> bool:
+        return 0 < each.idle_ns <= 10 - each.used_ns
+
+    def free() -> list[Resident]:
+        return [each for each in here.values() if not each.held and each.users <= gone]
+
+    for name in names:
+        assert over() or idle(here[name])
+        if over():
+            assert here[name].used_ns == min(each.used_ns for each in free())
+        del here[name]
+        gone.add(name)
+    assert not (over() and free())
+    assert not any(map(idle, free()))
+
+
+def test_an_ensemble_leaves_with_its_steps_when_it_is_its_turn() -> None:
+    models = [
+        Resident("step", 4, used_ns=1, users=frozenset({"ensemble"})),
+        Resident("ensemble", 0, used_ns=2),
+        Resident("other", 4, used_ns=3),
+    ]
+    assert to_unload(models, 8, 9) == []
+    assert to_unload(models, 7, 9) == ["ensemble", "step"]
+    assert to_unload(models, 3, 9) == ["ensemble", "step", "other"]
+
+
+@dataclass(eq=False)
+class Version:
+    """A version with these processes."""
+
+    spec: SimpleNamespace
+    running: list[int]
+    loaded: bool
+    instances: SimpleNamespace
+
+    def pids(self) -> list[int]:
+        """They."""
+        return self.running
+
+
+def version(name: str, *pids: int, loaded: bool = True, device: int = 0) -> Any:
+    instances = SimpleNamespace(device_byte_size=device)
+    return Version(SimpleNamespace(name=name), list(pids), loaded, instances)
+
+
+def model(name: str, *versions: Any) -> Any:
+    return SimpleNamespace(name=name, versions=versions)
+
+
+def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {1: 100, 2: 60, 3: 40}
+    monkeypatch.setattr(on_demand, "private_bytes", sizes.__getitem__)
+    a, b, coming = version("a", 1, 2, device=7), version("b", 2, 3), version("c", loaded=False)
+    use = MemoryUse()
+
+    def found(*models: Any) -> list[int]:
+        return [use.byte_size(each) for each in models]
+
+    assert found(model("a", a)) == [0], "nothing is known"
+    asyncio.run(use.measure([a, b, coming]))
+    # The second process is of two of them. What is coming will have as much as others.
+    assert found(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
+    sizes[1] = 1000
+    asyncio.run(use.measure([a, b]))
+    assert found(model("a", a)) == [137], "it was looked at just now"
+    asyncio.run(use.measure([b]))
+    assert found(model("a", version("a", loaded=False))) == [137], "as much as it had"
+    assert found(model("a", a, version("a", loaded=False))) == [274]
+
+
+def test_an_unexpected_error_of_a_load_is_an_internal_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Every caller receives it, and the next load waits, as after any failure."""
+
+    async def live() -> list[ShmserveError]:
+        processes, registry = Processes(), ModelRegistry()
+        registry.model("m").on_demand = True
+        broken: Any = MagicMock(**{"load_on_demand.side_effect": RuntimeError("a defect")})
+        on_demand = OnDemand(processes.context, registry, broken, MagicMock())
+        callers = [on_demand.load("m", 5.0) for _ in range(2)]
+        errors: Any = await asyncio.gather(*callers, return_exceptions=True)
+        await processes.end()
+        return errors
+
+    errors = asyncio.run(live())
+    assert [(type(error), error.message) for error in errors] == [(Internal, "internal error")] * 2
+    assert caplog.text.count("RuntimeError: a defect") == 1
+
+
+def test_who_waits_for_a_load_when_the_server_ends_is_told_so() -> None:
+    async def live() -> list[ShmserveError]:
+        processes, registry = Processes(), ModelRegistry()
+        registry.model("m").on_demand = True
+        hanging: Any = asyncio.Event()
+        on_demand = OnDemand(processes.context, registry, MagicMock(), lambda _: hanging.wait())
+        caller = asyncio.ensure_future(on_demand.load("m", 0))
+        await turns()
+        await processes.end()
+        return await asyncio.gather(caller, return_exceptions=True)  # type: ignore[return-value]
+
+    (error,) = asyncio.run(live())
+    assert error.message == "the server ends"

@@ -1,0 +1,237 @@
+"""Statuses of models, and readiness checks by workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
+from shmserve.supervisor.host.console import StartupReport
+from shmserve.supervisor.models import registry
+from shmserve.supervisor.models.orders import (
+    DUPLICATE,
+    UNLOADED,
+    LoadOutcome,
+    ModelEntry,
+    Order,
+    OrderKind,
+    OrderPhase,
+)
+from shmserve.supervisor.models.registry import (
+    ReadinessCheck,
+    index_rows,
+    is_ready,
+    progress,
+    statuses,
+)
+from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+
+
+@dataclass
+class Version:
+    """A generation."""
+
+    ready: bool = True
+    problem: str = ""
+
+
+def model(**facts: Any) -> ModelEntry:
+    return ModelEntry("m", **facts)
+
+
+def serving(version: Version, **more: Any) -> ModelEntry:
+    return model(serving={"1": version}, **more)
+
+
+def offered(facts: ModelEntry) -> ModelEntry:
+    order = Order(facts, OrderKind.LOAD)
+    order.phase = OrderPhase.OFFERED
+    facts.orders.append(order)
+    return facts
+
+
+def leaving() -> list[Any]:
+    return [SimpleNamespace(spec=SimpleNamespace(version="1"))]
+
+
+RESTARTING = "a process that ended is started again"
+# (facts, state, reason, whether all of it serves that should)
+TABLE = [
+    (serving(Version()), "READY", "", True),
+    (serving(Version(ready=False)), "LOADING", RESTARTING, False),
+    (serving(Version(ready=False, problem="it broke")), "UNAVAILABLE", "it broke", False),
+    (serving(Version(), coming={"1": Version(ready=False)}), "READY", "", True),
+    (serving(Version(), retiring=leaving()), "READY", "", True),
+    (serving(Version(), outcomes={"1": LoadOutcome("no")}), "READY", "", True),
+    (model(coming={"1": Version()}, retiring=leaving()), "LOADING", "", False),
+    (offered(model(coming={"1": Version()})), "LOADING", "", False),
+    (model(retiring=leaving(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
+    (model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
+    (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", IN_SEVERAL, True),
+    (model(outcomes={"1": LoadOutcome("no memory")}), "UNAVAILABLE", "no memory", False),
+    (model(on_demand=True, outcomes={"1": UNLOADED}), "ON_DEMAND", "", True),
+    (model(on_demand=True, outcomes={"1": LoadOutcome("no")}), "UNAVAILABLE", "no", True),
+    (model(on_demand=True, coming={"1": Version()}), "LOADING", "", True),
+    (serving(Version(ready=False), on_demand=True), "LOADING", RESTARTING, True),
+]
+
+
+@pytest.mark.parametrize(("facts", "state", "reason", "ready"), TABLE)
+def test_a_status_is_the_first_that_holds(
+    facts: ModelEntry, state: str, reason: str, ready: bool
+) -> None:
+    assert statuses(facts) == {"1": (state, reason)}
+    assert is_ready(facts) is ready
+
+
+def test_one_on_demand_that_was_not_loaded_has_no_version() -> None:
+    assert statuses(model(on_demand=True)) == {"": ("ON_DEMAND", "")}
+    assert statuses(model()) == {}
+
+
+def test_what_was_unloaded_and_is_not_there_is_not_in_the_index() -> None:
+    folder = ModelFolder("m", Path("m"), Path())
+    unloaded, failed = (model(outcomes={"1": each}) for each in (UNLOADED, LoadOutcome("broken")))
+    shown = [
+        [row["reason"] for row in index_rows("m", statuses(facts), place, ready=False)]
+        for facts in (unloaded, failed)
+        for place in (folder, None)
+    ]
+    assert shown == [["unloaded"], [], ["broken"], ["broken"]]
+
+
+def test_what_is_to_take_over_is_shown_in_the_place_of_what_serves() -> None:
+    facts = offered(serving(Version(), coming={"1": Version(ready=False)}))
+    assert statuses(facts) == {"1": ("LOADING", RESTARTING)}
+
+
+PROGRESS = [
+    (model(), "loading"),
+    (offered(model(coming={"1": Version()})), "loading"),
+    (serving(Version()), "ready"),
+    (serving(Version(ready=False)), "loading"),
+    (serving(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),
+    (model(outcomes={"": LoadOutcome("no such folder")}), "failed: no such folder"),
+    (model(outcomes={"": DUPLICATE}), f"failed: {IN_SEVERAL}"),
+    (
+        model(outcomes={"1": UNLOADED, "2": LoadOutcome("no"), "3": LoadOutcome("neither")}),
+        "failed: version 2: no; version 3: neither",
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "text"), PROGRESS)
+def test_the_progress_of_a_load_is_a_view_of_its_statuses(facts: ModelEntry, text: str) -> None:
+    assert progress(facts) == text
+
+
+def test_the_report_of_the_start_says_once_what_has_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    seen: dict[str, str] = {}
+    report = StartupReport(lambda: dict(seen))
+
+    def said(**now: str) -> list[tuple[str, str]]:
+        caplog.clear()
+        seen.update(now)
+        report.update()
+        return [(each.levelname, each.getMessage().split(" (")[0]) for each in caplog.records]
+
+    assert said(a="loading") == []
+    with report:
+        assert said(b="loading") == [("INFO", "model a: loading"), ("INFO", "model b: loading")]
+        assert said(b="ready") == [("INFO", "model b: ready")]
+        assert said(a="failed: no") == [("ERROR", "model a: failed: no")]
+        assert said() == []
+    assert said(b="loading") == []
+
+
+@pytest.mark.parametrize(
+    ("says", "ready"),
+    [
+        ({}, False),
+        ({1: True}, True),
+        ({1: False}, False),
+        ({1: True, 2: True}, True),
+        ({1: True, 2: False}, False),
+        ({1: None}, False),
+        ({1: None, 2: True}, True),
+        ({1: None, 2: False}, False),
+    ],
+)
+def test_what_workers_say_together(
+    says: dict[int, bool | None], ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: it does not answer in time, as while it executes."""
+    monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
+
+    async def ask() -> bool:
+        loop = asyncio.get_running_loop()
+
+        def send(pid: int, message: Any) -> None:
+            assert isinstance(message, CheckReady)
+            said = says[pid]
+            if said is not None:
+                loop.call_soon(check.checked, pid, ReadyChecked(message.id, said))
+
+        check = ReadinessCheck(send)
+        return await check.check(list(says))
+
+    assert asyncio.run(ask()) is ready
+
+
+def test_answers_of_others_and_to_nothing_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
+
+    async def ask() -> bool:
+        def send(pid: int, message: Any) -> None:
+            check.checked(7, ReadyChecked(message.id, True))
+            check.checked(pid, ReadyChecked(message.id + 1, True))
+
+        check = ReadinessCheck(send)
+        return await check.check([1])
+
+    assert asyncio.run(ask()) is False
+
+
+def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is polled, and by however many."""
+    monkeypatch.setattr(registry, "PATIENCE_S", 0.01)
+    sent: list[CheckReady] = []
+
+    async def ask() -> list[bool]:
+        check = ReadinessCheck(lambda pid, message: sent.append(message))
+        together = await asyncio.gather(*(check.check([1]) for _ in range(3)))
+        late = await check.check([1])
+        monkeypatch.setattr(registry, "PATIENCE_S", 60.0)
+        joined = asyncio.ensure_future(check.check([1]))
+        await asyncio.sleep(0)
+        check.checked(1, ReadyChecked(sent[0].id, True))
+        return [*together, late, await joined]
+
+    assert asyncio.run(ask()) == [False, False, False, False, True]
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize("others", [[], [2]])
+def test_a_worker_that_ends_is_not_waited_for(others: list[int]) -> None:
+    async def ask() -> bool:
+        def send(pid: int, message: Any) -> None:
+            if pid == 2:
+                check.checked(pid, ReadyChecked(message.id, True))
+
+        check = ReadinessCheck(send)
+        asked = asyncio.ensure_future(check.check([1, *others]))
+        await asyncio.sleep(0)
+        check.exited(1)
+        check.exited(1)
+        return await asked
+
+    assert asyncio.run(ask()) is bool(others)

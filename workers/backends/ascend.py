@@ -1,0 +1,394 @@
+"""Backend `ascend`: offline models (`.om`) on Ascend devices, through CANN's pyACL.
+
+The file is `default_model_filename` (model.om) in the version folder; its shapes are static. With
+a `max_batch_size` the first dimension of every tensor is the batch. A smaller batch runs with stale
+rows behind its own, whose results are ignored. The device is the instance's; for an instance of
+KIND_CPU (where torch does not know the device) it is the parameter "device_id" (0).
+
+All device memory is allocated at load, in two allocations, because all shapes are fixed. The sizes
+of tensors are known once the model is in the first allocation.
+
+    session    | weights | workspace |
+    tensors    | input 0 | input 1 | ... | output 0 | ... |
+
+    init, device, context ─> sizes ─> memory ─> model in it ─> description ─> memory ─> datasets
+    finalize  <── in the reverse order ────────────────────────────────────────────────────┘
+
+Written by the documentation of CANN 8 and tested against a recorded sequence of calls; untested on
+hardware.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.ipc.tensors.arrays import STORED
+from shmserve.ipc.tensors.datatypes import TO_CONFIG, element_count
+from shmserve.ipc.tensors.signature import Signature, shape_text
+from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
+from shmserve.workers.tensor_specs import as_model_sees
+
+_ALIGNMENT = 512  # what the device's memory has to be aligned to
+_MIB = 1024 * 1024
+
+
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return the aligned offsets of parts of these sizes in one allocation, and its size in bytes.
+
+    >>> layout([100, 1000, 8])
+    ([0, 512, 1536], 2048)
+    """
+    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    *offsets, total = accumulate(aligned, initial=0)
+    return offsets, total
+
+
+def summary(parts: Mapping[str, int]) -> str:
+    """Return the plan for the log.
+
+    >>> summary({"weights": 3 << 20, "workspace": 1 << 19})
+    'weights 3.0 MiB, workspace 0.5 MiB, 3.5 MiB in all'
+    """
+    each = [f"{name} {size / _MIB:.1f} MiB" for name, size in parts.items()]
+    return ", ".join([*each, f"{sum(parts.values()) / _MIB:.1f} MiB in all"])
+
+
+logger = logging.getLogger(__name__)
+
+_HUGE_PAGES_FIRST = 0
+_TO_DEVICE, _TO_HOST = 1, 2
+# ACL's numbers of the datatypes.
+_DATATYPES = {
+    0: "FP32",
+    1: "FP16",
+    2: "INT8",
+    3: "INT32",
+    4: "UINT8",
+    6: "INT16",
+    7: "UINT16",
+    8: "UINT32",
+    9: "INT64",
+    10: "UINT64",
+    11: "FP64",
+    12: "BOOL",
+    27: "BF16",
+}
+
+
+class AclError(Exception):
+    """A call of the library failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineTensor:
+    """An input or output of the file: `dims` includes the batch dimension."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    byte_size: int
+
+
+def import_acl() -> Any:
+    """Import pyACL.
+
+    Raises:
+        Unavailable: CANN is not installed, or not set up.
+    """
+    try:
+        return importlib.import_module("acl")
+    except ImportError as error:
+        raise Unavailable(
+            f"backend 'ascend' needs pyACL, whose module acl cannot be imported ({error}): install "
+            "CANN (driver, firmware and toolkit or nnrt) and run its set_env.sh before the server "
+            "starts"
+        ) from None
+
+
+class OfflineModel:
+    """A model on device `device_id`, for the thread that has made it.
+
+    Raises:
+        Unavailable: pyACL is missing.
+        InvalidArgument: A tensor cannot be served.
+        AclError: The library has refused a call. Nothing is left on the device.
+    """
+
+    def __init__(self, path: Path, device_id: int) -> None:
+        self._acl = import_acl()
+        with contextlib.ExitStack() as stack:
+            self._open(stack, str(path), device_id)
+            self._undo = stack.pop_all()
+
+    def _open(self, stack: contextlib.ExitStack, path: str, device_id: int) -> None:
+        acl = self._acl
+        self._check("acl.init", acl.init())
+        self._later(stack, "acl.finalize", acl.finalize)
+        self._check("acl.rt.set_device", acl.rt.set_device(device_id))
+        self._later(stack, "acl.rt.reset_device", acl.rt.reset_device, device_id)
+        context = self._made("acl.rt.create_context", acl.rt.create_context(device_id))
+        self._later(stack, "acl.rt.destroy_context", acl.rt.destroy_context, context)
+
+        workspace, weights, error = acl.mdl.query_size(path)
+        self._check("acl.mdl.query_size", error)
+        (at_weights, at_workspace), size = layout([weights, workspace])
+        base = self._allocate(stack, size)
+        where = (base + at_workspace, workspace, base + at_weights, weights)
+        loaded = acl.mdl.load_from_file_with_mem(path, *where)
+        self._model = self._made("acl.mdl.load_from_file_with_mem", loaded)
+        self._later(stack, "acl.mdl.unload", acl.mdl.unload, self._model)
+
+        description = acl.mdl.create_desc()
+        self._later(stack, "acl.mdl.destroy_desc", acl.mdl.destroy_desc, description)
+        self._check("acl.mdl.get_desc", acl.mdl.get_desc(description, self._model))
+        self.inputs = self._tensors(description, "input")
+        self.outputs = self._tensors(description, "output")
+        sizes = [tensor.byte_size for tensor in (*self.inputs, *self.outputs)]
+        offsets, size = layout(sizes)
+        base = self._allocate(stack, size)
+        count = len(self.inputs)
+        self._input_at = [base + offset for offset in offsets[:count]]
+        self._output_at = [base + offset for offset in offsets[count:]]
+        self._input_set = self._dataset(stack, self.inputs, self._input_at)
+        self._output_set = self._dataset(stack, self.outputs, self._output_at)
+        parts = {"weights": weights, "workspace": workspace}
+        parts |= {"inputs": sum(sizes[:count]), "outputs": sum(sizes[count:])}
+        logger.info("static plan: %s", summary(parts))
+
+    def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
+        made = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)
+        base: int = self._made(f"acl.rt.malloc of {byte_size} bytes", made)
+        self._later(stack, "acl.rt.free", self._acl.rt.free, base)
+        return base
+
+    def _tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
+        mdl = self._acl.mdl
+        count = getattr(mdl, f"get_num_{side}s")(description)
+        return tuple(self._tensor(description, side, index) for index in range(count))
+
+    def _tensor(self, description: Any, side: str, index: int) -> OfflineTensor:
+        mdl = self._acl.mdl
+        name = getattr(mdl, f"get_{side}_name_by_index")(description, index)
+        number = getattr(mdl, f"get_{side}_data_type")(description, index)
+        got = getattr(mdl, f"get_{side}_dims")(description, index)
+        dims = tuple(self._made(f"acl.mdl.get_{side}_dims", got)["dims"])
+        size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
+        datatype = _DATATYPES.get(number)
+        if datatype is None:
+            raise InvalidArgument(f"{side} '{name}' has ACL's datatype {number}: no client has it")
+        if any(dim < 1 for dim in dims) or not element_count(dims):
+            raise InvalidArgument(
+                f"{side} '{name}' has the shape {list(dims)}: only static shapes are served, so "
+                "convert the model without dynamic dimensions"
+            )
+        return OfflineTensor(name, datatype, dims, size)
+
+    def _dataset(
+        self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], where: Sequence[int]
+    ) -> Any:
+        acl = self._acl
+        dataset = acl.mdl.create_dataset()
+        self._later(stack, "acl.mdl.destroy_dataset", acl.mdl.destroy_dataset, dataset)
+        for tensor, address in zip(tensors, where, strict=True):
+            buffer = acl.create_data_buffer(address, tensor.byte_size)
+            self._later(stack, "acl.destroy_data_buffer", acl.destroy_data_buffer, buffer)
+            added = acl.mdl.add_dataset_buffer(dataset, buffer)
+            self._made("acl.mdl.add_dataset_buffer", added)
+        return dataset
+
+    def put(self, index: int, at: int, address: int, byte_size: int) -> None:
+        """Copy host bytes into input `index`, from its byte `at` on."""
+        there = self._input_at[index] + at
+        room = self.inputs[index].byte_size - at
+        copied = self._acl.rt.memcpy(there, room, address, byte_size, _TO_DEVICE)
+        self._check("acl.rt.memcpy", copied)
+
+    def run(self) -> None:
+        """Run the model, and wait for its outputs."""
+        done = self._acl.mdl.execute(self._model, self._input_set, self._output_set)
+        self._check("acl.mdl.execute", done)
+
+    def fetch(self, index: int, address: int, byte_size: int) -> None:
+        """Copy the first bytes of output `index` to the host."""
+        there = self._output_at[index]
+        copied = self._acl.rt.memcpy(address, byte_size, there, byte_size, _TO_HOST)
+        self._check("acl.rt.memcpy", copied)
+
+    def close(self) -> None:
+        """Release all resources in the reverse order."""
+        self._undo.close()
+
+    def _made(self, call: str, result: Any) -> Any:
+        value, error = result
+        self._check(call, error)
+        return value
+
+    def _check(self, call: str, error: int) -> None:
+        if error:
+            raise AclError(f"{call} failed with error {error}")
+
+    def _later(
+        self, stack: contextlib.ExitStack, call: str, undo: Callable[..., int], *given: Any
+    ) -> None:
+        def end() -> None:
+            error = undo(*given)
+            if error:  # go on: the rest wants to be given back, too
+                logger.warning("%s failed with error %d", call, error)
+
+        stack.callback(end)
+
+
+class AscendBackend(Backend):
+    """An offline model on one device."""
+
+    read_only_inputs = False  # they are copied to the device
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._model: OfflineModel | None = None
+
+    def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Add the inputs and outputs of the file."""
+        model = self._open(ModelSpec.of(config))
+        batched = config.get("max_batch_size", 0) > 0
+        completed = dict(config)
+        completed["input"] = config.get("input") or _as_config(model.inputs, batched)
+        completed["output"] = config.get("output") or _as_config(model.outputs, batched)
+        return completed
+
+    def load(self, config: ModelSpec) -> None:
+        """Load the file and check it against the configuration."""
+        model = self._open(config)
+        signature = Signature(as_model_sees(config), self.context.version)
+        self._batched = signature.max_batch_size > 0
+        _check(signature, "input", signature.inputs, model.inputs)
+        _check(signature, "output", signature.outputs, model.outputs)
+        self._results = [np.empty(tensor.dims, STORED[tensor.datatype]) for tensor in model.outputs]
+
+    def execute(self, requests: list[Request]) -> list[Response]:
+        """Run the whole batch once, after copying each request's rows to the device."""
+        model = self._model
+        assert model is not None
+        copied = self.context.copied
+        for index, tensor in enumerate(model.inputs):
+            at = 0
+            for request in requests:
+                array = np.ascontiguousarray(request.inputs[tensor.name].numpy())
+                model.put(index, at, array.ctypes.data, array.nbytes)
+                at += array.nbytes
+            copied.inputs += at
+        self.context.stopwatch.input_end_ns = time.monotonic_ns()
+        model.run()
+        self.context.stopwatch.output_start_ns = time.monotonic_ns()
+        rows = sum(request.batch_size for request in requests)
+        needed = {name for request in requests for name in (*request.requested, *request.states)}
+        made: dict[str, Output] = {}
+        for index, tensor in enumerate(model.outputs):
+            if tensor.name in needed:
+                result = self._results[index][:rows] if self._batched else self._results[index]
+                model.fetch(index, result.ctypes.data, result.nbytes)
+                copied.outputs += result.nbytes
+                made[tensor.name] = Output(tensor.name, tensor.datatype, result)
+        return self._split(requests, made)
+
+    def unload(self) -> None:
+        """Unload the model from the device."""
+        if self._model is not None:
+            self._model.close()
+            self._model = None
+
+    def _split(self, requests: Sequence[Request], made: dict[str, Output]) -> list[Response]:
+        responses, at = [], 0
+        for request in requests:
+            end = at + request.batch_size
+
+            def rows(name: str, begin: int = at, end: int = end) -> Output:
+                output = made[name]
+                return output._replace(data=output.data[begin:end]) if self._batched else output
+
+            outputs = [rows(name) for name in made if name in request.requested]
+            responses.append(Response(outputs, states=[rows(name) for name in request.states]))
+            at = end
+        return responses
+
+    def _open(self, config: ModelSpec) -> OfflineModel:
+        if self._model is None:
+            file = config.default_model_filename or "model.om"
+            path = self.context.model_file([file], file)
+            self._model = OfflineModel(path, self._device_id(config))
+        return self._model
+
+    def _device_id(self, config: ModelSpec) -> int:
+        if self.context.kind == "GPU":
+            return self.context.device_id
+        value = config.parameters.get("device_id", "0")
+        if not value.isdecimal():
+            raise InvalidArgument(f"parameter 'device_id' must be an integer >= 0, got '{value}'")
+        return int(value)
+
+
+def _as_config(tensors: Sequence[OfflineTensor], batched: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tensor.name,
+            "data_type": TO_CONFIG[tensor.datatype],
+            "dims": list(tensor.dims[1:] if batched else tensor.dims) or [1],
+        }
+        for tensor in tensors
+    ]
+
+
+def _check(
+    signature: Signature,
+    side: str,
+    specs: dict[str, TensorSpec],
+    tensors: Sequence[OfflineTensor],
+) -> None:
+    """Check a configuration against the file.
+
+    Raises:
+        InvalidArgument: The configuration promises what the file cannot do.
+    """
+    known = {tensor.name: tensor for tensor in tensors}
+    most, subject = signature.max_batch_size, f"of model '{signature.name}'"
+    if side == "input" and set(known) != set(specs):
+        raise InvalidArgument(
+            f"the inputs {subject} are {sorted(specs)} in the configuration, the file's are "
+            f"{sorted(known)}"
+        )
+    for spec in specs.values():
+        tensor = known.get(spec.name)
+        if tensor is None:
+            raise InvalidArgument(
+                f"{side} '{spec.name}' {subject} is none of the file's, which are {sorted(known)}"
+            )
+        if spec.datatype != tensor.datatype:
+            raise InvalidArgument(
+                f"{side} '{spec.name}' {subject} has data_type {TO_CONFIG[spec.datatype]}, but the "
+                f"file's has {TO_CONFIG[tensor.datatype]}"
+            )
+        dims = spec.model_dims
+        want = tensor.dims[1:] if most else tensor.dims
+        if dims != want and (want or math.prod(dims) != 1):
+            raise InvalidArgument(
+                f"{side} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the file's "
+                f"has {shape_text(want)}"
+            )
+        if most and most > tensor.dims[0]:
+            raise InvalidArgument(
+                f"model '{signature.name}' has max_batch_size {most}, but the file was made for "
+                f"batches of {tensor.dims[0]}"
+            )

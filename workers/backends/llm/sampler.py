@@ -1,0 +1,294 @@
+"""Sampling: from logits to tokens, for all rows of a step together.
+
+bias ─> penalties ─> least length ─> grammar ─> temperature ─> top-k ─> top-p ─> min-p ─> draw
+
+The order is that of transformers. Every draw is a hash of (seed, sample, position), so that a text
+depends neither on the other rows of the step nor on the time and instance. A grammar (a JSON schema
+or a regular expression) restricts the tokens that may be next.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from shmserve.errors import InvalidArgument, clip
+from shmserve.workers.backends.llm.parameters import GenerationParameters
+
+# Draws of one position that must not depend on one another.
+TOKEN, ACCEPTANCE, PROPOSAL = range(3)
+_FIRST_LOOK = 1024  # candidates in which a top-p is sought before all are sorted
+_BITS = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class SampledRow:
+    """A row of logits to sample from.
+
+    Attributes:
+        tokens: The tokens of the sequence before the row.
+        prompt: The number of tokens of the prompt.
+        allowed: The tokens that the grammar allows, as bits in int32 words.
+    """
+
+    parameters: GenerationParameters
+    sample: int
+    tokens: Sequence[int]
+    prompt: int
+    ends: tuple[int, ...]
+    allowed: torch.Tensor | None = None
+
+    @property
+    def generated(self) -> int:
+        """The number of tokens behind the prompt."""
+        return len(self.tokens) - self.prompt
+
+    def draw(self, purpose: int = TOKEN) -> float:
+        """Return the random number of the row for a purpose, in [0, 1)."""
+        state = self.parameters.seed & _BITS
+        for part in (self.sample, self.generated, purpose):
+            state = _mixed(state ^ _mixed(part + 1))
+        return (state >> 41) / (1 << 23)
+
+
+class TokenLogprobs(NamedTuple):
+    """The log probability of a token in the model's own distribution, and the likeliest tokens."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def _mixed(value: int) -> int:
+    """Apply the finaliser of splitmix64 (Steele et al., 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _BITS
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _BITS
+    return value ^ (value >> 31)
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampledRow], purpose: int = TOKEN
+) -> tuple[list[int], dict[int, torch.Tensor]]:
+    """Sample a token for each row.
+
+    Args:
+        logits: Processed logits, [rows, vocabulary].
+        rows: The rows.
+        purpose: The purpose of the random numbers.
+
+    Returns:
+        The tokens, and the distribution of each row that was drawn, by its index.
+    """
+    tokens = _likeliest(logits)
+    warm = [place for place, row in enumerate(rows) if row.parameters.temperature]
+    if not warm:
+        return tokens, {}
+    chosen = [rows[place] for place in warm]
+    chances = distribution(logits if len(warm) == len(rows) else logits[warm], chosen)
+    drawn = pick(chances, [row.draw(purpose) for row in chosen])
+    for place, token in zip(warm, drawn, strict=True):
+        tokens[place] = token
+    return tokens, dict(zip(warm, chances, strict=True))
+
+
+def _likeliest(logits: torch.Tensor) -> list[int]:
+    """Return the first of the likeliest tokens of each row.
+
+    On a CPU numpy is five times as fast as torch.
+    """
+    near = logits.numpy() if logits.device.type == "cpu" else logits
+    found: list[int] = near.argmax(-1).tolist()
+    return found
+
+
+def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
+    """Return the token of each row at which the cumulative probability passes its draw."""
+    sums = probabilities.cumsum(-1)
+    targets = torch.tensor(draws, dtype=sums.dtype, device=sums.device).unsqueeze(1) * sums[:, -1:]
+    found = torch.searchsorted(sums, targets, right=True).squeeze(1)
+    tokens: list[int] = found.clamp_max(sums.shape[1] - 1).tolist()
+    return tokens
+
+
+def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+    """Apply bias, penalties, least length and grammar to logits, in place."""
+    for line, row in zip(logits, rows, strict=True):
+        parameters = row.parameters
+        if parameters.logit_bias:
+            ids = torch.tensor(list(parameters.logit_bias), device=line.device)
+            line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
+        if parameters.penalised:
+            _penalise(line, row)
+        if row.generated < parameters.min_tokens:
+            line[[*row.ends, *parameters.stop_token_ids]] = -math.inf
+        if row.allowed is not None:
+            _mask(line, row.allowed)
+
+
+def _penalise(line: torch.Tensor, row: SampledRow) -> None:
+    parameters = row.parameters
+    tokens = torch.tensor(row.tokens, device=line.device)
+    if parameters.repetition_penalty != 1.0:
+        seen = torch.unique(tokens)
+        found, penalty = line[seen], parameters.repetition_penalty
+        line[seen] = torch.where(found < 0, found * penalty, found / penalty)
+    said, counts = torch.unique(tokens[row.prompt :], return_counts=True)
+    line[said] -= parameters.frequency_penalty * counts + parameters.presence_penalty
+
+
+def _mask(line: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Forbid all tokens but those whose bits are set, lowest first, in int32 words."""
+    bits = (allowed.unsqueeze(1) >> torch.arange(32)) & 1
+    known = bits.flatten()[: len(line)].bool().to(line.device)
+    line[len(known) :] = -math.inf
+    line[: len(known)].masked_fill_(~known, -math.inf)
+
+
+def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+    """Return the probabilities with which each row of processed logits is sampled.
+
+    A greedy row has probability one for its likeliest token.
+    """
+    settings = [row.parameters for row in rows]
+    cold = [place for place, each in enumerate(settings) if not each.temperature]
+    temperatures = torch.tensor([each.temperature or 1.0 for each in settings])
+    scaled = logits / temperatures.to(logits.device).unsqueeze(1)
+    least = _least(scaled, settings)
+    if least is not None:
+        scaled.masked_fill_(scaled < least.unsqueeze(1), -math.inf)
+    found = scaled.softmax(-1)
+    if cold:
+        best = logits[cold].argmax(-1)
+        found[cold] = torch.nn.functional.one_hot(best, logits.shape[1]).to(found.dtype)
+    return found
+
+
+def _least(scaled: torch.Tensor, settings: Sequence[GenerationParameters]) -> torch.Tensor | None:
+    """Return the least logit of each row that may be sampled, or None for no limit."""
+    least = None
+    if any(each.top_k or each.top_p < 1 for each in settings):
+        most = max(each.top_k for each in settings)
+        least = _nucleus(scaled, settings, max(_FIRST_LOOK, most))
+    if any(each.min_p for each in settings):
+        shares = torch.tensor([each.min_p for each in settings], device=scaled.device)
+        floor = scaled.amax(-1) + shares.log()
+        least = floor if least is None else torch.maximum(least, floor)
+    return least
+
+
+def _nucleus(
+    scaled: torch.Tensor, settings: Sequence[GenerationParameters], width: int
+) -> torch.Tensor:
+    """Return the least logit that top-k and top-p keep, sought among the `width` likeliest."""
+    vocabulary, device = scaled.shape[1], scaled.device
+    width = min(width, vocabulary)
+    values = scaled.topk(width).values
+    counts = torch.tensor([each.top_k or vocabulary for each in settings], device=device)
+    # What is off keeps all, whatever a sum is rounded to.
+    shares = [each.top_p if each.top_p < 1 else math.inf for each in settings]
+    outside = torch.arange(width, device=device) >= counts.unsqueeze(1)
+    kept = values.masked_fill(outside, -math.inf)
+    whole = torch.where(counts <= width, kept.logsumexp(-1), scaled.logsumexp(-1))
+    probabilities = (kept - whole.unsqueeze(1)).exp()
+    before = probabilities.cumsum(-1) - probabilities
+    inside = (before < torch.tensor(shares, device=device).unsqueeze(1)) & ~outside
+    found = inside.sum(-1).clamp_min(1)
+    if width < vocabulary and any(
+        count == width and each.top_p < 1 and not each.top_k
+        for count, each in zip(found.tolist(), settings, strict=True)
+    ):
+        return _nucleus(scaled, settings, vocabulary)
+    least = values.gather(1, found.unsqueeze(1) - 1).squeeze(1)
+    free = [not each.top_k and each.top_p >= 1 for each in settings]
+    return least.masked_fill(torch.tensor(free, device=device), -math.inf)
+
+
+def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Of raw logits [rows, vocabulary], the logarithms of the probabilities of these tokens and of
+    the `top` likeliest."""
+    found = logits.log_softmax(-1)
+    mine = found.gather(1, torch.tensor(tokens, device=found.device).unsqueeze(1)).squeeze(1)
+    best = found.topk(min(top, found.shape[1]))
+    listed = zip(tokens, mine.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, value, list(zip(ids, values, strict=True)))
+        for token, value, ids, values in listed
+    ]
+
+
+def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
+    """The best tokens of one row of raw logits [vocabulary] for beam search, with the logarithms of
+    their probabilities, best first."""
+    best = logits.log_softmax(-1).topk(min(count, len(logits)))
+    return best.indices.tolist(), best.values.tolist()
+
+
+class Grammars:
+    """A factory of matchers for one tokenizer. Its library is imported at the first use."""
+
+    def __init__(self, tokenizer_text: str, vocabulary: int, ends: tuple[int, ...]) -> None:
+        self._text = tokenizer_text
+        self._vocabulary = vocabulary
+        self._ends = ends
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        import llguidance
+
+        wrapped: Any = llguidance.LLTokenizer  # its types leave the list of ends out
+        return wrapped(self._text, n_vocab=self._vocabulary, eos_token=list(self._ends))
+
+    def matcher(self, grammar: tuple[str, str]) -> Any:
+        """Return a new matcher of a grammar (kind, text).
+
+        Raises:
+            InvalidArgument: The text is not a grammar of its kind.
+        """
+        import llguidance
+
+        kind, text = grammar
+        if not self._ends:
+            raise InvalidArgument("response_format: the model has no token that ends a text")
+        matcher: Any = llguidance.LLMatcher
+        compilers = {
+            "json_schema": matcher.grammar_from_json_schema,
+            "regex": matcher.grammar_from_regex,
+        }
+        try:
+            made = matcher(self._tokenizer, compilers[kind](text))
+            error = made.get_error()
+        except ValueError as raised:
+            error = str(raised)
+        if error:
+            name = "regex" if kind == "regex" else "response_format"
+            reason = clip(error.splitlines()[0], 200)
+            raise InvalidArgument(f"{name}: cannot be compiled: {reason}")
+        return made
+
+
+def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
+    """Return the drafts that a grammar accepts, and the allowed tokens of each position.
+
+    The bits (int32) are those before each accepted draft and behind the last. The matcher's
+    position does not change.
+    """
+    masks = [_bits(matcher)]
+    taken: list[int] = []
+    for token in drafts:
+        if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
+            break
+        taken.append(token)
+        masks.append(_bits(matcher))
+    if taken:
+        matcher.rollback(len(taken))
+    return taken, masks
+
+
+def _bits(matcher: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)

@@ -1,0 +1,195 @@
+"""Speculative decoding: proposals for the next tokens, and their exact verification.
+
+A deterministic proposal (n-grams, a greedy draft) is accepted where the model's own draw is the
+same token, so texts do not change. A token that a draft model has drawn is accepted by rejection
+sampling (Leviathan et al., 2023; Chen et al., 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from shmserve.ipc.messages.generation import Row
+from shmserve.workers.backends.llm.model.passes import Passes
+from shmserve.workers.backends.llm.sampler import (
+    ACCEPTANCE,
+    PROPOSAL,
+    SampledRow,
+    distribution,
+    pick,
+    process,
+    sample,
+)
+from shmserve.workers.backends.llm.sequences import TokenSequence
+
+_LONGEST, _SHORTEST = 4, 2  # tokens that have to be the same
+_MOST_BEHIND = 512  # tokens of a sequence that a draft model reads in one step
+
+
+@dataclass(slots=True)
+class Proposal:
+    """Tokens that may follow a sequence.
+
+    Attributes:
+        chances: The distribution [tokens, vocabulary] from which each token was drawn, if it was
+            drawn.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    chances: list[torch.Tensor] = field(default_factory=list)
+
+
+class Proposer(Protocol):
+    """A method to propose tokens."""
+
+    def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
+        """Return up to `row.draft` tokens for each sequence, by its number."""
+
+
+class NgramProposer:
+    """A proposer of the tokens that followed the last occurrence of a sequence's ending."""
+
+    def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
+        return {
+            sequence.number: Proposal(followers(sequence.tokens, row.draft))
+            for sequence, row in rows
+        }
+
+
+def followers(tokens: Sequence[int], count: int) -> list[int]:
+    """Return up to `count` tokens behind the last earlier occurrence of the longest ending."""
+    known = np.array(tokens)
+    for length in range(_LONGEST, _SHORTEST - 1, -1):
+        if len(known) <= length:
+            continue
+        windows = np.lib.stride_tricks.sliding_window_view(known[:-1], length)
+        found = np.flatnonzero((windows == known[-length:]).all(1))
+        if len(found):
+            begin = int(found[-1]) + length
+            return list(map(int, known[begin : begin + count]))
+    return []
+
+
+class DraftModel:
+    """A proposer that runs a smaller model.
+
+    The model has a KV cache of its own over the same blocks, and reads the tokens of a sequence
+    before it proposes for it.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
+        made = {sequence.number: Proposal() for sequence, _ in rows}
+        ready = self._catch_up(rows)
+        most = max((row.draft for _, row in ready), default=0)
+        for round_ in range(most):
+            going = [(sequence, row) for sequence, row in ready if row.draft > round_]
+            logits = self._next(going, made)
+            self._extend(logits, going, made)
+        for sequence, row in ready:
+            sequence.drafted = len(sequence.tokens) + row.draft - 1
+        return made
+
+    def _catch_up(
+        self, rows: Sequence[tuple[TokenSequence, Row]]
+    ) -> list[tuple[TokenSequence, Row]]:
+        """Return the rows it can propose for; of other sequences it reads a part."""
+        late = [
+            (sequence, row)
+            for sequence, row in rows
+            if len(sequence.tokens) - sequence.drafted > _MOST_BEHIND
+        ]
+        if late:
+            reading = self._passes.empty()
+            for sequence, _ in late:
+                begin, end = sequence.drafted, sequence.drafted + _MOST_BEHIND
+                reading.add(sequence.tokens[begin:end], begin, sequence.table)
+                sequence.drafted = end
+            self._passes.logits(reading, [])
+        return [each for each in rows if each not in late]
+
+    def _next(
+        self, rows: Sequence[tuple[TokenSequence, Row]], made: dict[int, Proposal]
+    ) -> torch.Tensor:
+        """Return the logits behind each sequence and its proposed tokens."""
+        reading = self._passes.empty()
+        wanted: list[int] = []
+        for sequence, _ in rows:
+            drafts = made[sequence.number].tokens
+            begin = len(sequence.tokens) + len(drafts) - 1 if drafts else sequence.drafted
+            tokens = drafts[-1:] or sequence.tokens[begin:]
+            wanted.append(reading.add(tokens, begin, sequence.table) + len(tokens) - 1)
+        return self._passes.logits(reading, wanted)
+
+    def _extend(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[tuple[TokenSequence, Row]],
+        made: dict[int, Proposal],
+    ) -> None:
+        sampled = [sequence.sampled_row(made[sequence.number].tokens) for sequence, _ in rows]
+        process(logits, sampled)
+        tokens, chances = sample(logits, sampled, PROPOSAL)
+        for place, (sequence, _) in enumerate(rows):
+            proposal = made[sequence.number]
+            proposal.tokens.append(tokens[place])
+            if place in chances:
+                proposal.chances.append(chances[place])
+
+
+class Check(NamedTuple):
+    """The rows of one sequence to verify, from `first`: one per proposed token, and one more."""
+
+    first: int
+    proposal: Proposal
+
+
+def verify(
+    logits: torch.Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]
+) -> list[list[int]]:
+    """Return the tokens that continue each sequence, given processed logits of all rows.
+
+    They are the accepted part of the proposal, and one more token.
+    """
+    drawn, _ = sample(logits, rows)
+    wanted = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
+    found: list[list[int]] = []
+    for first, proposal in checks:
+        own = drawn[first : first + len(proposal.tokens) + 1]
+        if wanted is not None and proposal.chances:
+            part = slice(first, first + len(own))
+            found.append(_rejection(wanted[part], rows[part], proposal, own[-1]))
+            continue
+        same = [token == mine for token, mine in zip(proposal.tokens, own, strict=False)]
+        accepted = same.index(False) if False in same else len(same)
+        found.append(own[: accepted + 1])
+    return found
+
+
+def _rejection(
+    wanted: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
+) -> list[int]:
+    """Accept each token with the probability min(1, p / q).
+
+    The first rejected token is replaced by a draw from the excess of p over q. `bonus` follows if
+    all tokens are accepted.
+    """
+    tokens: list[int] = []
+    for token, chance, mine, row in zip(
+        proposal.tokens, proposal.chances, wanted, rows, strict=False
+    ):
+        if row.draw(ACCEPTANCE) * float(chance[token]) < float(mine[token]):
+            tokens.append(token)
+            continue
+        rest = (mine - chance).clamp_min(0)
+        if float(rest.sum()) <= 1e-6:
+            rest = mine
+        return tokens + pick(rest.unsqueeze(0), [row.draw()])
+    return [*tokens, bonus]

@@ -1,1 +1,0 @@
-"""Requests and responses, in a thread of their own."""

@@ -1,0 +1,198 @@
+"""The thread of texts: requests to tokens and tokens to responses, beside the engine."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
+from shmserve.workers.backends import ResponseStream
+from shmserve.workers.backends.llm.answers import Answer
+from shmserve.workers.backends.llm.engine import Emitted
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.prompts import PromptReader
+from shmserve.workers.backends.llm.sequences import Prompt
+from shmserve.workers.batch.response_stream import MOST_WAIT_S
+from shmserve.workers.links.scheduler import InstanceLink
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAIT_NS = int(MOST_WAIT_S * 1e9)
+
+
+class Texts:
+    """The texts of all running requests, processed in a thread of their own.
+
+    `put` and `close` may be called in any thread. The engine's thread calls `failed`, `spent_ns`.
+    These need no lock: they read single values that the texts thread replaces, and a stream has a
+    lock of its own. All other methods run in the texts thread.
+
+    Attributes:
+        prompts: The prompt of each prepared request by key. The engine's thread reads it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, link: InstanceLink, max_model_len: int) -> None:
+        self.prompts: dict[int, Prompt] = {}
+        self._tokenizer = checkpoint.tokenizer
+        self._link = link
+        self._reader = PromptReader(checkpoint, max_model_len)
+        self._answers: dict[int, Answer] = {}
+        # Key -> since when (monotonic ns) the client has taken no response; the oldest come first.
+        self._held: dict[int, int] = {}
+        self._worked_ns = self._reported_ns = 0
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="texts", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Run a job in the texts thread."""
+        self._inbox.put(job)
+
+    def close(self) -> None:
+        """End the thread after the jobs that were put before."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._inbox.get(timeout=1.0 if self._held else None)
+                if job is None:
+                    return
+                job()
+            except queue.Empty:
+                pass
+            except Exception:
+                logger.exception("texts of a model failed")
+            self._end_overdue()
+            self._worked_ns = time.thread_time_ns()
+
+    def spent_ns(self) -> int:
+        """Return the CPU time of the texts thread since the last call."""
+        worked_ns = self._worked_ns
+        spent_ns, self._reported_ns = worked_ns - self._reported_ns, worked_ns
+        return spent_ns
+
+    # --- requests
+
+    def prepare(
+        self, stream: ResponseStream, given: Mapping[str, Any], resumed: list[Resumed]
+    ) -> None:
+        """Read a request, and send `Prepared` or the error of the request."""
+        key = stream.request.work.key
+        try:
+            prompt, echo = self._reader.read(stream.request, given, resumed)
+        except Exception as error:
+            stream.fail_raised(error)
+            return
+        answer = Answer(prompt, self._tokenizer, stream, self._link, echo)
+        if not prompt.parameters.beams:
+            for each in resumed:
+                answer.samples[each.sample].resume(each, prompt.resumed[each.sample])
+        self._answers[key] = answer
+        self._held.pop(key, None)
+        self.prompts[key] = prompt
+        stream.on_credit(partial(self.put, partial(self._respond, key)))
+        self._link.send(_prepared(prompt, stream.request.work.priority))
+        # Last, because it may call the function at once.
+        stream.on_cancel(partial(self.put, partial(self._cancel, key)))
+        if resumed:
+            self._respond(key)
+
+    # --- their tokens
+
+    def emitted(self, news: list[Emitted]) -> None:
+        """Append the tokens of a step to the texts of their samples."""
+        touched: dict[int, None] = {}
+        for each in news:
+            answer = self._answers.get(each.prompt.key)
+            if answer is None or answer.prompt is not each.prompt:
+                continue
+            sample = answer.samples[each.sample]
+            if sample.over:
+                continue
+            if sample.add(each.tokens, each.over, each.logprobs):
+                self._link.send(Ended(each.sequence))
+            touched[each.prompt.key] = None
+        for key in touched:
+            self._respond(key)
+
+    def chosen(self, message: Choose) -> None:
+        """Take the samples that a beam search has chosen."""
+        answer = self._answers.get(message.key)
+        if answer is not None:
+            answer.choose(message.hypotheses)
+            self._respond(message.key)
+
+    def failed(self, keys: set[int], error: BaseException) -> None:
+        """Fail the requests of a step that raised an error.
+
+        The engine's thread calls it, so that the requests end before the step does.
+        """
+        for key in keys:
+            answer = self._answers.get(key)
+            if answer is not None:
+                answer.stream.fail_raised(error)
+                self.put(partial(self._forget, answer))
+
+    def _respond(self, key: int) -> None:
+        answer = self._answers.get(key)
+        if answer is None:
+            return
+        if answer.respond():
+            self._forget(answer)
+        elif answer.stream.may_send:
+            self._held.pop(key, None)
+        else:
+            self._held.setdefault(key, time.monotonic_ns())
+
+    def _end_overdue(self) -> None:
+        """End requests whose clients have taken no response for too long."""
+        overdue_ns = time.monotonic_ns() - _MOST_WAIT_NS if self._held else 0
+        while self._held:
+            key, since_ns = next(iter(self._held.items()))
+            if since_ns >= overdue_ns:
+                return
+            answer = self._answers[key]
+            self._forget(answer)
+            why = f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
+            answer.stream.fail(Unavailable(why))
+
+    def _cancel(self, key: int) -> None:
+        answer = self._answers.get(key)
+        if answer is not None and answer.stream.is_cancelled():
+            self._forget(answer)  # before its scheduler can plan another step
+            answer.stream.send(final=True)
+
+    def _forget(self, answer: Answer) -> None:
+        key = answer.prompt.key
+        if self._answers.get(key) is answer:
+            self._held.pop(key, None)
+            del self._answers[key]
+            del self.prompts[key]
+
+
+def _prepared(prompt: Prompt, priority: int) -> Prepared:
+    parameters = prompt.parameters
+    beams: list[BeamSearch] = []
+    if parameters.beams:
+        penalty, early = parameters.length_penalty, parameters.early_stopping
+        beams = [BeamSearch(parameters.beams, penalty, early, list(prompt.ends))]
+    return Prepared(
+        prompt.key,
+        np.array(prompt.tokens, np.int32).tobytes(),
+        parameters.max_tokens,
+        1 if beams else parameters.n,
+        parameters.priority or priority,
+        parameters.prompt_logprobs >= 0,
+        not beams,
+        beams,
+    )

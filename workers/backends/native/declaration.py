@@ -1,0 +1,394 @@
+"""The declaration of a native model: the annotations of its `predict`, and its class attributes.
+
+`check` collects every problem of a class into one error.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import inspect
+import json
+import logging
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from shmserve.errors import Collected, Internal, InvalidArgument, nearest
+from shmserve.ipc.model_settings import (
+    MAX_INSTANCES,
+    MAX_STREAMS,
+    MIN_INSTANCES,
+    PADDING,
+    STRATEGY,
+    TARGET,
+)
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
+from shmserve.model import TensorType
+from shmserve.workers.user_code import in_words
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What a `predict` returns, or says that it yields, that gives any number of responses.
+_ITERATORS = (
+    collections.abc.Iterable,
+    collections.abc.Iterator,
+    collections.abc.Generator,
+    collections.abc.AsyncIterable,
+    collections.abc.AsyncIterator,
+    collections.abc.AsyncGenerator,
+)
+Where = Callable[[str], str]  # the beginning of a line on an attribute, or on "predict.ARGUMENT"
+_HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """An argument of `predict`.
+
+    Attributes:
+        numpy: Whether it takes a numpy array.
+        optional: Whether it has a default, which is used if a request lacks the input.
+    """
+
+    name: str
+    type: TensorType
+    numpy: bool
+    optional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PredictSignature:
+    """The arguments and outputs of `predict`.
+
+    Attributes:
+        take: Returns the arrays by name of a result, or of one yielded value.
+        streams: Whether `predict` returns an iterator of responses.
+    """
+
+    parameters: tuple[Parameter, ...]
+    outputs: dict[str, TensorType]
+    take: Callable[[Any], Mapping[str, Any]]
+    streams: bool
+
+
+def nowhere(name: str) -> str:
+    """Return "", for a class whose places in its file are unknown."""
+    return ""
+
+
+def read(model: type, at: Where = nowhere) -> PredictSignature:
+    """Return the signature of a class's `predict`.
+
+    Raises:
+        InvalidArgument: The class has no ordinary method `predict`, or an annotation is not a
+            tensor's. The message has a line for each wrong argument.
+    """
+    wrong = Collected()
+    found = wrong(_found, model, at, wrong)
+    if wrong.problems:
+        raise InvalidArgument("\n".join(wrong.problems))
+    return found
+
+
+def _found(model: type, at: Where, wrong: Collected) -> PredictSignature:
+    predict = _placed(at, "predict", _method, model)
+    hints = _placed(at, "predict", _hints, model, predict)
+    parameters = tuple(
+        wrong(_placed, at, f"predict.{name}", _parameter, model.__name__, each, hints.get(name))
+        for name, each in list(inspect.signature(predict).parameters.items())[1:]
+    )
+    outputs, take, streams = _placed(at, "predict", _result, model, predict, hints)
+    return PredictSignature(parameters, outputs, take, streams)
+
+
+def _placed(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function; prefix its InvalidArgument with the place of `name`."""
+    try:
+        return make(*args, **kwargs)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{at(name)}{error.message}") from error
+
+
+def _hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(predict, include_extras=True)
+    except Exception as error:
+        raise InvalidArgument(
+            f"an annotation of '{model.__name__}.predict' cannot be read: {in_words(error)}"
+        ) from error
+
+
+def _result(
+    model: type, predict: Callable[..., Any], hints: dict[str, Any]
+) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]], bool]:
+    """Return the outputs, the function that names them, and whether there are many results."""
+    if "return" not in hints:
+        raise InvalidArgument(f"'{model.__name__}.predict' does not say what it returns: {_HOW}")
+    result = hints["return"]
+    streams = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
+    if streams:
+        result = typing.get_args(result)[0]
+    elif inspect.isgeneratorfunction(predict) or inspect.isasyncgenfunction(predict):
+        kind = "AsyncIterator" if inspect.isasyncgenfunction(predict) else "Iterator"
+        raise InvalidArgument(
+            f"'{model.__name__}.predict' yields: say what, '-> {kind}[...]', and {_HOW}"
+        )
+    return *_outputs(model.__name__, result), streams
+
+
+def _method(model: type) -> Callable[..., Any]:
+    """Return the class's `predict`, a method with `self`."""
+    predict = inspect.getattr_static(model, "predict", None)
+    if predict is None:
+        raise InvalidArgument(f"class '{model.__name__}' has no method 'predict'")
+    if not inspect.isfunction(predict) or not inspect.signature(predict).parameters:
+        raise InvalidArgument(
+            f"'{model.__name__}.predict' must be an ordinary method, 'def predict(self, ...)'"
+        )
+    return predict
+
+
+def as_config(signature: PredictSignature) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return (`input`, `output`) of a model configuration."""
+    inputs: list[dict[str, Any]] = []
+    for parameter in signature.parameters:
+        made = _tensor_config(parameter.name, parameter.type)
+        if parameter.optional:
+            made["optional"] = True
+        inputs.append(made)
+    return inputs, [_tensor_config(name, kind) for name, kind in signature.outputs.items()]
+
+
+def _tensor_config(name: str, kind: TensorType) -> dict[str, Any]:
+    return {"name": name, "data_type": TO_CONFIG[kind.datatype], "dims": list(kind.dims)}
+
+
+def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter:
+    what = f"argument '{parameter.name}' of '{owner}.predict'"
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        raise InvalidArgument(f"{what} takes any number of values: name each input")
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        raise InvalidArgument(f"{what} must have a name to be given by: leave out the '/'")
+    optional = parameter.default is not parameter.empty
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if len(options) == 1:
+            hint = options[0]
+    array, kind = _tensor(what, hint)
+    numpy = array is np.ndarray or typing.get_origin(array) is np.ndarray
+    return Parameter(parameter.name, kind, numpy or kind.datatype == "BYTES", optional)
+
+
+def _outputs(
+    owner: str, hint: Any
+) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]]]:
+    what = f"what '{owner}.predict' returns"
+    if typing.get_origin(hint) is tuple:
+        kinds = [_tensor(what, part)[1] for part in typing.get_args(hint)]
+        names = [f"output_{at}" for at in range(len(kinds))]
+        return dict(zip(names, kinds, strict=True)), lambda result: _zip(owner, names, result)
+    record = typing.get_origin(hint) or hint  # of a generic class: the class
+    keyed = typing.is_typeddict(record)
+    if keyed or hasattr(record, "_fields") or dataclasses.is_dataclass(record):
+        kinds_by_name = typing.get_type_hints(record, include_extras=True)
+        if dataclasses.is_dataclass(record):  # not what is no field, as a ClassVar
+            fields = dataclasses.fields(record)
+            kinds_by_name = {field.name: kinds_by_name[field.name] for field in fields}
+        outputs = {
+            name: _tensor(f"'{name}' of {what}", kind)[1] for name, kind in kinds_by_name.items()
+        }
+        needed = record.__required_keys__ if keyed else frozenset(outputs)
+        return outputs, lambda result: _record(owner, outputs, needed, result)
+    return {"output": _tensor(what, hint)[1]}, lambda result: {"output": result}
+
+
+def _zip(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
+    if not isinstance(result, (tuple, list)) or len(result) != len(names):
+        raise Internal(f"'{owner}.predict' did not return {len(names)} values, as it says it does")
+    return dict(zip(names, result, strict=True))
+
+
+def _record(
+    owner: str, outputs: Mapping[str, TensorType], needed: frozenset[str], result: Any
+) -> Mapping[str, Any]:
+    """Return the outputs in a mapping, or in the attributes of another object."""
+    if isinstance(result, Mapping):
+        found = {name: result[name] for name in outputs if name in result}
+    else:
+        found = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
+    for name in outputs:
+        if name in needed and name not in found:
+            raise Internal(f"'{owner}.predict' did not return '{name}', as it says it does")
+    return found
+
+
+def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
+    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):  # keys of a TypedDict
+        (hint,) = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Annotated:
+        array, *notes = typing.get_args(hint)
+        for note in notes:
+            if isinstance(note, TensorType):
+                return array, note
+    raise InvalidArgument(f"{what} is not a tensor: {_HOW}")
+
+
+logger = logging.getLogger(__name__)
+
+# What of a class means something here.
+_KNOWN = (
+    *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
+    *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, "instances", "instance_group"),
+    *("ragged", "batch_input", "batch_output", PADDING, "sequence_batching"),
+)
+
+
+# Attributes that are parameters of a configuration, what they may be, and that in words.
+_PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
+    STRATEGY: ((str,), "a string"),
+    TARGET: ((int, float), "a number of milliseconds"),
+    **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "a whole number")),
+    PADDING: ((dict,), "a mapping as JSON has it"),
+}
+_WHOLE = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
+
+
+def check(model: type, at: Where = nowhere) -> PredictSignature:
+    """Return the signature of a class's `predict`, after checking all attributes.
+
+    Raises:
+        InvalidArgument: The message has a line for each wrong attribute and argument, which begins
+            with `at` of its name.
+    """
+    checks: dict[str, Callable[[], Any]] = {
+        **{name: partial(whole, model, name, 0) for name in _WHOLE},
+        **{name: partial(parameter, model, name) for name in _PARAMETERS},
+        **{name: partial(mappings, model, name) for name in ("batch_input", "batch_output")},
+        "instance_group": partial(instance_groups, model),
+    }
+    problems = []
+    for name, attempt in checks.items():
+        try:
+            if getattr(model, name, None) is not None:
+                attempt()
+        except InvalidArgument as error:
+            problems.append(f"{at(name)}{error.message}")
+    try:
+        predict = read(model, at)
+    except InvalidArgument as error:
+        problems.append(error.message)
+    if problems:
+        raise InvalidArgument("\n".join(problems))
+    return predict
+
+
+def instance_groups(model: type) -> list[dict[str, Any]]:
+    """Return the instance groups of a class, by `instance_group` or a number of `instances`."""
+    count = whole(model, "instances", 0)
+    groups = getattr(model, "instance_group", [{"count": count}] if count else [])
+    if not isinstance(groups, list | tuple) or not all(isinstance(g, dict) for g in groups):
+        raise InvalidArgument(
+            f"'{model.__name__}.instance_group' must be a list of mappings with the keys of a "
+            f"configuration ('count', 'kind', 'gpus'), got {groups!r}"
+        )
+    return [dict(group) for group in groups]
+
+
+def warn_of_misspelt(model: type, at: Where) -> None:
+    """Log attributes without a meaning whose name is close to a known one."""
+    for base in model.__mro__:
+        own = vars(base) if base.__module__ == model.__module__ else {}
+        for name in [name for name in own if name[:1] != "_" and name not in _KNOWN]:
+            # Methods are a class's own business more often than not.
+            near = nearest(name, _KNOWN, 0.85 if callable(own[name]) else 0.75)
+            if near:
+                logger.warning(
+                    "%s'%s.%s' means nothing here, did you mean '%s'?",
+                    *(at(name), model.__name__, name, near),
+                )
+
+
+def whole(model: type, attribute: str, default: int) -> int:
+    """Return an attribute that is a whole number.
+
+    Raises:
+        InvalidArgument: It is not.
+    """
+    value = getattr(model, attribute, default)
+    if type(value) is not int or value < 0:
+        raise InvalidArgument(
+            f"'{model.__name__}.{attribute}' must be an integer >= 0, got {value!r}"
+        )
+    return value
+
+
+def own_inputs(
+    model: type, inputs: list[dict[str, Any]], ours: frozenset[str], at: Where
+) -> list[dict[str, Any]]:
+    """Return the inputs that clients send, with `ragged` ones marked.
+
+    Raises:
+        InvalidArgument: `ragged` does not name inputs.
+    """
+    ragged = getattr(model, "ragged", ())
+    known = {each["name"] for each in inputs} - ours
+    if not isinstance(ragged, list | tuple | set | frozenset) or not known.issuperset(ragged):
+        raise InvalidArgument(
+            f"{at('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
+            f"{sorted(known)}, got {ragged!r}"
+        )
+    own = [each for each in inputs if each["name"] not in ours]
+    return [each | ({"allow_ragged_batch": True} if each["name"] in ragged else {}) for each in own]
+
+
+def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
+    """Return the value of `batch_input` or `batch_output`.
+
+    Raises:
+        InvalidArgument: It is not a list of such mappings.
+    """
+    value = getattr(model, attribute)
+    fields = {"target_name", "source_input"}
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(each, dict)
+        and fields <= each.keys()
+        and all(isinstance(each[field], list | tuple) for field in fields)
+        for each in value
+    ):
+        raise InvalidArgument(
+            f"'{model.__name__}.{attribute}' must be a list of mappings with the keys of a "
+            "configuration: 'kind', and the lists 'target_name' and 'source_input', "
+            f"got {value!r}"
+        )
+    return [dict(each) for each in value]
+
+
+def parameters(model: type) -> dict[str, Any]:
+    """Return the attributes of a class that are parameters of a configuration."""
+    said = {name: parameter(model, name) for name in _PARAMETERS}
+    return {name: {"string_value": text} for name, text in said.items() if text is not None}
+
+
+def parameter(model: type, name: str) -> str | None:
+    """Return the text of a parameter, or None if the class does not have it.
+
+    Raises:
+        InvalidArgument: The attribute has a wrong type.
+    """
+    value = getattr(model, name, None)
+    kinds, what = _PARAMETERS[name]
+    if value is None:
+        return None
+    if type(value) not in kinds:
+        raise InvalidArgument(f"'{model.__name__}.{name}' must be {what}, got {value!r}")
+    try:
+        return json.dumps(value) if kinds == (dict,) else str(value)
+    except TypeError as error:
+        raise InvalidArgument(f"'{model.__name__}.{name}' must be {what}: {error}") from None

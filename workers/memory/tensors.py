@@ -1,0 +1,118 @@
+"""Bytes in host or device memory as torch tensors, and tensors as bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.datatypes import element_count
+from shmserve.workers.memory.device_memory import lost
+
+logger = logging.getLogger(__name__)
+
+# Protocol datatype -> torch dtype, and the reverse.
+TORCH: dict[str, torch.dtype] = {
+    **{name: getattr(torch, kind.name) for name, kind in NUMPY.items() if name != "BYTES"},
+    "BF16": torch.bfloat16,
+}
+PROTOCOL: dict[torch.dtype, str] = {kind: name for name, kind in TORCH.items()}
+
+
+def as_torch(datatype: str, shape: tuple[int, ...], raw: Any) -> torch.Tensor:
+    """Return a tensor over writable bytes, or over a copy if they are not aligned.
+
+    Args:
+        datatype: The datatype of the protocol.
+        shape: The shape of the tensor.
+        raw: Host memory, or a tensor of uint8 on a device.
+    """
+    kind = TORCH[datatype]
+    if not element_count(shape):
+        return torch.empty(shape, dtype=kind)
+    if isinstance(raw, torch.Tensor):
+        if raw.data_ptr() % kind.itemsize or raw.storage_offset() % kind.itemsize:
+            raw = raw.clone()
+        on_device: torch.Tensor = raw.view(kind).view(shape)
+        return on_device
+    flat = torch.frombuffer(raw, dtype=torch.uint8, count=element_count(shape) * kind.itemsize)
+    if flat.data_ptr() % kind.itemsize:
+        flat = flat.clone()
+    return flat.view(kind).view(shape)
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a numpy view of a tensor, or of its host copy; BF16 becomes uint16 bit patterns."""
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    array: np.ndarray[Any, Any] = tensor.numpy()
+    return array
+
+
+# Host bytes, or a one-dimensional tensor of uint8 on a device.
+Bytes = Any
+
+
+class DeviceBuffers:
+    """Device buffers that gather the rows of a batch: one per input, kept and grown."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def gather(self, name: str, rows: Sequence[Bytes], room: int) -> torch.Tensor:
+        """Copy rows into one buffer, on the device of the first row that is in device memory.
+
+        The copies are ordered by the current stream.
+
+        Args:
+            name: The input.
+            rows: The bytes of the rows, in host or device memory.
+            room: The capacity in bytes of a buffer that is allocated.
+        """
+        device = next(row.device for row in rows if isinstance(row, torch.Tensor))
+        total = sum(map(len, rows))
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < total or buffer.device != device:
+            buffer = None
+            self._buffers.pop(name, None)  # before there is another one
+            buffer = torch.empty(max(room, total), dtype=torch.uint8, device=device)
+            self._buffers[name] = buffer
+        at = 0
+        for row in rows:
+            end = at + len(row)
+            buffer[at:end].copy_(as_bytes(row), non_blocking=True)
+            at = end
+        return buffer[:total]
+
+
+def as_bytes(raw: Bytes) -> torch.Tensor:
+    """Return a tensor of uint8 over bytes in host or device memory."""
+    if isinstance(raw, torch.Tensor):
+        return raw
+    if not len(raw):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+def to_host(raw: Bytes) -> memoryview:
+    """Copy the bytes of a device to host memory, after the device's pending work.
+
+    Raises:
+        Unavailable: The memory cannot be read. The error of torch is raised instead if the device
+            is lost.
+    """
+    try:
+        return memoryview(raw.to("cpu", copy=True).numpy())
+    except RuntimeError as error:
+        if lost(error):
+            raise
+        logger.error("reading a client's memory: %s", error)
+        raise Unavailable("the memory of a tensor cannot be read") from error

@@ -1,0 +1,272 @@
+"""The inputs that the server adds to requests of a sequence: controls and implicit state.
+
+A control tells the model where in its sequence a request is. It has one element and the shape [1],
+or [1, 1] if the model batches. A state is an output that returns as an input of the sequence's next
+request:
+
+    config ──> StateSpec ──START──> initial value ──> an input of the request
+                                         ^                     │ the model
+                                         └── its output <──────┘
+
+A value stays in the memory in which the model left it, and in the same buffer while its size is
+constant. It is never sent to the scheduler. It is released with its sequence: after an END was
+executed, or when the scheduler sends `EndSequences`.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.ipc.messages.inference import SequenceRow
+from shmserve.ipc.model_spec import CORRELATION_ID, InitialState, ModelSpec, SequenceState
+from shmserve.ipc.tensors.arrays import encode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.ipc.tensors.samples import read_data
+from shmserve.ipc.transport.records import record
+from shmserve.workers.batch.request import Input, Output, Request, Response
+
+_START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
+_END = "CONTROL_SEQUENCE_END"
+# Of each pair [false, true] its datatype, and how struct packs one.
+_PAIRS = {
+    "int32_false_true": ("INT32", "<i"),
+    "fp32_false_true": ("FP32", "<f"),
+    "bool_false_true": ("BOOL", "<?"),
+}
+
+
+@record
+class ControlInput:
+    """A control input, with the bytes of its false and its true (none for a correlation id)."""
+
+    name: str
+    kind: str
+    datatype: str
+    values: tuple[bytes, bytes] = (b"", b"")
+
+    def data(self, row: SequenceRow) -> bytes:
+        """Return the bytes of the control for a row."""
+        if self.kind == CORRELATION_ID:
+            return self._id(row)
+        ready = row.key != 0
+        says = {
+            _START: ready and row.flags & SEQUENCE_START,
+            _END: ready and row.flags & SEQUENCE_END,
+            _READY: ready,
+        }
+        return self.values[bool(says[self.kind])]
+
+    def _id(self, row: SequenceRow) -> bytes:
+        if self.datatype == "BYTES":
+            text = row.correlation_text.encode()
+            return struct.pack("<I", len(text)) + text
+        # The low bytes of what is too large, as Triton has it.
+        return (row.correlation_id % 2**64).to_bytes(8, "little")[: ITEM_SIZE[self.datatype]]
+
+
+def read_controls(config: ModelSpec) -> list[ControlInput]:
+    """Return the control inputs of a model's configuration."""
+    batching = config.sequence_batching
+    found: list[ControlInput] = []
+    for name, control in batching.controls if batching is not None else ():
+        if control.kind == CORRELATION_ID:
+            found.append(ControlInput(name, control.kind, control.datatype))
+            continue
+        for field, (datatype, packing) in _PAIRS.items():
+            if pair := getattr(control, field):
+                false, true = (struct.pack(packing, value) for value in pair)
+                found.append(ControlInput(name, control.kind, datatype, (false, true)))
+    return found
+
+
+def control_inputs(
+    controls: list[ControlInput], row: SequenceRow, batched: bool
+) -> dict[str, Input]:
+    """Return the control inputs of a row, by name."""
+    shape = (1, 1) if batched else (1,)
+    return {
+        control.name: Input(
+            control.name, control.datatype, shape, memoryview(bytearray(control.data(row)))
+        )
+        for control in controls
+    }
+
+
+_FOLDER = "initial_state"
+_STRING_HEAD = 4
+
+
+@record
+class StateSpec:
+    """A state of a configuration.
+
+    Attributes:
+        shape: The initial shape, with the batch dimension if there is one.
+        initial: The initial bytes.
+        same_buffer: Whether the model receives the buffer itself, and may write its output there.
+    """
+
+    input_name: str
+    output_name: str
+    datatype: str
+    shape: tuple[int, ...]
+    initial: bytes
+    same_buffer: bool
+
+
+@record
+class _Value:
+    """A state of a sequence: `raw` is host bytes, or a flat tensor of uint8 on a device."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    raw: Any
+
+
+class States:
+    """The states of the sequences of one instance, by slot.
+
+    With `copies`, states are copied for a model that may write into its inputs.
+    """
+
+    def __init__(self, specs: list[StateSpec], copies: bool) -> None:
+        self._specs = specs
+        self._copies = copies
+        self._by_slot: dict[int, dict[str, _Value]] = {}
+        self.outputs = tuple(spec.output_name for spec in specs)
+
+    def lend(self, request: Request, row: SequenceRow) -> tuple[tuple[int, ...], ...]:
+        """Add the states of a sequence to a request's inputs; return their shapes."""
+        if not self._specs:
+            return ()
+        if row.flags & SEQUENCE_START:
+            self.release(row.slot)
+        values = self._by_slot.setdefault(row.slot, {})
+        for spec in self._specs:
+            value = values.get(spec.input_name)
+            if value is None:
+                raw = memoryview(bytearray(spec.initial))
+                value = values[spec.input_name] = _Value(spec.datatype, spec.shape, raw)
+            request.inputs[spec.input_name] = self._input(spec, value)
+        request.states = self.outputs
+        return tuple(values[spec.input_name].shape for spec in self._specs)
+
+    def _input(self, spec: StateSpec, value: _Value) -> Input:
+        raw = value.raw
+        if self._copies and not spec.same_buffer:
+            raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
+        return Input(
+            spec.input_name,
+            value.datatype,
+            value.shape,
+            raw,
+            on_device=not isinstance(raw, memoryview),
+            kept=not spec.same_buffer,
+            writable=spec.same_buffer,
+        )
+
+    def __len__(self) -> int:
+        """Return the number of sequences with state."""
+        return len(self._by_slot)
+
+    def release(self, slot: int) -> None:
+        """Release the state of the sequence in a slot, if it has any."""
+        self._by_slot.pop(slot, None)
+
+    def clear(self) -> None:
+        """Release the states of all sequences."""
+        self._by_slot.clear()
+
+    def keep(self, row: SequenceRow, response: Response, returned: frozenset[str]) -> None:
+        """Store the states of a response; a state that the response lacks is kept.
+
+        Outputs that are only states are removed, unless they are in `returned`.
+        """
+        if not self._specs or response.error is not None:
+            return
+        values = self._by_slot[row.slot]
+        made = {output.name: output for output in (*response.outputs, *response.states)}
+        for spec in self._specs:
+            output = made.get(spec.output_name)
+            if output is not None:
+                values[spec.input_name] = _updated(values[spec.input_name], output)
+        response.outputs = [
+            output
+            for output in response.outputs
+            if output.name not in self.outputs or output.name in returned
+        ]
+        response.states = []
+
+
+def _updated(value: _Value, output: Output) -> _Value:
+    data = output.data
+    shape = tuple(data.shape)
+    if isinstance(data, np.ndarray):
+        if output.datatype == "BYTES":
+            return _Value("BYTES", shape, memoryview(bytearray(encode_bytes(data))))
+        fresh = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    else:
+        import torch
+
+        fresh = data.detach().contiguous().reshape(-1).view(torch.uint8)
+        if fresh.device.type == "cpu":
+            fresh = fresh.numpy()
+    return _Value(output.datatype, shape, _stored(value.raw, fresh))
+
+
+def _stored(raw: Any, fresh: Any) -> Any:
+    """Return `fresh` in the existing buffer if it fits, else in a buffer of its own."""
+    if isinstance(fresh, np.ndarray):
+        if not isinstance(raw, memoryview) or len(raw) != fresh.nbytes:
+            return memoryview(bytearray(fresh))
+        buffer = np.frombuffer(raw, np.uint8)
+        if buffer.ctypes.data != fresh.ctypes.data:
+            buffer[:] = fresh
+        return raw
+    if isinstance(raw, memoryview) or raw.nbytes != fresh.nbytes or raw.device != fresh.device:
+        return fresh.clone()
+    if raw.data_ptr() != fresh.data_ptr():
+        raw.copy_(fresh)
+    return raw
+
+
+def read_states(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
+    """Return the states of a model's configuration, with their initial values.
+
+    Raises:
+        InvalidArgument: A data file cannot be read or is too short.
+    """
+    batching = config.sequence_batching
+    states = batching.state if batching is not None else ()
+    return [_spec(state, model_dir, config.max_batch_size > 0) for state in states]
+
+
+def _spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSpec:
+    datatype = state.datatype
+    given = (*state.initial_state, InitialState())[0]
+    shape = tuple(1 if dim == -1 else dim for dim in given.dims or state.dims)
+    size = element_count(shape) * (ITEM_SIZE[datatype] or _STRING_HEAD)
+    initial = bytes(size)
+    if given.data_file:
+        which = f"the data file of state '{state.input_name}'"
+        initial = read_data(
+            model_dir / _FOLDER,
+            given.data_file,
+            size if ITEM_SIZE[datatype] else None,
+            setting="initial_state",
+            outside=f"{which} must lie in the model's folder '{_FOLDER}'",
+            unreadable=f"{which} cannot be read",
+        )
+    return StateSpec(
+        state.input_name,
+        state.output_name,
+        datatype,
+        (1, *shape) if batched else shape,
+        initial,
+        state.use_same_buffer_for_input_output,
+    )

@@ -1,0 +1,117 @@
+"""Inputs and outputs of a model: described by its file, and as the model receives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shmserve.ipc.model_settings import PADDING
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.ipc.tensors import padding
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
+from shmserve.workers.batch import ragged
+from shmserve.workers.sequences.inputs import read_controls
+
+
+def as_model_sees(config: ModelSpec) -> ModelSpec:
+    """Return the configuration with the inputs and outputs that only the model has.
+
+    They are controls and states of sequences, `batch_input`, and lengths and masks of padded
+    inputs. Clients neither send nor receive them.
+    """
+    sequences = config.sequence_batching
+    states = sequences.state if sequences is not None else ()
+    made = (
+        *(TensorSpec(each.name, each.datatype, (1,)) for each in read_controls(config)),
+        *(TensorSpec(each.input_name, each.datatype, each.dims) for each in states),
+        *ragged.made_inputs(config),
+        *_padding_inputs(config),
+    )
+    known = {output.name for output in config.output}
+    outputs = (
+        TensorSpec(each.output_name, each.datatype, each.dims)
+        for each in states
+        if each.output_name not in known
+    )
+    return replace(config, input=(*config.input, *made), output=(*config.output, *outputs))
+
+
+def made_here(config: ModelSpec) -> frozenset[str]:
+    """Return the names of the tensors that clients do not send; `config` may be incomplete."""
+    named = [name for each in config.batch_input for name in each.target_name]
+    for entry in padding.entries(config.parameters.get(PADDING, "")).values():
+        named += [entry[key] for key in ("lengths", "mask") if isinstance(entry.get(key), str)]
+    if config.sequence_batching is not None:
+        named += [control.name for control in read_controls(config)]
+        for state in config.sequence_batching.state:
+            named += [state.input_name, state.output_name]
+    return frozenset(named)
+
+
+def _padding_inputs(config: ModelSpec) -> Iterator[TensorSpec]:
+    padded = config.padding
+    for pad in padded.pads.values() if padded else ():
+        if pad.lengths:
+            yield TensorSpec(pad.lengths, "INT64", (len(pad.dims),))
+        if pad.mask:
+            yield TensorSpec(pad.mask, "BOOL", pad.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor of a model's file.
+
+    Attributes:
+        dims: The dimensions, including the batch dimension; -1 is a variable size.
+        symbols: The names of the variable dimensions, "" for a fixed or unnamed one. Dimensions of
+            one name have the same size in a call.
+    """
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    symbols: tuple[str, ...] = ()
+
+    @property
+    def leading(self) -> str:
+        """The symbol of a variable first dimension; "" if it is fixed or unnamed."""
+        return self.symbols[0] if self.symbols and self.dims[0] == -1 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The inputs of a model in order, its outputs, and its largest batch (0: no batching)."""
+
+    inputs: tuple[Described, ...]
+    outputs: tuple[Described, ...]
+    largest_batch: int
+
+
+def complete(
+    config: dict[str, Any], description: Description, default_max_batch_size: int
+) -> dict[str, Any]:
+    """Return `config` with the inputs, outputs, batch size and batching that it lacks."""
+    completed = dict(config)
+    if not config.get("input") and not config.get("output") and not config.get("max_batch_size"):
+        completed["max_batch_size"] = min(description.largest_batch, default_max_batch_size)
+        if completed["max_batch_size"] > 1 and not ModelSpec.of(config).has_scheduler:
+            completed["dynamic_batching"] = {}
+    batched = completed.get("max_batch_size", 0) > 0
+    if not config.get("input"):
+        completed["input"] = [_tensor_config(each, batched) for each in description.inputs]
+    if not config.get("output"):
+        completed["output"] = [_tensor_config(each, batched) for each in description.outputs]
+    return completed
+
+
+def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:
+    dims = list(tensor.dims[1:] if batched else tensor.dims)
+    made: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}
+    if dims:
+        made["dims"] = dims
+    else:
+        # A configuration has no scalars: one element to the client, none to the model.
+        made["dims"] = [1]
+        made["reshape"] = {"shape": []}
+    return made
