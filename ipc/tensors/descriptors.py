@@ -121,14 +121,20 @@ def unpack_place(raw: Any) -> Place:
     """
     try:
         packed, offset, byte_size = raw
-        memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
+        return _PLACES[packed, offset, byte_size]
+    except KeyError:
+        pass  # a place that was not used before
     except (TypeError, ValueError) as error:
         raise MalformedMessage(f"not a place: {error}") from error
+    memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
     if type(offset) is not int or type(byte_size) is not int:
         raise MalformedMessage("a place holds something that is not an integer")
     if not fits(offset, byte_size, memory.byte_size):
         raise MalformedMessage("a place lies outside its memory")
-    return Place(memory, offset, byte_size)
+    if len(_PLACES) >= _MOST_PLACES:
+        _PLACES.clear()
+    place = _PLACES[packed, offset, byte_size] = Place(memory, offset, byte_size)
+    return place
 
 
 def unpack_memory(packed: bytes) -> Memory:
@@ -155,6 +161,10 @@ def unpack_memory(packed: bytes) -> Memory:
         raise MalformedMessage("a memory holds something that is not an integer")
     return memory
 
+
+# Clients use the same few places of their regions again and again.
+_MOST_PLACES = 4096
+_PLACES: dict[tuple[bytes, int, int], Place] = {}
 
 # Few memories are in use at a time, each by many messages.
 _MEMORIES: Schemas[Memory] = Schemas(unpack_memory, 4096)

@@ -78,8 +78,10 @@ def overlap(inputs: Iterable[Place], outputs: Iterable[Place]) -> bool:
     """
     given = list(inputs)
     for output in outputs:
+        start, end = output.offset, output.offset + output.byte_size
         for place in given:
-            if output.overlaps(place):
+            apart = end <= place.offset or place.offset + place.byte_size <= start
+            if not apart and place.memory.object == output.memory.object:
                 return True
     return False
 

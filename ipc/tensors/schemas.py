@@ -95,29 +95,32 @@ class Schemas(Generic[T]):
     Args:
         derive: Makes an entry from a packed schema; what it raises, `learn` raises.
         most: The number of entries that are kept; when it is reached, all are dropped.
+
+    Attributes:
+        known: The entries, for a single thread that looks into the dictionary itself.
     """
 
-    __slots__ = ("_derive", "_known", "_most", "find")
+    __slots__ = ("_derive", "_most", "find", "known")
 
     def __init__(self, derive: Callable[[bytes], T], most: int = _MOST_SCHEMAS) -> None:
-        self._known: dict[bytes, T] = {}
+        self.known: dict[bytes, T] = {}
         self._derive = derive
         self._most = most
         # The entry of a schema, or None: the dictionary's own method, without a call between.
-        self.find: Callable[[bytes], T | None] = self._known.get
+        self.find: Callable[[bytes], T | None] = self.known.get
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.known)
 
     def learn(self, schema: bytes) -> T:
         """Derive the entry of a schema that is not known, and keep it."""
         entry = self._derive(schema)
         if len(schema) <= _LONGEST_SCHEMA:
-            if len(self._known) >= self._most:
-                self._known.clear()
-            self._known[schema] = entry
+            if len(self.known) >= self._most:
+                self.known.clear()
+            self.known[schema] = entry
         return entry
 
     def clear(self) -> None:
         """Drop all entries: other ones would be derived now."""
-        self._known.clear()
+        self.known.clear()

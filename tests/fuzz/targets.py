@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgpack
+
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.api.shared_memory import check_name
 from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding
@@ -36,14 +38,15 @@ from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
+    Packed,
     pack_inference,
     pack_inferred,
     unpack_inference,
     unpack_inferred,
 )
 from shmserve.ipc.tensors.ranges import LARGEST, fits, whole
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.tensors.template_cache import BoundedCache
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.hosting.local_clients import LocalClientRules
@@ -238,7 +241,7 @@ def ranges(data: bytes) -> None:
             assert 0 <= value < 2**63
         except InvalidArgument:
             assert type(value) is not int or not 0 <= value < 2**63
-    start, extent = max(start, 0), max(extent, 0)
+    start, extent = (min(max(each, 0), LARGEST) for each in (start, extent))
     memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
     where = list(pack_place(Place(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
@@ -273,26 +276,37 @@ def wire(data: bytes) -> None:
     kind, rest = data[:1], data[1:]
     try:
         if kind == b"i":
-            inference = unpack_inference(rest)
+            inference = unpack_inference(*_packed(rest))
             for tensor in inference.inputs:
                 _check_place(tensor.data)
             again = pack_inference(inference)
-            assert pack_inference(unpack_inference(again)) == again
+            assert pack_inference(unpack_inference(*again)) == again
         elif kind == b"a":
-            answer = unpack_inferred(rest)
+            answer = unpack_inferred(*_packed(rest))
             for tensor in answer.outputs:
                 _check_place(tensor.data)
             again = pack_inferred(answer)
-            assert pack_inferred(unpack_inferred(again)) == again
+            assert pack_inferred(unpack_inferred(*again)) == again
         elif kind == b"b":
             count = int.from_bytes(rest[:1], "little")
             with _refused(data):
                 assert decode_bytes(rest[1:], (count,), "n", "m").size == count
         else:
-            again = frames.pack(frames.unpack(rest))
-            assert frames.pack(frames.unpack(again)) == again
+            frame = frames.pack(frames.unpack(rest))
+            assert frames.pack(frames.unpack(frame)) == frame
     except MalformedMessage:
         pass
+
+
+def _packed(raw: bytes) -> Packed:
+    """Return the schema and data of a message. Raises MalformedMessage for anything else."""
+    try:
+        schema, data = msgpack.unpackb(raw)
+    except Exception as error:
+        raise MalformedMessage(str(error)) from error
+    if type(schema) is not bytes or type(data) is not list:
+        raise MalformedMessage("no schema and data")
+    return schema, data
 
 
 def _check_place(data: bytes | Place) -> None:
@@ -317,7 +331,8 @@ def native(data: bytes) -> None:
         number = _SEALS.local_client(rest)
         assert not number or rest.startswith(f"{number}.{_SEALS.token(number)}".encode())
     elif kind == b"w":
-        _said(Submit(1, 0, b"", 0, 0, 0, 0, rest))
+        with contextlib.suppress(MalformedMessage):
+            _said(Submit(1, *_packed(rest), 0, 0, 0, 0))
     else:
         with contextlib.suppress(MalformedMessage):
             for message in frames.unpack(rest):
@@ -351,13 +366,17 @@ def _said(submit: Submit) -> None:
         rules = LocalClientRules(_SEALS, signature)
         counted = []
         for _ in range(2):
-            with _refused(submit.work), contextlib.suppress(MalformedMessage):
+            with _refused(submit.schema), contextlib.suppress(MalformedMessage):
                 counted.append(rules.checked(_GUEST, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:
-            assert (checked.id, checked.work) == (submit.id, submit.work)
-            assert 0 <= checked.batch_size <= 4
-            inference = unpack_inference(checked.work)
+            assert (checked.id, checked.schema, checked.data) == (
+                submit.id,
+                submit.schema,
+                submit.data,
+            )
+            assert 0 <= signature.fit(checked.schema).batch_size <= 4
+            inference = unpack_inference(checked.schema, checked.data)
             for tensor in inference.inputs:
                 _check_place(tensor.data)
                 if isinstance(tensor.data, Place):

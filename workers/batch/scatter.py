@@ -24,7 +24,7 @@ from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORED, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
-from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.batch.request import Array, Output, Request, Response
@@ -184,13 +184,14 @@ class Scatterer:
             if way is _ToPlace:
                 place = request.requested[output.name].place
                 assert place is not None
-                place = _fitting(output.name, place, data.nbytes)
+                if data.nbytes != place.byte_size:
+                    place = _fitting(output.name, place, data.nbytes)
                 plain = type(data) is np.ndarray and place.memory.cuda is None
                 self._write_to(place, data if plain else _form(output, place))
             else:
                 place = request.inputs[way].place  # type: ignore[index]
                 assert place is not None
-            made += [pack_place(place)]
+            made += [(place.memory.packed, place.offset, place.byte_size)]
         return made
 
     def _lacks(self, request: Request, made: set[str]) -> None:

@@ -110,7 +110,8 @@ class Unpacker:
             InvalidArgument: The request does not fit the model, or names memory that is too small.
             Unavailable: The memory of a tensor no longer exists.
         """
-        kind = self._kinds.find(work.schema) or self._kinds.learn(work.schema)
+        known, schema = self._kinds.known, work.schema
+        kind = known[schema] if schema in known else self._kinds.learn(schema)
         data = work.data
         if len(data) != kind.schema.count:
             raise MalformedMessage("a request's data do not match its schema")

@@ -16,10 +16,10 @@ from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
     ("inline", "gateway"): 65.2,
-    ("inline", "grpc gateway"): 105.2,
+    ("inline", "grpc gateway"): 103.2,
     ("inline", "scheduler"): 42.8,
-    ("inline", "worker"): 52.4,
-    ("placed", "gateway"): 72.2,
+    ("inline", "worker"): 47.4,
+    ("placed", "gateway"): 70.2,
     ("placed", "grpc gateway"): 123.2,
     ("placed", "scheduler"): 119.3,
     ("placed", "worker"): 140.0,

@@ -39,12 +39,14 @@ class GrpcResponseTemplate:
             region, which has no contents.
     """
 
-    __slots__ = ("_before", "_form", "_sizes")
+    __slots__ = ("_before", "_empty", "_form", "_sizes")
 
-    def __init__(self, before: bytes, sizes: Sequence[int | None]) -> None:
+    def __init__(self, before: bytes, sizes: list[int | None]) -> None:
         self._before = before
         self._sizes = sizes
-        self._form = None
+        # Where nothing is sent of any output, the fields without contents.
+        self._empty = _NO_CONTENTS * len(sizes) if set(sizes) == {None} else b""
+        self._form: bytes | None = None
         if all(size is not None and size >= 0 for size in sizes):
             fields = [_RAW_OUTPUT + varint(size or 0) for size in sizes]
             self._form = b"".join([field.replace(b"%", b"%%") + b"%b" for field in fields])
@@ -55,17 +57,28 @@ class GrpcResponseTemplate:
         Returns:
             None where an output is not in the message, or has another size than its shape.
         """
-        form, pieces = self._form, []
+        if self._empty:
+            return self._with_id(request_id, self._empty)
+        form = self._form
+        if form is not None:
+            if list(map(len, data)) != self._sizes:
+                return None
+            try:
+                tail = form % tuple(data)
+            except TypeError:  # a place
+                return None
+            return self._with_id(request_id, tail)
+        pieces: list[bytes] = []
         for size, raw in zip(self._sizes, data, strict=True):
             if size is None:
                 pieces.append(_NO_CONTENTS)
                 continue
             if type(raw) is not bytes or len(raw) != size >= 0:
                 return None
-            if form is None:
-                pieces += (_RAW_OUTPUT, varint(len(raw)))
-            pieces.append(raw)
-        tail = b"".join(pieces) if form is None else form % tuple(pieces)
+            pieces += (_RAW_OUTPUT, varint(len(raw)), raw)
+        return self._with_id(request_id, b"".join(pieces))
+
+    def _with_id(self, request_id: str, tail: bytes) -> bytes:
         if not request_id:
             return self._before + tail
         return b"".join((self._before, *_id(request_id), tail))
