@@ -114,7 +114,7 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
 
 
 def test_frames_that_were_changed_on_the_way() -> None:
-    """R2: a message, schema or memory with changed, doubled or lost bytes is another or malformed."""
+    """R2: a message, schema or memory with changed or lost bytes is another or malformed."""
     chance = random.Random(3)
     place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
