@@ -130,7 +130,12 @@ def test_sizes_count_inline_bytes_and_places() -> None:
 
 def test_a_schema_is_derived_once() -> None:
     derived: list[bytes] = []
-    schemas = Schemas(lambda schema: derived.append(schema) or len(derived))
+
+    def derive(schema: bytes) -> int:
+        derived.append(schema)
+        return len(derived)
+
+    schemas = Schemas(derive)
     assert schemas.find(b"a") is None
     assert (schemas.learn(b"a"), schemas.find(b"a"), schemas.find(b"b")) == (1, 1, None)
     schemas.learn(b"b")
