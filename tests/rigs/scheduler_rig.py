@@ -26,6 +26,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.requests.request import NEVER
@@ -126,7 +127,7 @@ class Rig:
         `work` is their data, or schema and data.
         """
         timeout_ns = fields.pop("timeout_ns", 0)
-        kind = msgpack.packb((fields.pop("batch_size", 1), fields.pop("shape_key", b"")))
+        kind = schema_of(fields.pop("batch_size", 1), fields.pop("shape_key", b""))
         work = fields.pop("work", None)
         packed = work if isinstance(work, tuple) else None
         numbers = []
@@ -243,9 +244,18 @@ def ready_rig(*args: Any, **options: Any) -> tuple[Rig, bytes]:
     return rig, rig.start()
 
 
+def schema_of(batch_size: int = 1, shape_key: bytes = b"") -> bytes:
+    """Return a schema with this fit, see `fit_of`."""
+    schema: bytes = msgpack.packb((batch_size, shape_key))
+    return schema
+
+
 def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
-    """Return the fit that a schema of `Rig.submit` names; any other schema has one row."""
-    kind = msgpack.unpackb(schema)
+    """Return the fit that `schema_of` packed; any other schema has one row."""
+    try:
+        kind = msgpack.unpackb(schema)
+    except ValueError as error:
+        raise MalformedMessage("the schema is not MessagePack") from error
     if len(kind) != 2:
         return BatchFit(1, b"")
     fit = BatchFit(*kind)

@@ -202,7 +202,7 @@ class SchedulerTrace:
     settings: Settings
     title: str
     entries: dict[tuple[bytes, int], Entry] = field(default_factory=dict)
-    by_uid: dict[tuple[int, str, bytes], Entry] = field(default_factory=dict)
+    by_uid: dict[tuple[int, str, str], Entry] = field(default_factory=dict)
     waiting: dict[int, OrderedDict[Entry, None]] = field(default_factory=dict)
     batches: dict[tuple[bytes, int], m.Execute] = field(default_factory=dict)
     order: dict[bytes, list[Entry]] = field(default_factory=dict)

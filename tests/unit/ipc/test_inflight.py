@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,19 +18,15 @@ from shmserve.ipc.inflight import (
     make_submit,
 )
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.tensors.inference import Packed
 from tests.rigs.scheduler_rig import work_in_place
 
 OLD, NEW = "ipc://old", "ipc://new"
+REQUEST: Packed = (b"schema", [b"data"])
 
 
-@dataclass(frozen=True)
-class Fits:
-    batch_size: int = 1
-    shape_key: bytes = b"key"
-
-
-def submit(number: int = 1, work: bytes = b"", request_id: str = "") -> m.Submit:
-    return m.Submit(number, 1, b"", 0, 0, 0, 0, work, request_id)
+def submit(number: int = 1, work: Packed = REQUEST, request_id: str = "") -> m.Submit:
+    return m.Submit(number, *work, 0, 0, 0, 0, request_id)
 
 
 class Request(InflightRequest):
@@ -80,11 +75,11 @@ def failed(number: int = 1, code: str = "INVALID_ARG", *, early: bool = False) -
 
 
 def responded(number: int = 1, *, final: bool = False) -> m.Responded:
-    return m.Responded(number, "", "", b"body", final)
+    return m.Responded(number, "", "", b"schema", [b"data"], final)
 
 
 def test_an_answer_ends_a_request_and_frees_its_memory(table: InflightTable[Request]) -> None:
-    for message in (m.Finished(1, b"body"), failed(), responded(final=True)):
+    for message in (m.Finished(1, b"schema", [b"data"]), failed(), responded(final=True)):
         request = Request(table)
         assert table and table.take(message)
         assert (request.heard, request.freed, bool(table)) == ([message], 1, False)
@@ -138,9 +133,9 @@ def test_a_refusal_ends_what_cannot_go_elsewhere(table: InflightTable[Request], 
 def test_an_owner_that_submits_again_keeps_the_memory(table: InflightTable[Request]) -> None:
     request = Request(table)
     request.repeats = True
-    table.take(m.Finished(1, b"of a worker that died"))
+    table.take(m.Finished(1, b"of a worker that died", []))
     assert table.pending and request.freed == 0
-    table.take(m.Finished(1, b"body"))
+    table.take(m.Finished(1, b"schema", [b"data"]))
     assert not table.pending and request.freed == 1
 
 
@@ -153,7 +148,7 @@ def test_an_owner_that_fails_has_freed_its_memory(table: InflightTable[Request])
 
     request = Broken(table)
     with pytest.raises(RuntimeError):
-        table.take(m.Finished(1, b""))
+        table.take(m.Finished(1, b"", []))
     assert request.freed == 1 and not table
 
 
@@ -161,7 +156,12 @@ def test_what_a_lost_scheduler_had(table: InflightTable[Request]) -> None:
     """It runs again unless it has begun to respond, may have lost its inputs, or is not waited for;
     what others have is left alone."""
     fresh, begun, once, left, early, other = (
-        Request(table, number=number, work=work_in_place() if number == 3 else b"", request_id="me")
+        Request(
+            table,
+            number=number,
+            request_id="me",
+            **({"work": work_in_place()} if number == 3 else {}),
+        )
         for number in range(1, 7)
     )
     other.endpoint = NEW
@@ -201,7 +201,7 @@ def test_each_request_is_ended_once_and_its_memory_freed_once(
     for event, number in story:
         match event:
             case "finished":
-                table.take(m.Finished(number, b""))
+                table.take(m.Finished(number, b"", []))
             case "responded" | "final":
                 table.take(responded(number, final=event == "final"))
             case "failed" | "early":
@@ -263,7 +263,7 @@ def check(table: InflightTable[Request], request: Request) -> None:
 )
 def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:
     arrived_ns = 1_000_000
-    made = make_submit(7, Fits(), arrived_ns, b"packed", request_id="me", priority=3, **limits)
+    made = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
     timeout_us = min(limits.get("timeout_us", 0), LONGEST_TIMEOUT_US)
-    assert made == m.Submit(7, 1, b"key", arrived_ns, deadline_ns, timeout_us, 3, b"packed", "me")
+    assert made == m.Submit(7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")

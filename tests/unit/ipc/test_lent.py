@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,7 @@ def place(memory_id: int, pid: int, offset: int, sealed: bool = True, cuda: bool
 
 
 def test_releases_name_each_process_once_and_no_client() -> None:
-    places = {
+    placed = {
         "a": place(1, 10, 0),
         "b": place(2, 11, 64),
         "c": place(1, 10, 128),
@@ -104,13 +105,13 @@ def test_releases_name_each_process_once_and_no_client() -> None:
         "device": place(4, 0, 0, cuda=True),
         "own": place(5, 13, 0),
     }
-    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in places.items()]
+    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in placed.items()]
     outputs.append(TensorRef("inline", "UINT8", (1,), b"x"))
-    assert releases(outputs, {5}) == [Release(10, [0, 128]), Release(11, [64])]
-    body = pack_inferred(Inferred(tuple(outputs)))
-    assert unread(body) == [Release(10, [0, 128]), Release(11, [64]), Release(13, [0])]
+    assert releases(placed.values(), {5}) == [Release(10, [0, 128]), Release(11, [64])]
+    _, data = pack_inferred(Inferred(tuple(outputs)))
+    assert unread(data) == [Release(10, [0, 128]), Release(11, [64]), Release(13, [0])]
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x90"])
-def test_what_is_no_response_has_nothing(body: bytes) -> None:
-    assert unread(body) == []
+@pytest.mark.parametrize("data", [[], [b"x"], [None], [[b"", 0, 0]], [[b"\xc1", 0, 0]], [7]])
+def test_data_without_places_release_nothing(data: list[Any]) -> None:
+    assert unread(data) == []

@@ -19,11 +19,13 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import LoadFailed
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, unpack_place
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
     RequestedOutput,
+    RequestSchema,
+    ResponseSchema,
     pack_inference,
     pack_inferred,
     unpack_inference,
@@ -44,9 +46,9 @@ EXAMPLES: dict[Any, Any] = {
     list[int]: [1, 2],
     list[Any]: [1, b"x"],
     list[list[Any]]: [[1, 2, b"x"]],
-    list[m.Work]: [m.Work(1, 2, b"x")],
+    list[m.Work]: [m.Work(1, 2, b"x", [b"y"])],
     list[m.SequenceRow]: [m.SequenceRow(1, 2, 3, 4, "x")],
-    list[m.Reply]: [m.Reply(1, "", "", b"x")],
+    list[m.Reply]: [m.Reply(1, "", "", b"x", [b"y"])],
     list[g.Resumed]: [g.Resumed(1, b"x", 2, "x")],
     list[g.BeamSearch]: [g.BeamSearch(1, 0.5, "x", [1, 2])],
     list[g.Begin]: [g.Begin(1, 2, 3, 4, 5)],
@@ -106,24 +108,25 @@ def test_another_version_is_refused() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
-    for unpack in (frames.unpack, unpack_inference, unpack_inferred):
+    for unpack in (frames.unpack, RequestSchema, ResponseSchema):
         with contextlib.suppress(MalformedMessage):
             unpack(frame)
 
 
 def test_frames_that_were_changed_on_the_way() -> None:
-    """R2: each message, and each body, with bytes of it changed, doubled or lost: a message again,
-    or malformed.
-    """
+    """R2: a message, schema or memory with changed or lost bytes is another or malformed."""
     chance = random.Random(3)
     place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
+    request, data = pack_inference(Inference(tensors, (RequestedOutput("c"),)))
+    response, _ = pack_inferred(Inferred(tensors, {"x": "y"}))
     kinds: list[tuple[Callable[[bytes], Any], bytes]] = [
         (frames.unpack, frames.pack([example(cls)])) for cls in ALL
     ]
     kinds += [
-        (unpack_inference, pack_inference(Inference(tensors, (RequestedOutput("c"),)))),
-        (unpack_inferred, pack_inferred(Inferred(tensors, {"x": "y"}))),
+        (lambda schema: unpack_inference(schema, data), request),
+        (lambda schema: unpack_inferred(schema, data), response),
+        (lambda memory: unpack_place([memory, 10, 20]), place.memory.packed),
     ] * 20
     malformed = 0
     for number in range(_CHANGES):
@@ -153,32 +156,37 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
     frame = msgpack.packb(value)
-    for unpack in (frames.unpack, unpack_inference, unpack_inferred):
+    for unpack in (frames.unpack, RequestSchema, ResponseSchema):
         with contextlib.suppress(MalformedMessage):
             unpack(frame)
+    tensor = TensorRef("a", "FP32", (1,), b"1234")
+    schema, _ = pack_inferred(Inferred((tensor,)))
+    with contextlib.suppress(MalformedMessage):
+        unpack_inferred(schema, [value])
 
 
 def test_a_request_and_its_answer_survive_the_wire() -> None:
     place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (), b"\0\0\0\0"))
     request = Inference(tensors, (RequestedOutput("c", place), RequestedOutput("d")), {"k": 1})
-    assert unpack_inference(pack_inference(request)) == request
+    assert unpack_inference(*pack_inference(request)) == request
     answer = Inferred(tensors, {"x": "y"})
-    assert unpack_inferred(pack_inferred(answer)) == answer
+    assert unpack_inferred(*pack_inferred(answer)) == answer
 
 
 def test_a_place_outside_its_memory_is_malformed() -> None:
     bad = Place(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
     with pytest.raises(MalformedMessage):
-        unpack_inference(pack_inference(Inference((TensorRef("a", "FP32", (5,), bad),))))
+        unpack_inference(*pack_inference(Inference((TensorRef("a", "FP32", (5,), bad),))))
 
 
 @pytest.mark.parametrize(
-    "reply", [[], [1], [1, "", ""], [1, None, "", b""], [1, "", "", "text"], 7, ["a", 2]]
+    "reply",
+    [[], [1], [1, ""], [1, None, ""], [1, "", "", "text"], [1, "", "", b"", 7], 7, ["a", 2]],
 )
 def test_records_within_a_message_are_typed_too(reply: Any) -> None:
     times = (0, 0, 0, 0)
-    good = m.BatchFinished(1, *times, [m.Reply(1, "", "", b"made"), m.Reply(2, "X", "no", b"")])
+    good = m.BatchFinished(1, *times, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")])
     assert frames.unpack(frames.pack([good])) == [good]
     frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times, [reply], 0, 0, True]])
     with pytest.raises(MalformedMessage):
@@ -186,9 +194,9 @@ def test_records_within_a_message_are_typed_too(reply: Any) -> None:
 
 
 def test_fields_with_a_default_may_be_left_out_at_the_end() -> None:
-    submit = ["Submit", 1, 1, b"", 0, 0, 0, 0, b"work"]
+    submit = ["Submit", 1, b"schema", [b"data"], 0, 0, 0, 0]
     assert frames.unpack(msgpack.packb([frames.VERSION, submit])) == [
-        m.Submit(1, 1, b"", 0, 0, 0, 0, b"work")
+        m.Submit(1, b"schema", [b"data"], 0, 0, 0, 0)
     ]
     with pytest.raises(MalformedMessage):
         frames.unpack(msgpack.packb([frames.VERSION, submit[:-1]]))

@@ -31,6 +31,7 @@ from tests.rigs.scheduler_rig import (
     ok,
     ready_rig,
     response_in_arena,
+    schema_of,
     work_in_place,
 )
 
@@ -50,7 +51,7 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     rig, peer = ready_rig()
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    assert [each.data for each in batch.requests] == [b"w1"]
+    assert [each.data[0] for each in batch.requests] == [b"w1"]
     assert (batch.requests[0].client_pid, batch.live) == (7000, 2)
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(first, b"done", [b"done"])]
@@ -426,13 +427,13 @@ def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
     (running,) = rig.submit()
     ahead, later = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()
-    assert [each.data for each in batch.requests] == [b"w%d" % number for number in ahead]
+    assert [each.data[0] for each in batch.requests] == [b"w%d" % number for number in ahead]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     ran = []
     while executes := rig.executes():
         for _, batch in executes:
-            ran.append([each.data for each in batch.requests])
+            ran.append([each.data[0] for each in batch.requests])
             rig.finish(peer, batch)
     assert ran == [[b"w%d" % number for number in each] for each in ([running], ahead, later)]
 
@@ -502,6 +503,22 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     assert rig.report()["shmserve"]["overruns"] == 2
 
 
+@pytest.mark.parametrize("batch_size", [9, -1])
+def test_a_request_that_does_not_fit_the_model_is_refused(batch_size: int) -> None:
+    rig, _ = ready_rig()
+    (number,) = rig.submit(batch_size=batch_size, request_id="me")
+    text = "[request id: me] inference request batch-size must be <= 8 for 'm'"
+    assert rig.answers() == [failed(number, "INVALID_ARG", text)]
+    rig.submit(batch_size=0)
+    assert rig.executes()
+
+
+def test_a_schema_that_cannot_be_read_is_an_internal_error() -> None:
+    rig, _ = ready_rig()
+    (number,) = rig.submit(work=(b"\xc1", [b"data"]))
+    assert rig.answers() == [failed(number, "INTERNAL", "internal error")]
+
+
 # --- endings --------------------------------------------------------------------------------------
 
 
@@ -513,7 +530,7 @@ def test_a_queued_request_is_cancelled() -> None:
     rig.client(m.Cancel(99))
     assert rig.answers() == [failed(first, "CANCELLED", "request cancelled")]
     rig.start()
-    assert rig.execute()[1].requests[0].work == b"w2"
+    assert rig.execute()[1].requests[0].data == [b"w2"]
     assert second
 
 
@@ -629,7 +646,7 @@ def test_who_does_not_wait_any_more_is_not_run_again() -> None:
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
     rig.start(0, 101)
-    assert [each.data for each in rig.execute()[1].requests] == [b"w3"]
+    assert [each.data[0] for each in rig.execute()[1].requests] == [b"w3"]
 
 
 # --- garbage --------------------------------------------------------------------------------------
@@ -695,7 +712,8 @@ EXTREMES = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**62, 2**63 - 1, 2**64 -
 def test_any_numbers_get_one_answer(numbers: list[int], dynamic: dict[str, int] | None) -> None:
     rig, peer = ready_rig(dynamic, execution_timeout_s=1)
     number, batch_size, arrived, deadline, timeout, priority = numbers
-    submit = m.Submit(number, batch_size, b"", arrived, deadline, timeout, priority, b"", "")
+    schema = schema_of(batch_size)
+    submit = m.Submit(number, schema, [b""], arrived, deadline, timeout, priority)
     rig.client(submit)
     rig.client(m.Release(batch_size, numbers))
     for _, message in rig.executes():
@@ -801,8 +819,8 @@ def test_what_is_said_beside_a_request_goes_beside_its_work() -> None:
     rig, _ = ready_rig({})
     said: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
     said |= {"correlation_id": 4, "correlation_text": "text"}
-    rig.submit(work=b"packed", timeout_ns=MS, **said)
+    rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **said)
     _, batch = rig.execute()
     (work,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
-    assert work == m.Work(work.key, pid, b"packed", **said, deadline_ns=rig.now + MS)
+    assert work == m.Work(work.key, pid, schema_of(), [b"packed"], **said, deadline_ns=rig.now + MS)

@@ -12,7 +12,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import Drain, Drained, KillInstance, Stop
 from shmserve.scheduler.requests.request import NEVER
-from tests.rigs.scheduler_rig import MS, Rig, ready_rig, response_in_arena
+from tests.rigs.scheduler_rig import MS, Rig, packed, ready_rig, response_in_arena
 
 DIED = "the model's worker died before this request's last response"
 
@@ -24,9 +24,9 @@ def started(**options: Any) -> tuple[Rig, bytes, int, int]:
     return rig, peer, number, batch.requests[0].key
 
 
-def part(number: int, body: bytes = b"part", final: bool = False) -> m.Responded:
-    """A response to a client."""
-    return m.Responded(number, "", "", body, final)
+def part(number: int, response: bytes = b"part", final: bool = False) -> m.Responded:
+    """Return a response to a client."""
+    return m.Responded(number, "", "", *packed(response), final)
 
 
 # --- responses ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.errors import InvalidArgument, QueueFull, Unavailable
+from shmserve.errors import QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
@@ -80,12 +80,8 @@ def test_the_bound_is_the_policys_or_else_the_servers() -> None:
         admit(queue)
 
 
-def test_an_impossible_batch_size_is_refused() -> None:
-    queue = backlog()
-    for size in (9, -1):
-        with pytest.raises(InvalidArgument, match="batch-size must be <= 8 for 'm'"):
-            admit(queue, batch_size=size)
-    assert admit(queue, batch_size=0).units == 1
+def test_a_request_of_a_model_that_does_not_batch_is_one_unit() -> None:
+    assert admit(backlog(), batch_size=0).units == 1
 
 
 def test_a_request_that_comes_too_late_is_refused() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shmserve.scheduler.requests.request import (
+    DONE,
     LIFE,
-    OVER,
     Client,
     Event,
     IllegalEvent,
@@ -18,7 +18,7 @@ from shmserve.scheduler.requests.request import (
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_an_event_moves_as_the_table_says_or_changes_nothing(state: State, event: Event) -> None:
-    request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, OVER)
+    request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, DONE)
     request.state = state
     if event in LIFE[state]:
         request.meet(event)

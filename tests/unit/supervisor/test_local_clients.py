@@ -21,7 +21,7 @@ from shmserve.common.peers import NO_GROUP
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m
-from shmserve.ipc.messages.control_requests import Hello, ShareMemory
+from shmserve.ipc.messages.control_requests import Hello, Refused, ShareMemory
 from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
@@ -118,6 +118,8 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
 def test_a_program_of_another_version_gets_an_error_that_names_both(
     folder: Path, packet: bytes
 ) -> None:
+    never: Any = object()
+
     async def serve() -> None:
         registry = LocalMemory(
             Capabilities(bytes(32)), RegionOpener(POLICY), ToldProcesses(), print
@@ -130,6 +132,7 @@ def test_a_program_of_another_version_gets_an_error_that_names_both(
             list,
             Acknowledgements(),
             lambda number: None,
+            never,
         )
         with come(folder) as link:
             link.send(packet)
@@ -138,7 +141,7 @@ def test_a_program_of_another_version_gets_an_error_that_names_both(
                 (refused,) = frames.unpack(await loop.sock_recv(link, 1024))
                 assert await loop.sock_recv(link, 1024) == b""
         text = "the peer has protocol version 2, this process has version 3"
-        assert refused == m.Refused(0, "UNSUPPORTED", text)
+        assert refused == Refused(0, "UNSUPPORTED", text)
         local_clients.connections.close()
         registry.close()
 

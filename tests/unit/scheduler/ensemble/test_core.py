@@ -14,6 +14,7 @@ from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
+    Packed,
     pack_inference,
     pack_inferred,
 )
@@ -342,10 +343,7 @@ def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
         assert rig.memory.used == 0
 
 
-def placed(place: Place) -> bytes:
-    from shmserve.ipc.tensors.descriptors import TensorRef
-    from shmserve.ipc.tensors.inference import Inferred, pack_inferred
-
+def placed(place: Place) -> Packed:
     tensor = TensorRef("Y", "FP32", (place.byte_size // 4,), place)
     return pack_inferred(Inferred((tensor,)))
 

@@ -24,7 +24,7 @@ def order(rig: Rig, peer: bytes) -> list[list[int]]:
     batches: list[list[int]] = []
     while executes := rig.executes():
         for _, batch in executes:
-            batches.append([int(each.work[1:]) for each in batch.requests])
+            batches.append([int(each.data[0][1:]) for each in batch.requests])
             rig.finish(peer, batch)
     return batches
 
@@ -72,7 +72,7 @@ def test_a_low_level_may_starve() -> None:
         rig.pass_time(1_000 * MS)
         rig.finish(peer, batch)
         _, batch = rig.execute()
-        assert batch.requests[0].work != b"w2"
+        assert batch.requests[0].data != [b"w2"]
 
 
 def test_each_level_has_its_policy_and_its_own_bound() -> None:
@@ -191,7 +191,7 @@ def test_delayed_requests_may_wait_for_ever() -> None:
         rig.submit()
         rig.finish(peer, batch)
         _, batch = rig.execute()
-        assert batch.requests[0].work != b"w%d" % late
+        assert batch.requests[0].data != [b"w%d" % late]
     assert not any(isinstance(answer, m.Failed) for answer in rig.answers())
 
 

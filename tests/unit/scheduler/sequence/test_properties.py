@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
-from tests.rigs.scheduler_rig import MS
+from tests.rigs.scheduler_rig import MS, schema_of
 from tests.rigs.sequence_rig import END, START, SequenceRig
 
 ROWS, INSTANCES = 2, 2
@@ -120,7 +120,9 @@ def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
     def lines(waiting: int) -> int:
         rig = SequenceRig("oldest", rows=2)
         for sequence in range(1, waiting + 1):
-            message = m.Submit(sequence, b"w", [], 0, 0, 0, 0, "", START, sequence, "")
+            message = m.Submit(
+                *(sequence, schema_of(), [b"w"], 0, 0, 0, 0, "", START, sequence, "")
+            )
             rig.scheduler.from_client(b"7009.ab", message, rig.now)
         rig.pass_time(0)
         rig._take()

@@ -15,7 +15,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceRetired,
     RetireInstance,
 )
-from tests.rigs.scheduler_rig import MS, Rig
+from tests.rigs.scheduler_rig import MS, Rig, schema_of
 from tests.rigs.sequence_rig import END, START, SequenceRig
 
 US = 1_000
@@ -414,7 +414,7 @@ def test_connections_of_a_gateway_take_turns() -> None:
 
 def submitted(sequence: int) -> m.Submit:
     """The first request of a sequence."""
-    return m.Submit(sequence, b"w", [], 0, 0, 0, 0, "", START, sequence, "")
+    return m.Submit(sequence, schema_of(), [b"w"], 0, 0, 0, 0, "", START, sequence, "")
 
 
 # --- 3.5: iterative sequences ---------------------------------------------------------------------

@@ -39,12 +39,13 @@ from shmserve.ipc.tensors.descriptors import (
     pack_place,
     unpack_place,
 )
-from shmserve.ipc.tensors.inference import Inference, unpack_inference
+from shmserve.ipc.tensors.inference import Inference
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.supervisor.regions import opener
 from shmserve.supervisor.regions.opener import HandleCheck
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
 from tests.rigs.region_rig import RegionOffice, policy, unchecked_handles
+from tests.support.messages import inference_of
 from tests.support.wire.raw_http import in_region, json_input, shm_input
 
 HANDLE = bytes(range(64))
@@ -521,7 +522,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
         "outputs": [{"name": "OUT", "parameters": in_region("device", 16)}],
     }
     http.infer("identity", request).ok()
-    work = unpack_inference(scheduler.submits[-1].work)
+    work = inference_of(scheduler.submits[-1])
     memory = Memory.on_device(5, 1100, CudaHandle(HANDLE, 1, UUID))
     assert work.inputs[0].data == Place(memory, 1084, 16)
     assert work.outputs[0].place == Place(memory, 100, 16)

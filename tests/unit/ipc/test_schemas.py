@@ -1,0 +1,201 @@
+"""Schemas are derived once; a response or request that is rebuilt from schema and data is equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    RequestedOutput,
+    RequestSchema,
+    ResponseSchema,
+    byte_size_of,
+    inline_size_of,
+    pack_inference,
+    pack_inferred,
+    places,
+    unpack_inference,
+    unpack_inferred,
+)
+from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
+from shmserve.ipc.transport.records import MalformedMessage
+
+MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
+SIZES = st.lists(st.integers(0, 300), min_size=1, max_size=4)
+
+
+def tensors(datas: list[bytes | Place]) -> tuple[TensorRef, ...]:
+    return tuple(
+        TensorRef(f"T{n}", "UINT8", (len(d) if isinstance(d, bytes) else d.byte_size,), d)
+        for n, d in enumerate(datas)
+    )
+
+
+# --- schemas and data
+
+
+@given(SIZES, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
+def test_requests_of_one_kind_have_one_schema(
+    sizes: list[int], parameters: dict[str, int], data: st.DataObject
+) -> None:
+    def drawn() -> Inference:
+        placed = st.integers(0, 1000)
+        datas: list[bytes | Place] = [
+            data.draw(st.binary(min_size=size, max_size=size))
+            if data.draw(st.booleans())
+            else Place(MEMORY, data.draw(placed), size)
+            for size in sizes
+        ]
+        place = Place(MEMORY, data.draw(placed), 64)
+        outputs = (RequestedOutput("A"), RequestedOutput("B", place, or_input=True))
+        return Inference(tensors(datas), outputs, parameters)
+
+    first, second = drawn(), drawn()
+    (schema, one), (equal, two) = pack_inference(first), pack_inference(second)
+    assert schema == equal, "neither bytes nor places are in the schema"
+    known = RequestSchema(schema)
+    assert (known.inference(one), known.inference(two)) == (first, second)
+    assert known.count == len(one) == len(sizes) + 1
+
+
+@given(SIZES, st.data())
+def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataObject) -> None:
+    def drawn() -> Inferred:
+        datas = [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
+        return Inferred(tensors(list(datas)), {"p": 1})
+
+    first, second = drawn(), drawn()
+    (schema, one), (equal, two) = pack_inferred(first), pack_inferred(second)
+    assert schema == equal
+    known = ResponseSchema(schema)
+    assert (known.inferred(one), known.inferred(two)) == (first, second)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        Inference(tensors([b"123"])),
+        Inference(tensors([b"1234"]), parameters={"a": 1}),
+        Inference(tensors([b"1234"]), (RequestedOutput("OUT"),)),
+        Inference(tensors([b"1234"]), (RequestedOutput("OUT", Place(MEMORY, 0, 64)),)),
+        Inference((TensorRef("T0", "INT8", (4,), b"1234"),)),
+        Inference((TensorRef("T1", "UINT8", (4,), b"1234"),)),
+        Inference(tensors([b"1234", b""])),
+    ],
+)
+def test_requests_of_different_kinds_have_different_schemas(changed: Inference) -> None:
+    assert pack_inference(Inference(tensors([b"1234"])))[0] != pack_inference(changed)[0]
+
+
+@pytest.mark.parametrize("data", [[], [b"1", b"2"], [None], [b"1", b"2", b"3"]])
+def test_data_that_do_not_match_their_schema_are_malformed(data: list[Any]) -> None:
+    schema, _ = pack_inference(Inference(tensors([b"1"])))
+    with pytest.raises(MalformedMessage):
+        unpack_inference(schema, data)
+    schema, _ = pack_inferred(Inferred(tensors([b"1"])))
+    with pytest.raises(MalformedMessage):
+        unpack_inferred(schema, data)
+
+
+def test_a_placed_output_requires_a_place() -> None:
+    placed = RequestedOutput("OUT", Place(MEMORY, 0, 64))
+    schema, data = pack_inference(Inference(tensors([b"1"]), (placed,)))
+    assert unpack_inference(schema, data).outputs == (placed,)
+    with pytest.raises(MalformedMessage):
+        unpack_inference(schema, [b"1", b"no place"])
+
+
+@pytest.mark.parametrize("packed", [b"", b"\xc1", msgpack.packb([]), msgpack.packb([1, 2, 3])])
+def test_bytes_that_are_no_schema_are_malformed(packed: bytes) -> None:
+    for read in (RequestSchema, ResponseSchema):
+        with pytest.raises(MalformedMessage):
+            read(packed)
+
+
+def test_sizes_count_inline_bytes_and_places() -> None:
+    place = Place(MEMORY, 4096, 100)
+    _, data = pack_inferred(Inferred(tensors([b"abc", place])))
+    assert (byte_size_of(data), inline_size_of(data), places(data)) == (103, 3, [place])
+
+
+# --- Schemas
+
+
+def test_a_schema_is_derived_once() -> None:
+    derived: list[bytes] = []
+
+    def derive(schema: bytes) -> int:
+        derived.append(schema)
+        return len(derived)
+
+    schemas = Schemas(derive)
+    assert schemas.find(b"a") is None
+    assert (schemas.learn(b"a"), schemas.find(b"a"), schemas.find(b"b")) == (1, 1, None)
+    schemas.learn(b"b")
+    assert derived == [b"a", b"b"] and len(schemas) == 2
+    schemas.clear()
+    assert schemas.find(b"a") is None and len(schemas) == 0
+
+
+def test_a_schema_that_cannot_be_derived_is_not_kept() -> None:
+    schemas = Schemas(RequestSchema)
+    for _ in range(2):
+        with pytest.raises(MalformedMessage):
+            schemas.learn(b"\xc1")
+    assert len(schemas) == 0
+
+
+def test_the_number_of_schemas_is_bounded() -> None:
+    schemas = Schemas(len, most=4)
+    for n in range(20):
+        assert schemas.learn(bytes(n)) == n
+        assert 0 < len(schemas) <= 4
+
+
+def test_a_long_schema_is_not_kept() -> None:
+    schemas = Schemas(len)
+    assert schemas.learn(bytes(1 << 20)) == 1 << 20
+    assert len(schemas) == 0
+
+
+# --- BoundedCache
+
+
+def test_a_full_cache_is_cleared() -> None:
+    cache: BoundedCache[int, str] = BoundedCache(2)
+    cache.remember(1, "one")
+    cache.remember(1, "other")
+    cache.remember(2, "two")
+    assert (cache.find(1), cache.find(2)) == ("other", "two")
+    cache.remember(3, "three")
+    assert (cache.find(1), cache.find(3), len(cache)) == (None, "three", 1)
+    cache.forget(3)
+    cache.forget(3)
+    assert len(cache) == 0
+
+
+def test_a_key_is_noticed_the_first_time() -> None:
+    cache: BoundedCache[int, str] = BoundedCache(2)
+    assert [cache.notice(key) for key in (1, 1, 2, 2, 3, 3)] == [False, True] * 3
+    cache.remember(1, "one")
+    for key in range(10, 20):
+        assert not cache.notice(key)
+    assert cache.find(1) == "one" and cache.notice(1)
+
+
+def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:
+    evicted: list[str] = []
+    cache: BoundedCache[int, str] = BoundedCache(2, evicted.append)
+    for key, value in enumerate("abc"):
+        assert cache.share(key, value) == value
+    assert cache.share(2, "later") == "c"
+    assert evicted == ["a"] and len(cache) == 2
+    cache.clear()
+    assert evicted == ["a", "b", "c"] and len(cache) == 0
