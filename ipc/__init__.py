@@ -4,7 +4,7 @@ Its rooms:
 
     messages/           typed messages, grouped by sender and receiver
     transport/          sockets: ZMTP over unix sockets, dealers and routers
-    tensors/            datatypes, descriptors, packed requests and responses, signatures
+    tensors/            datatypes, descriptors, schemas of requests and responses, signatures
     memory/             arenas, mappings, POSIX shared memory, CUDA IPC
     model_spec.py       a model's typed configuration
     model_settings.py   parameters of a configuration that several rooms read
