@@ -121,14 +121,15 @@ def unpack_place(raw: Any) -> Place:
     """
     try:
         packed, offset, byte_size = raw
+        # Before the place is looked up, because 1.0 and True are the same key as 1.
+        if type(offset) is not int or type(byte_size) is not int:
+            raise MalformedMessage("a place holds something that is not an integer")
         return _PLACES[packed, offset, byte_size]
     except KeyError:
         pass  # a place that was not used before
     except (TypeError, ValueError) as error:
         raise MalformedMessage(f"not a place: {error}") from error
     memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
-    if type(offset) is not int or type(byte_size) is not int:
-        raise MalformedMessage("a place holds something that is not an integer")
     if not fits(offset, byte_size, memory.byte_size):
         raise MalformedMessage("a place lies outside its memory")
     if len(_PLACES) >= _MOST_PLACES:

@@ -97,13 +97,15 @@ class Submitted(GatewayRequest):
                 return filled
         inferred = unpack(schema, message.data)
         if built.trace is not None:
-            inferred, schema = built.trace.explain(inferred), b""
+            explained = built.trace.explain(inferred)
+            if explained is not inferred:  # no other response is like it
+                inferred, schema = explained, b""
         try:
             encoded = self.inferences.encode(self.model, built.infer_request, schema, inferred)
         finally:
             # The message is a copy: the worker's memory is free again.
             self.scheduler.release_outputs(inferred)
-        if built.responses is not None and _is_plain(built.infer_request, inferred):
+        if schema and built.responses is not None and _is_plain(built.infer_request, inferred):
             placed = _placed(built.infer_request)
             template = self.inferences.encoder.template(self.model, schema, inferred, placed)
             built.responses.remember(schema, template)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, unpack_place
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -199,3 +199,18 @@ def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:
     assert evicted == ["a"] and len(cache) == 2
     cache.clear()
     assert evicted == ["a", "b", "c"] and len(cache) == 0
+
+
+@pytest.mark.parametrize("wrong", [1.0, True, "1", None])
+def test_a_place_of_other_numbers_is_malformed_also_when_an_equal_one_is_known(wrong: Any) -> None:
+    packed = Memory(1, 2, 3, 4, 100, sealed=True).packed
+    assert unpack_place([packed, 1, 1]).offset == 1
+    for raw in (
+        [packed, wrong, 1],
+        [packed, 1, wrong],
+        [wrong, 1, 1],
+        [packed, 1],
+        [packed, 100, 1],
+    ):
+        with pytest.raises(MalformedMessage):
+            unpack_place(raw)

@@ -39,11 +39,12 @@ class GrpcResponseTemplate:
             region, which has no contents.
     """
 
-    __slots__ = ("_before", "_empty", "_form", "_sizes")
+    __slots__ = ("_before", "_count", "_empty", "_form", "_sizes")
 
     def __init__(self, before: bytes, sizes: list[int | None]) -> None:
         self._before = before
         self._sizes = sizes
+        self._count = len(sizes)
         # Where nothing is sent of any output, the fields without contents.
         self._empty = _NO_CONTENTS * len(sizes) if set(sizes) == {None} else b""
         self._form: bytes | None = None
@@ -55,19 +56,22 @@ class GrpcResponseTemplate:
         """Return the response to the request with this id.
 
         Returns:
-            None where an output is not in the message, or has another size than its shape.
+            None where an output is not in the message, or has another size than its shape, or
+            where the data are not one for each output.
         """
-        if self._empty:
-            return self._with_id(request_id, self._empty)
         form = self._form
         if form is not None:
-            if list(map(len, data)) != self._sizes:
-                return None
             try:
+                if list(map(len, data)) != self._sizes:
+                    return None
                 tail = form % tuple(data)
-            except TypeError:  # a place
+            except TypeError:  # a place, or no data of a tensor at all
                 return None
             return self._with_id(request_id, tail)
+        if len(data) != self._count:
+            return None
+        if self._empty:
+            return self._with_id(request_id, self._empty)
         pieces: list[bytes] = []
         for size, raw in zip(self._sizes, data, strict=True):
             if size is None:

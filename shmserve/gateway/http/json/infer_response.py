@@ -42,11 +42,12 @@ class JsonResponseTemplate:
     `outputs` are those that are sent; the others are in regions that the client named.
     """
 
-    __slots__ = ("_form", "outputs")
+    __slots__ = ("_count", "_form", "outputs")
 
     def __init__(self, request: InferRequest, name: str, version: str, response: Inferred) -> None:
         asked = {output.name: output for output in request.outputs}
         self.outputs: list[SentOutput] = []
+        self._count = len(response.outputs)
         entries: list[dict[str, Any]] = []
         for index, tensor in enumerate(response.outputs):
             entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
@@ -86,11 +87,14 @@ class JsonResponseTemplate:
             data: The data of the response's message.
 
         Returns:
-            None where an output is not in the message, or has another size than its shape.
+            None where an output is not in the message, or has another size than its shape, or
+            where the data are not one for each output.
 
         Raises:
             Internal: As `tensors.encode` does.
         """
+        if len(data) != self._count:
+            return None
         cuts: list[bytes] = []
         binary: list[bytes] = []
         for name, datatype, shape, byte_size, is_binary, position, unpack in self.outputs:

@@ -82,7 +82,7 @@ class _Events:
         model, message = self._model, self._responses.first
         shown = classified_as_requested(self._gateway, model, self._infer_request, inferred)
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
-        if shown is inferred and isinstance(message, m.Responded):
+        if shown is inferred and isinstance(message, m.Responded) and not message.spans:
             self._templates.remember(message.schema, template)
         arrays: list[bytes] = []
         for output in template.outputs:

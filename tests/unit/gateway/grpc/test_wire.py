@@ -237,3 +237,16 @@ def test_a_template_gives_what_is_encoded(
         assert theirs.ModelInferResponse.FromString(filled) == (
             theirs.ModelInferResponse.FromString(encoded)
         )
+
+
+@pytest.mark.parametrize("datatype", ["UINT8", "BYTES"])
+@pytest.mark.parametrize("placed", [(), ("Y", "Z")])
+@pytest.mark.parametrize("data", [[], [b"a"], [b"a", b"b", b"c"], [b"a", 5], [b"a", None]])
+def test_a_template_is_not_filled_with_data_of_another_number_or_kind(
+    datatype: str, placed: tuple[str, ...], data: list[Any]
+) -> None:
+    model: Any = SimpleNamespace(name="m", version="1")
+    outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
+    template = ResponseEncoder().template(model, b"schema", Inferred(outputs), placed)
+    filled = template.fill("7", data)
+    assert filled is None or (placed and len(data) == 2)  # a place may be anything here

@@ -693,6 +693,8 @@ def test_a_response_is_made_for_what_was_asked() -> None:
     filled = form.fill("", list(datas.values()))  # C's bytes are in the answer, and are not sent
     assert filled is not None and filled[1] == [b"\1\2"]
     assert form.fill("", [b"\1", b"\3\4", b""]) is None  # of another size than its shape
+    assert form.fill("", [b"\1\2", b"\3\4"]) is None  # not one for each output
+    assert form.fill("", [b"\1\2", b"\3\4", b"", b""]) is None
     entries = json.loads(form.json("", (b"[1,2]",)))["outputs"]
     assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]
     assert entries[0]["parameters"] == {"binary_data_size": 2} and entries[1]["data"] == [1, 2]
