@@ -141,9 +141,11 @@ class RequestSchema:
         if len(data) != self.count:
             raise MalformedMessage("a request's data do not match its schema")
         given = iter(data)
-        inputs = tuple([_tensor(tensor, next(given)) for tensor in self.inputs])
+        inputs = _tensors(self.inputs, given)
+        if not self.outputs:
+            return Inference(inputs, (), self.parameters)
         outputs = tuple(
-            RequestedOutput(name, _place(next(given)) if placed else None, or_input)
+            RequestedOutput(name, unpack_place(next(given)) if placed else None, or_input)
             for name, placed, or_input in self.outputs
         )
         return Inference(inputs, outputs, self.parameters)
@@ -169,8 +171,7 @@ class ResponseSchema:
         """Return the response that has these data. Raises MalformedMessage."""
         if len(data) != len(self.outputs):
             raise MalformedMessage("a response's data do not match its schema")
-        outputs = [_tensor(*pair) for pair in zip(self.outputs, data, strict=True)]
-        return Inferred(tuple(outputs), self.parameters)
+        return Inferred(_tensors(self.outputs, data), self.parameters)
 
 
 def _tensor_schema(raw: Any) -> TensorSchema:
@@ -202,16 +203,13 @@ def _checked_parameters(parameters: Any) -> dict[str, Any]:
     return parameters
 
 
-def _tensor(tensor: TensorSchema, data: Any) -> TensorRef:
-    name, datatype, shape, _ = tensor
-    return TensorRef(name, datatype, shape, data if type(data) is bytes else _place(data))
-
-
-def _place(raw: Any) -> Place:
-    try:
-        return unpack_place(raw)
-    except (TypeError, ValueError) as error:
-        raise MalformedMessage(f"not a place: {error}") from error
+def _tensors(schemas: Sequence[TensorSchema], data: Iterable[Any]) -> tuple[TensorRef, ...]:
+    return tuple(
+        [
+            TensorRef(name, datatype, shape, each if type(each) is bytes else unpack_place(each))
+            for (name, datatype, shape, _), each in zip(schemas, data, strict=False)
+        ]
+    )
 
 
 def pack_request_schema(
@@ -296,7 +294,7 @@ def pack_data(data: Iterable[bytes | Place]) -> list[Any]:
 
 def places(data: Iterable[Any]) -> list[Place]:
     """Return the places among a message's data. Raises MalformedMessage."""
-    return [_place(each) for each in data if type(each) is not bytes]
+    return [unpack_place(each) for each in data if type(each) is not bytes]
 
 
 def byte_size_of(data: Iterable[Any]) -> int:

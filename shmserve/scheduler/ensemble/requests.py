@@ -60,7 +60,8 @@ class EnsembleRequest:
         self.gone = False
         self.done = False
         self.unread: deque[list[Value]] = deque()
-        self.placed = any(output.place is not None for output in inference.outputs)
+        self.placed_outputs = {o.name for o in inference.outputs if o.place is not None}
+        self.placed = bool(self.placed_outputs)
         self.window = SendWindow(self.placed)
         self.responses = 0
         self.responded_ns = now_ns

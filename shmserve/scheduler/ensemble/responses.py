@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import (
@@ -14,14 +16,14 @@ from shmserve.ipc.messages.inference import (
     Settled,
     Submit,
 )
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
-    Inferred,
     Packed,
-    pack_inferred,
+    pack_response_schema,
 )
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.ensemble.graph import Graph
@@ -43,6 +45,8 @@ from shmserve.scheduler.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
+_MOST_SCHEMAS = 64
+
 
 @dataclass(eq=False)
 class EnsembleResponses:
@@ -54,6 +58,8 @@ class EnsembleResponses:
     _statistics: Statistics
     _cache: ResponseCache | None
     _warned: set[str] = field(default_factory=set)
+    # By what a response is: the names, datatypes and shapes of its tensors, and its sequence.
+    _schemas: BoundedCache[Any, bytes] = field(default_factory=partial(BoundedCache, _MOST_SCHEMAS))
 
     def relay(self, request: EnsembleRequest, now_ns: int) -> None:
         """Pass on the responses that there are, as many as the client takes."""
@@ -144,25 +150,50 @@ class EnsembleResponses:
 
     def _packed(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
         """Return a response's schema and data. The client releases what lies in our memory."""
-        tensors: list[TensorRef] = []
-        given = {o.name for o in request.inference.outputs if o.place is not None}
-        batches = self._signature.max_batch_size > 0
+        data: list[Any] = []
+        sequence = sequence_of(request.submit, overrides(response.values()))
+        key: list[Any] = [sequence]
         for name, value in response.items():
-            tensor = value.tensor
-            assert tensor is not None
-            dims = self._signature.outputs[name].dims
-            shape = fitted(tensor.shape, dims, batches, value.batched)
-            tensors.append(TensorRef(name, tensor.datatype, shape, tensor.data))
-            if isinstance(tensor.data, Place) and name not in given:
+            tensor = value.given
+            key += (name, value.batched, tensor.datatype, tensor.shape)
+            where = tensor.data
+            if type(where) is bytes:
+                data.append(where)
+                continue
+            assert isinstance(where, Place)
+            data.append(pack_place(where))
+            if not (request.placed and name in request.placed_outputs):
                 value.acquire()
-                self._memory.lent.lend(request.client.pid, tensor.data, value)
-        correlation_id, flags = sequence_of(request.submit, overrides(response.values()))
+                self._memory.lent.lend(request.client.pid, where, value)
+        kind = tuple(key)
+        schema = self._schemas.find(kind)
+        if schema is None:
+            schema = self._schema(response, *sequence)
+            self._schemas.remember(kind, schema)
+        return schema, data
+
+    def _schema(self, response: dict[str, Value], correlation_id: int | str, flags: int) -> bytes:
+        batches = self._signature.max_batch_size > 0
+        tensors = [
+            TensorRef(
+                name,
+                value.given.datatype,
+                fitted(
+                    value.given.shape,
+                    self._signature.outputs[name].dims,
+                    batches,
+                    value.batched,
+                ),
+                b"",
+            )
+            for name, value in response.items()
+        ]
         parameters = {
             "sequence_id": correlation_id,
             "sequence_start": bool(flags & SEQUENCE_START),
             "sequence_end": bool(flags & SEQUENCE_END),
         }
-        return pack_inferred(Inferred(tuple(tensors), parameters))
+        return pack_response_schema(tensors, parameters)
 
 
 def _release(values: list[Value]) -> None:
