@@ -140,6 +140,8 @@ def unpack_place(raw: Any) -> Place:
 
 def unpack_memory(packed: bytes) -> Memory:
     """Return the memory that was packed so (`Memory.packed`). Raises MalformedMessage."""
+    if type(packed) is not bytes or len(packed) > _LONGEST_MEMORY:
+        raise MalformedMessage("a memory is no bytes, or has too many")
     try:
         ident, pid, byte_size, *rest = msgpack.unpackb(packed)
         if len(rest) == 3:
@@ -162,6 +164,10 @@ def unpack_memory(packed: bytes) -> Memory:
         raise MalformedMessage("a memory holds something that is not an integer")
     return memory
 
+
+# A handle has 64 bytes, and a device's uuid 16. Longer memories are refused, because those of local
+# clients are kept before it is known whose they are.
+_LONGEST_MEMORY = 256
 
 # Clients use the same few places of their regions again and again.
 _MOST_PLACES = 4096

@@ -19,7 +19,8 @@ V = TypeVar("V")
 T = TypeVar("T")
 
 _MOST_SCHEMAS = 256
-_LONGEST_SCHEMA = 64 * 1024  # bytes; a longer one is unpacked each time
+# Bytes; a longer one is unpacked each time. Local clients choose what a scheduler keeps.
+_LONGEST_SCHEMA = 4096
 
 
 class BoundedCache(Generic[K, V]):

@@ -242,8 +242,7 @@ def output(script: str, *arguments: str) -> str:
     found = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
-    # Exit status 3: the zygote was killed while it forked a spare, whose pid was known already.
-    ended = re.compile(r"(spare )?zygote ended \((signal 9|exit status 3)\)\n")
+    ended = re.compile(r"(spare )?zygote ended \(signal 9\)\n")
     assert ended.sub("", found.stderr) == ""
     return found.stdout
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, unpack_place
+from shmserve.ipc.tensors import descriptors
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef, unpack_place
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -214,3 +215,14 @@ def test_a_place_of_other_numbers_is_malformed_also_when_an_equal_one_is_known(w
     ):
         with pytest.raises(MalformedMessage):
             unpack_place(raw)
+
+
+def test_a_memory_of_many_bytes_is_malformed_and_not_kept() -> None:
+    longest = Memory.on_device(1, 100, CudaHandle(b"h" * 64, 2**31, b"u" * 16), 2**31)
+    assert unpack_place([longest.packed, 0, 1]).memory == longest
+    kept = len(descriptors._PLACES), len(descriptors._MEMORIES)
+    for handle in (b"h" * 256, b"h" * 1_000_000):
+        packed = Memory.on_device(1, 100, CudaHandle(handle, 0)).packed
+        with pytest.raises(MalformedMessage):
+            unpack_place([packed, 0, 1])
+    assert (len(descriptors._PLACES), len(descriptors._MEMORIES)) == kept
