@@ -187,7 +187,7 @@ def head(name: str, description: str, kind: str) -> tuple[str, str]:
 
 
 def sample(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
-    """Return the line of a sample, with labels in the given order; integral values have no point."""
+    """Return the line of a sample, with labels in the given order; integers have no point."""
     pairs = ",".join(f'{label}="{_escaped(text, quote=True)}"' for label, text in labels)
     return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
 

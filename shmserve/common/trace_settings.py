@@ -63,7 +63,7 @@ class TraceSettings:
 
     @property
     def on(self) -> bool:
-        """Whether anything is traced."""
+        """Return whether requests are traced."""
         return OFF not in self.trace_level and bool(self.trace_rate) and bool(self.trace_count)
 
     def changed(self, changes: Mapping[str, Any]) -> TraceSettings:

@@ -123,7 +123,7 @@ def _value(value: object, places: Iterator[str], depth: int) -> Scalar | Message
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Return a message as a JSON object: all primitive fields, and those submessages that are set."""
+    """Return a message as a JSON object: all primitive fields, and the submessages that are set."""
     shown: dict[str, Any] = {}
     for target in cast("list[FieldDescriptor]", message.DESCRIPTOR.fields):
         value: Any = getattr(message, target.name)
