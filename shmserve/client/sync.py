@@ -28,9 +28,7 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channels: dict[threading.Thread, ThreadChannel] = {}
-        self._former: list[
-            ThreadChannel
-        ] = []  # channels to a predecessor that still answers them
+        self._former: list[ThreadChannel] = []  # channels to a predecessor that still answers them
         self._lock = threading.Lock()
 
     @takes(call_of)

@@ -117,7 +117,7 @@ class ClientConnection:
             sent = 0
         except OSError as error:
             self.close()
-            # Later: who hears of it may send the next, which it is in the middle of now.
+            # Deferred, because a callback may send the next request, which is in progress here.
             self._poller.soon(partial(self._lose, error.strerror or "it failed"))
             return
         if sent < len(data):
@@ -158,7 +158,7 @@ class ClientConnection:
                 self._lose("the server closed it")
                 return
             self._receiver.received(data)
-            if not self._tls:  # which may have more than the descriptor says
+            if not self._tls:  # TLS may buffer more than the descriptor reports
                 return
 
     def _lose(self, reason: str) -> None:

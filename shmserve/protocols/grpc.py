@@ -161,7 +161,7 @@ def _failing() -> Iterator[None]:
 
 
 def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
-    credentials.tls()  # says what is wrong with a file, which gRPC does not
+    credentials.tls()  # gRPC's own error does not name the invalid file
     files = (credentials.root_cert, credentials.client_key, credentials.client_cert)
     return grpc.ssl_channel_credentials(
         *(Path(file).read_bytes() if file else None for file in files)

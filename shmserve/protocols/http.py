@@ -45,7 +45,7 @@ _LONGEST_ERROR = 300
 OPENAI = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _JSON = {"Content-Type": "application/json"}
 
-# Text that is not empty: the first chunk of a chat says who speaks, and nothing yet.
+# Non-empty text: the first chunk of a chat has only the role.
 _has_text = re.compile(rb'"(?:content|text|reasoning_content)" ?: ?"(?!")').search
 _completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 
@@ -342,7 +342,7 @@ class HttpLane:
         self._rest = b""  # of a head, or of a chunk's first line
         self._ok = True
         self._closing = False
-        self._error = b""  # what the server says that is wrong
+        self._error = b""  # the server's error message
 
     def send(self, request: bytes) -> None:
         """Send a request."""

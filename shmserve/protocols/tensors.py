@@ -1,5 +1,4 @@
-"""Conversion of tensors for the shell's client: values on its command line, and bytes of
-outputs."""
+"""Conversion of tensors for the shell's client: command-line values and the bytes of outputs."""
 
 from __future__ import annotations
 
@@ -140,7 +139,7 @@ def _from_json(tensor: ModelTensor, value: Any) -> _Array:
 
 
 def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
-    wanted = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # of BF16 the upper half is taken
+    wanted = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
     if wanted.kind in "iu":
         limits = np.iinfo(wanted)
         for element in elements:

@@ -40,9 +40,7 @@ class PackedRequest(NamedTuple):
     as_torch: bool = False
     end: Callable[[], None] = nothing
     segments: tuple[AnySegment, ...] = ()  # segments that may contain its outputs
-    holders: tuple[
-        Any, ...
-    ] = ()  # the lease or array that keeps each segment alive
+    holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive
 
 
 def prepare(
