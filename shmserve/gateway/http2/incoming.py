@@ -272,8 +272,9 @@ class FrameReader(ABC, Generic[T]):
 
     @abstractmethod
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
-        """Handle the start of a DATA frame of `size` bytes, including padding, and set
-        `arriving_for`.
+        """Handle the start of a DATA frame of `size` bytes, including padding.
+
+        Set `arriving_for`.
         """
 
     @abstractmethod
