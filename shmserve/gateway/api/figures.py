@@ -1,5 +1,4 @@
-"""Current figures for monitoring: rates, quantiles and problems, from the schedulers' reports
-(pure).
+"""Current figures for monitoring: rates, quantiles and problems, from schedulers' reports (pure).
 
 The figures are differences between the reports of the last seconds, which are those of the metrics.
 A row has totals since the model was loaded, current gauges and, in `recent`, the rates per second

@@ -269,7 +269,7 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
 
 
 def histogram(name: str, path: str, text: str, reports: Reports) -> Metric:
-    """A histogram with the one that each model's report has at `path`."""
+    """Return a histogram family from the histogram at `path` of each report."""
     family = Metric(name, text, "histogram")
     for labels, report in reports:
         raw = report[path]
@@ -379,7 +379,7 @@ class MetricsExporter:
         self._cpu = CpuUtilization()
 
     async def page(self) -> bytes:
-        """Return the page of a scrape: the schedulers' current reports and the state of this host."""
+        """Return the page of a scrape: the schedulers' current reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect(gateway, gateway.models.all())
         families = list(_Families(gateway, reports, self._cpu.read()).collect())

@@ -139,7 +139,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """Return the time since which the connection has no request with a complete head, or None."""
+        """Return the time since which no request with a complete head is pending, or None."""
         return None if self._busy or self._held or self._messages else self._since
 
     @property
