@@ -117,7 +117,7 @@ class PreciseWait:
 
     def wait(self, timeout_ns: int) -> bool:
         """Return whether the descriptor became readable within the timeout."""
-        self._timespec[:] = divmod(timeout_ns, 10**9)
+        self._timespec[:] = [*divmod(timeout_ns, 10**9)]
         return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 

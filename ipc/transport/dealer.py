@@ -53,10 +53,11 @@ class Dealer:
 
         False: the other end has gone, and will not have it.
         """
-        if not self.pending:
+        pending = self.pending
+        if not pending:
             return True
-        messages = self.pending[:]
-        self.pending.clear()
+        messages = pending[:]
+        pending.clear()
         return self._send(zmtp.frame(pack(messages)))
 
     def send(self, message: Any) -> bool:
