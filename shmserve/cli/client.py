@@ -148,7 +148,7 @@ def run(arguments: Sequence[str]) -> int:
     except (
         InvalidArgument,
         UnicodeError,
-    ) as error:  # UnicodeError: a name or text is not encodable
+    ) as error:  # invalid UTF-8 in an argument
         return _complain(name, str(error), _USAGE)
     except ShmserveError as error:
         return _complain(name, f"{where}{error}", _FAILED)
