@@ -159,9 +159,7 @@ class Top:
         if self.chosen not in keys:
             self.chosen = keys[0] if keys else ""
         head = self._head()[: 1 if height < _LOW else 2]
-        room = max(
-            height - len(head) - 3, 1
-        )  # minus the problem line, the key line and a spare line
+        room = max(height - len(head) - 3, 1)  # minus problem, keys and a spare line
         body = self._model(room) if self.open and self.chosen else self._list(keys, room)
         hurts = self.models.get(self.chosen, {}).get("because") or ""
         because = Text(f"{self.chosen}: {hurts}" if hurts else "", "red")

@@ -131,9 +131,7 @@ class Regions:
 
     def __exit__(self, *error: object) -> None:
         for name, memory in self._memories.items():
-            with contextlib.suppress(
-                TransportError
-            ):  # the server has exited, or the region is unregistered
+            with contextlib.suppress(TransportError):  # exited, or unregistered
                 self._transport.unregister(memory.kind, name)
             memory.close()
 

@@ -54,8 +54,7 @@ class Poller:
         self._soon.append(call)
 
     def turn(self, wait_ns: int) -> None:
-        """Wait until a descriptor is ready or the time is over, and call the handlers of all ready
-        descriptors."""
+        """Wait until a descriptor is ready or the time has expired, and call all ready handlers."""
         calls, self._soon = self._soon, []
         for call in calls:
             call()
@@ -68,7 +67,7 @@ class Poller:
         coarse = max(wait_ns // _COARSE_NS - 1, 0) * _COARSE_NS  # the rest is the next turn's
         for fd, events in self._epoll.poll(coarse / 1e9):
             handler = self._handlers.get(fd)
-            if handler is not None:  # else another one of this turn has forgotten it
+            if handler is not None:  # else another handler of this turn has removed it
                 handler(events)
 
     def close(self) -> None:
