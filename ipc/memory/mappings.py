@@ -1,4 +1,4 @@
-"""Cached memory mappings: the memory of another process is mapped at its first use and stays mapped.
+"""Cached memory mappings: memory of other processes is mapped at its first use and stays mapped.
 
 Only workers map regions of clients: a client that truncates its object kills the process that
 touches the lost pages. The memory of untrusted clients is never mapped, but read and written by
@@ -192,7 +192,7 @@ class Mappings:
             mapping.make_private(place.offset, place.offset + place.byte_size)
 
     def read(self, place: Place) -> memoryview:
-        """Return a copy of the bytes at a place of a memory that is not mapped; raises as `view`."""
+        """Return a copy of the bytes at a place of an unmapped memory; raises as `view`."""
         mapping = self._mapping(place)
         copy = memoryview(bytearray(place.byte_size))
         at = 0
@@ -204,7 +204,7 @@ class Mappings:
         return copy
 
     def write(self, place: Place, data: bytes | memoryview) -> None:
-        """Write `data` at a place of a memory that is not mapped.
+        """Write `data` at a place of an unmapped memory.
 
         Raises:
             Unavailable: The host is out of shared memory, or as `view`.
