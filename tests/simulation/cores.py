@@ -56,7 +56,7 @@ _KEPT = {
     "StepRunner._running": 10,
     "_EnsembleMemory._held": 64,
 }
-_WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
+_WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.scheduler_client")
 # Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
 # which there is one a graph.
 _SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")

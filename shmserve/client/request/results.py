@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Internal, Unavailable, Unsupported
-from shmserve.ipc.memory.lent import releases, unread
+from shmserve.ipc.memory.lent import releases
 from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
@@ -85,8 +85,8 @@ class Reader(Protocol):
     def copied(self, place: Place) -> bytes:
         """A copy of what is in a worker's memory."""
 
-    def release(self, release: Release) -> None:
-        """Tell a worker that its outputs have been read."""
+    def release(self, messages: Iterable[Release]) -> None:
+        """Tell workers that their outputs have been read."""
 
 
 def read(reader: Reader, message: Finished) -> Result:
@@ -119,12 +119,6 @@ def _check_whole(built: PackedRequest, result: Result) -> None:
 def read_one_of_many(reader: Reader, message: Responded) -> Result:
     """Return the result in one of many responses: unlike `read`, the request keeps its memory."""
     return _read(reader, message, None)[0]
-
-
-def discard(reader: Reader, message: Finished | Responded) -> None:
-    """Release the outputs of a response that nobody reads."""
-    for left in unread(message.data, _own(reader.built)):
-        reader.release(left)
 
 
 def _read(
@@ -168,12 +162,11 @@ def _placed(
             for ref, data in zip(outputs, found, strict=True)
         }
     finally:
-        for read in releases(places(datas), _own(reader.built)):
-            reader.release(read)
+        reader.release(releases(places(datas), own_memories(reader.built)))
 
 
-def _own(built: PackedRequest) -> set[int]:
-    """The ids of the memory of a request's own."""
+def own_memories(built: PackedRequest) -> set[int]:
+    """Return the ids of the memories of a request's own."""
     return {segment.memory.id for segment in built.segments if segment.memory is not None}
 
 

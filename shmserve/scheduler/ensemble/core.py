@@ -12,15 +12,15 @@ import logging
 from typing import Any, NamedTuple, assert_never
 
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported
-from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.publications import ModelPublished, SchedulerLost
 from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import Signature, id_prefix
+from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Plan
 from shmserve.scheduler.ensemble.graph import Graph
@@ -28,7 +28,6 @@ from shmserve.scheduler.ensemble.live import LiveRequests
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import EnsembleResponses, check_places
-from shmserve.scheduler.ensemble.steps.outputs import StepLinks
 from shmserve.scheduler.ensemble.steps.runner import StepRunner, let_go
 from shmserve.scheduler.ensemble.steps.submission import placed_sizes
 from shmserve.scheduler.ensemble.steps.targets import Targets
@@ -67,7 +66,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self,
         settings: Settings,
         config: ModelSpec,
-        links: StepLinks,
+        links: Links,
         control: ControlLink,
         memory: EnsembleMemory,
         cache: ResponseCache | None = None,
@@ -196,7 +195,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def from_step(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
         """Handle a message of the scheduler at `endpoint`."""
         self._live.now_ns = now_ns
-        self._steps.hear(endpoint, message)
+        self._steps.schedulers.take(endpoint, message)
 
     def from_control(self, message: SupervisorToEnsemble, now_ns: int) -> None:
         self._live.now_ns = now_ns

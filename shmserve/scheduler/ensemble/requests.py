@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.ipc.credit import SendWindow
-from shmserve.ipc.inflight import InflightRequest, Response
 from shmserve.ipc.memory.lent import Block
-from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, Response, Submit
+from shmserve.ipc.scheduler_client import InflightRequest
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
 from shmserve.scheduler.ensemble.steps.targets import Target
@@ -93,10 +93,6 @@ class Steps:
         """A step has responded."""
 
     @abstractmethod
-    def moves(self, step: StepRequest) -> bool:
-        """Whether a step that was refused goes to another scheduler, which serves its model now."""
-
-    @abstractmethod
     def ended(self, step: StepRequest) -> None:
         """No worker has a step's memory any more."""
 
@@ -122,9 +118,6 @@ class StepRequest(InflightRequest):
 
     def respond(self, message: Response) -> None:
         self.steps.responded(self, message)
-
-    def goes_elsewhere(self, message: Failed) -> bool:
-        return self.steps.moves(self)
 
     def free(self) -> None:
         self.steps.ended(self)

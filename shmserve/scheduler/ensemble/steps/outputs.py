@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.inflight import InflightTable
-from shmserve.ipc.memory.lent import Block, Holding, Token, releases, unread
-from shmserve.ipc.messages.inference import Cancel, Credit, Finished, Release, Responded, Submit
+from shmserve.ipc.memory.lent import Block, Holding, Token, releases
+from shmserve.ipc.messages.inference import Finished, Release, Responded
+from shmserve.ipc.scheduler_client import SchedulerClient
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, ResponseSchema
 from shmserve.ipc.tensors.schemas import Schemas
@@ -28,27 +27,13 @@ from shmserve.scheduler.ensemble.values import Value
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
 
 
-class StepLinks(Protocol):
-    """The links to the schedulers of steps, by endpoint."""
-
-    def submit(self, endpoint: str, message: Submit) -> None:
-        """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
-
-    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
-        """Queue a message for a scheduler, or for who has taken its place."""
-
-    def lose(self, endpoint: str, successor: str) -> None:
-        """The scheduler at `endpoint` is gone: what it sent last is taken."""
-
-
 @dataclass(eq=False)
 class StepOutputs:
-    """Puts what steps give into the flow of their requests. `table`: the steps in flight."""
+    """Puts what steps give into the flow of their requests."""
 
     _graph: Graph
-    _links: StepLinks
     _memory: EnsembleMemory
-    _table: InflightTable[StepRequest]
+    _schedulers: SchedulerClient[StepRequest]
 
     def __post_init__(self) -> None:
         self._schemas: Schemas[ResponseSchema] = Schemas(ResponseSchema)
@@ -70,11 +55,7 @@ class StepOutputs:
     def credit_discarded(self, step: StepRequest, message: Finished | Responded) -> None:
         """Return the credit of a step's response that nobody reads, if others follow."""
         if isinstance(message, Responded) and not message.final:
-            self._credit(step)
-
-    def _credit(self, step: StepRequest) -> None:
-        if step.submit.id in self._table.pending:
-            self._links.tell(step.endpoint, Credit(step.submit.id, 1))
+            self._schedulers.credit(step, 1)
 
     def _values(self, step: StepRequest, inferred: Inferred, more_follow: bool) -> dict[str, Value]:
         """The outputs of a response; `more_follow`: once nobody uses it, the next may come."""
@@ -83,7 +64,7 @@ class StepOutputs:
         override = override or step.override
         follows_many = step.request.plan.follows[firing.step.index] != ONCE
         held = _held_back(firing) if follows_many else ()
-        own = Holding(lambda: self._credit(step)) if more_follow else None
+        own = Holding(lambda: self._schedulers.credit(step, 1)) if more_follow else None
         if own is not None:
             held = (*held, own)
         batched = step.target.signature.max_batch_size > 0
@@ -140,19 +121,14 @@ class StepOutputs:
     def _let_go(self, endpoint: str, place: Place) -> None:
         self._memory.let_go(place)
         release = Release(place.memory.pid, [place.offset], place.memory.id)
-        self._links.tell(endpoint, release)
-
-    def discard(self, endpoint: str, data: list[Any]) -> None:
-        """Release the outputs of a scheduler's response that nobody reads."""
-        for release in unread(data):
-            self._links.tell(endpoint, release)
+        self._schedulers.release(endpoint, (release,))
 
     def _release(self, step: StepRequest, outputs: tuple[TensorRef, ...]) -> None:
         """Tell a step's workers that nobody reads these outputs."""
         ours = step.given | step.placed.keys()
         datas = [tensor.data for tensor in outputs if tensor.name not in ours]
-        for release in releases([data for data in datas if isinstance(data, Place)]):
-            self._links.tell(step.endpoint, release)
+        read = releases([data for data in datas if isinstance(data, Place)])
+        self._schedulers.release(step.endpoint, read)
 
 
 def _returned(step: StepRequest, place: Place, block: Block) -> Block:

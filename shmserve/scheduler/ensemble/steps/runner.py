@@ -12,24 +12,23 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from shmserve.errors import Internal, ShmserveError
-from shmserve.ipc.inflight import ENDED, InflightTable, Response
-from shmserve.ipc.messages import SchedulerToClient
 from shmserve.ipc.messages.inference import (
-    Cancel,
     Failed,
     Finished,
     Responded,
-    StatisticsReported,
+    Response,
+    message_size,
 )
+from shmserve.ipc.scheduler_client import Links, SchedulerClient
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.live import LiveRequests
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest, StepRequest, Steps
-from shmserve.scheduler.ensemble.steps.outputs import StepLinks, StepOutputs
+from shmserve.scheduler.ensemble.steps.outputs import StepOutputs
 from shmserve.scheduler.ensemble.steps.submission import prepare
-from shmserve.scheduler.ensemble.steps.targets import Target, Targets
+from shmserve.scheduler.ensemble.steps.targets import Targets
 from shmserve.scheduler.ensemble.values import overrides
 from shmserve.scheduler.requests.request import DONE
 
@@ -42,29 +41,18 @@ class StepRunner(Steps):
 
     _graph: Graph
     _targets: Targets
-    _links: StepLinks
+    _links: Links
     _memory: EnsembleMemory
     _live: LiveRequests
-    _table: InflightTable[StepRequest] = field(default_factory=InflightTable)
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     waiting: int = 0  # steps of requests for which there is no room yet
 
     def __post_init__(self) -> None:
         steps = self._graph.steps
-        self._outputs = StepOutputs(self._graph, self._links, self._memory, self._table)
+        self.schedulers: SchedulerClient[StepRequest] = SchedulerClient(self._links, self._find)
+        self._outputs = StepOutputs(self._graph, self._memory, self.schedulers)
         self._running = [0] * len(steps)
         self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
-
-    def hear(self, endpoint: str, message: SchedulerToClient) -> None:
-        """Handle what the scheduler at `endpoint` says: of a step that has gone elsewhere since,
-        nothing is taken."""
-        if isinstance(message, StatisticsReported):
-            return
-        table = self._table
-        step = table.pending.get(message.id) or table.settling.get(message.id)
-        taken = step is not None and step.endpoint == endpoint and table.take(message)
-        if not taken and isinstance(message, Finished | Responded):
-            self._outputs.discard(endpoint, message.data)
 
     def responded(self, step: StepRequest, message: Response) -> None:
         request = step.request
@@ -101,15 +89,12 @@ class StepRunner(Steps):
         self._live.fail(step.request, Internal.code, "internal error")
         self._outputs.credit_discarded(step, message)
 
-    def moves(self, step: StepRequest) -> bool:
+    def _find(self, step: StepRequest, _: Failed | None) -> str:
+        """Return the endpoint of the scheduler that serves the model of a step now."""
         try:
-            target = self._targets.find(step.firing.step)
+            return self._targets.find(step.firing.step).endpoint
         except ShmserveError:
-            return False
-        if target.endpoint == step.endpoint:
-            return False
-        self._send(step, target)
-        return True
+            return ""
 
     def ended(self, step: StepRequest) -> None:
         request, index = step.request, step.firing.step.index
@@ -128,22 +113,13 @@ class StepRunner(Steps):
         """Tell the steps of a request that nobody waits for them."""
         self._live.touch(request)
         for step in request.running.values():
-            if step.submit.id in self._table.pending:
-                self._links.tell(step.endpoint, Cancel(step.submit.id))
+            self.schedulers.cancel(step)
 
     def lost(self, endpoint: str, successor: str) -> None:
-        """The scheduler at `endpoint` is gone: what it had goes to who serves its model now."""
+        """Fail over: the scheduler at `endpoint` has ended."""
         self._targets.move(endpoint, successor)
-        self._links.lose(endpoint, successor)
-        for step in self._table.lose(endpoint):
-            try:
-                target = self._targets.find(step.firing.step)
-            except ShmserveError:
-                target = None
-            if target is None or target.endpoint == endpoint:
-                step.fail(ENDED)
-            else:
-                self._send(step, target)
+        self.schedulers.successors.add(endpoint, successor)
+        self.schedulers.lost(endpoint)
 
     def run(self, request: EnsembleRequest, firing: Firing) -> None:
         """Run a step, as soon as there is room for it."""
@@ -174,7 +150,7 @@ class StepRunner(Steps):
         try:
             target = self._targets.find(firing.step)
             override = overrides(firing.inputs.values())
-            step = StepRequest(DONE, target.endpoint, self, request, firing, target, override)
+            step = StepRequest(DONE, self, request, firing, target, override)
             prepare(step, number, self._graph, self._memory, self._live.now_ns)
         except ShmserveError as error:
             let_go(firing)
@@ -182,16 +158,7 @@ class StepRunner(Steps):
             return
         request.running[number] = step
         self._running[firing.step.index] += 1
-        self._send(step, target)
-
-    def _send(self, step: StepRequest, target: Target) -> None:
-        step.endpoint = target.endpoint
-        try:
-            self._links.submit(target.endpoint, step.submit)
-        except ShmserveError as error:
-            step.fail(error.message)
-        else:
-            self._table.add(step)
+        self.schedulers.submit(step, target.endpoint, message_size(step.submit))
 
     def forget(self, request: EnsembleRequest) -> None:
         """Drop the waiting steps of a request: they do not run any more."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shmserve.errors import Unsupported
-from shmserve.ipc.inflight import make_submit
-from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.messages.inference import Submit, make_submit
 from shmserve.ipc.tensors.descriptors import TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
