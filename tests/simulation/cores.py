@@ -47,6 +47,7 @@ _KEPT = {
     "BlockPool._keys": 1 << 10,
     "BlockPool._by_key": 1 << 10,
     "BlockPool._cached": 1 << 10,
+    "SchedulerClient.successors": 4096,
     "EnsembleCore._endpoints": 10,
     "Targets._known": 10,
     "Targets._latest": 10,
@@ -60,7 +61,7 @@ _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.sched
 # Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
 # which there is one a graph.
 _SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
-_STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature", "StepTimes")
+_STATIC = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signature", "StepTimes")
 
 
 class Scheduler:
