@@ -1,11 +1,10 @@
-"""The core of a batching scheduler: the queue, the batcher and the pool of a model that has
-instances.
+"""The core of a batching scheduler: the queue, the batcher and the pool of instances.
 
     admit, cancel, ...   messages of clients, from the front
     from_control         messages of the supervisor (`results` handles those of workers)
     tick                 expire, dispatch, release
 
-Messages to send are posted to outboxes, which the event loop flushes once a turn.
+Messages to send are posted to outboxes, which the event loop flushes once per iteration.
 """
 
 from __future__ import annotations
@@ -56,8 +55,11 @@ logger = logging.getLogger(__name__)
 
 
 class BatchingCore(Core[ScheduledRequest]):
-    """The core of a model version with instances. `executions` sends batches to workers, `results`
-    handles their messages. `fits` has the batch fit of each request schema."""
+    """The core of a model version with instances.
+
+    `executions` sends batches to workers, `results` handles their messages. `fits` has the batch
+    fit of each request schema.
+    """
 
     def __init__(
         self,
