@@ -34,8 +34,8 @@ from shmserve.gateway.inference.submit import (
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
 from shmserve.gateway.process import ActiveCount
-from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
@@ -63,7 +63,7 @@ class Submitted(GatewayRequest):
 
     def responded(self, message: Response) -> None:
         if not self.over:
-            self.scheduler.discard(message)  # its model gives one response
+            self.discard(message)  # its model gives one response
             return
         self._response = message
         if self.on_response is not None:
@@ -104,7 +104,7 @@ class Submitted(GatewayRequest):
             encoded = self.inferences.encode(self.model, built.infer_request, schema, inferred)
         finally:
             # The message is a copy: the worker's memory is free again.
-            self.scheduler.release_outputs(inferred)
+            self.release_outputs(inferred)
         if schema and built.responses is not None and _is_plain(built.infer_request, inferred):
             placed = _placed(built.infer_request)
             template = self.inferences.encoder.template(self.model, schema, inferred, placed)
@@ -120,7 +120,7 @@ class Submitted(GatewayRequest):
         """Cancel it: the response is waited for no longer."""
         response, self._response = self._response, None
         if response is not None:
-            self.scheduler.discard(response)
+            self.discard(response)
         if self.built.trace is not None:
             self.built.trace.gone()
         self.leave()
@@ -208,7 +208,7 @@ class Inferences(ActiveCount):
         model, built, submit = self._admitted(raw, call, headers, streamed=True)
         if not model.decoupled:
             return self._submitted(model, built, submit)
-        return submit_streaming(model, built, submit, on_response)
+        return submit_streaming(self.gateway.schedulers, model, built, submit, on_response)
 
     def encode(
         self, model: GatewayModel, request: InferRequest, schema: bytes, inferred: Inferred
@@ -261,10 +261,9 @@ class Inferences(ActiveCount):
             self.left()
 
     def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:
-        scheduler = model.scheduler
-        how = (submit, scheduler.endpoint, scheduler, built.release)
-        submitted = Submitted(*how, self, model, built)
-        scheduler.submit(submitted)
+        schedulers = self.gateway.schedulers
+        submitted = Submitted(submit, schedulers, built.release, self, model, built)
+        schedulers.submit(submitted, model.endpoint)
         self.active += 1
         return submitted
 

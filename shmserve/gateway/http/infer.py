@@ -34,10 +34,10 @@ from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import classified_as_requested, output_bytes, unpack
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit, still
-from shmserve.gateway.links import GatewayRequest, SchedulerHandle
+from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ async def infer(
     except ShmserveError as error:
         _failed(model, built, error)
         raise
-    inference = _submitted(gateway, request, model, built, now.scheduler, submit)
+    inference = _submitted(gateway, request, model, built, now.endpoint, submit)
     request.repeat = None
     if built.responses is not None and _is_plain(request):
         request.repeat = RepeatedInference(gateway, request, model).begin
@@ -83,13 +83,13 @@ def _submitted(
     request: HttpRequest,
     model: GatewayModel,
     built: BuiltRequest,
-    scheduler: SchedulerHandle,
+    endpoint: str,
     submit: m.Submit,
     answer: Answer | None = None,
 ) -> HttpInference:
-    how = (submit, scheduler.endpoint, scheduler, built.release)
+    how = (submit, gateway.schedulers, built.release)
     inference = HttpInference(*how, gateway, request, model, built, answer)
-    scheduler.submit(inference)
+    gateway.schedulers.submit(inference, endpoint)
     return inference
 
 
@@ -145,7 +145,7 @@ class RepeatedInference:
             _, submit = prepare_submit(gateway, model, built, client, arrived_ns)
         except Exception:
             return None  # what is wrong is said where it is read again
-        return _submitted(gateway, request, model, built, model.scheduler, submit, answer)
+        return _submitted(gateway, request, model, built, model.endpoint, submit, answer)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +163,7 @@ class HttpInference(GatewayRequest):
 
     def responded(self, message: Response) -> None:
         if not self.over:
-            self.scheduler.discard(message)  # its model gives one response
+            self.discard(message)  # its model gives one response
             return
         self._message = message
         answer, self.answer = self.answer, None
@@ -204,8 +204,7 @@ class HttpInference(GatewayRequest):
                 built.trace.answered(message)
             if isinstance(message, m.Failed):
                 raise failure(message)
-            args = (self.gateway, self.model, self.request, built)
-            response = await _respond(*args, self.scheduler, message)
+            response = await _respond(self, message)
         except ShmserveError as error:
             _failed(self.model, built, error)
             raise
@@ -234,21 +233,16 @@ class HttpInference(GatewayRequest):
         """Cancel it: the client is gone."""
         message, self._message = self._message, None
         if message is not None:
-            self.scheduler.discard(message)
+            self.discard(message)
         self.give_up()
         if self.built.trace is not None:
             self.built.trace.gone()
 
 
-async def _respond(
-    gateway: Gateway,
-    model: GatewayModel,
-    request: HttpRequest,
-    built: BuiltRequest,
-    scheduler: SchedulerHandle,
-    message: m.Finished | m.Responded,
-) -> HttpResponse:
+async def _respond(inference: HttpInference, message: m.Finished | m.Responded) -> HttpResponse:
     """Return the response to a request. Raises what it cannot be encoded for."""
+    gateway, model, request = inference.gateway, inference.model, inference.request
+    built = inference.built
     asked, responses = built.infer_request, built.responses
     template = None if responses is None else responses.find(message.schema)
     if template is not None and ACCEPT_ENCODING not in request.headers:
@@ -259,8 +253,6 @@ async def _respond(
     if built.trace is not None:
         inferred = built.trace.explain(inferred)
     lent = not _needs_no_release(asked, inferred)
-    if lent:
-        scheduler.use()
     try:
         shown = classified_as_requested(gateway, model, asked, inferred)
         if template is None:
@@ -270,16 +262,11 @@ async def _respond(
         response = await _encode(gateway, request, asked.id, template, shown)
     except BaseException:
         if lent:
-            _release(scheduler, inferred)
+            inference.release_outputs(inferred)
         raise
     if lent:
-        response.on_sent = partial(_release, scheduler, inferred)
+        response.on_sent = partial(inference.release_outputs, inferred)
     return response
-
-
-def _release(scheduler: SchedulerHandle, inferred: Inferred) -> None:
-    scheduler.release_outputs(inferred)
-    scheduler.leave()
 
 
 def _needs_no_release(infer_request: InferRequest, inferred: Inferred) -> bool:

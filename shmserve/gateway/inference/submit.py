@@ -22,14 +22,15 @@ from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import unpack
-from shmserve.gateway.links import GatewayRequest
+from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.credit import ReadWindow
-from shmserve.ipc.inflight import Response, make_submit, stopping
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.inference import Response, make_submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred
+from shmserve.ipc.tensors.signature import stopping
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def prepare_submit(
             if built.trace.explained:
                 built.responses = None  # no other response is like it
     submit = make_submit(
-        gateway.dispatcher.next_number(),
+        gateway.schedulers.next_number(),
         built.schema,
         built.data,
         arrived_ns,
@@ -169,11 +170,6 @@ class StreamingRequest(GatewayRequest):
             log_failure(self.model, self.infer_request.id, error, self.trace)
             raise
 
-    def release_outputs(self, inferred: Inferred | None) -> None:
-        """The memory of these outputs is free: they are copied."""
-        if inferred is not None:
-            self.scheduler.release_outputs(inferred)
-
     def credit(self, inferred: Inferred | None) -> None:
         """The response with these outputs has gone on to the client, which takes another."""
         self._here -= 1
@@ -182,12 +178,7 @@ class StreamingRequest(GatewayRequest):
         if not self.over:
             credit = self._window.read(_byte_size(inferred))
             if credit:
-                self.grant(credit)
-
-    def discard(self, message: Message) -> None:
-        """The client does not get this response."""
-        if isinstance(message, m.Responded):
-            self.scheduler.discard(message)
+                self.schedulers.credit(self, credit)
 
     def cancel(self) -> None:
         """Cancel it: no more responses are waited for."""
@@ -198,18 +189,19 @@ class StreamingRequest(GatewayRequest):
 
 
 def submit_streaming(
+    schedulers: GatewaySchedulers,
     model: GatewayModel,
     built: BuiltRequest,
     submit: m.Submit,
     on_response: Callable[[StreamingRequest, Message], None],
 ) -> StreamingRequest:
     """Submit a request for any number of responses."""
-    request, scheduler = built.infer_request, model.scheduler
+    request = built.infer_request
     # Each response goes over the one before it where they have places: they come one by one.
     window = ReadWindow(any(output.place is not None for output in request.outputs))
-    how = (submit, scheduler.endpoint, scheduler, built.release)
+    how = (submit, schedulers, built.release)
     made = StreamingRequest(*how, model, request, built.trace, on_response, window)
-    scheduler.submit(made)
+    schedulers.submit(made, model.endpoint)
     return made
 
 

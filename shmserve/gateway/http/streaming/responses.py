@@ -47,7 +47,7 @@ class ResponseQueue:
         client = request.connection.client
         traceparent = request.headers.get(TRACEPARENT, "")
         model, submit = prepare_submit(gateway, model, built, client, arrived_ns, 0, traceparent)
-        self.request = submit_streaming(model, built, submit, self._heard)
+        self.request = submit_streaming(gateway.schedulers, model, built, submit, self._heard)
 
     def _heard(self, _: StreamingRequest, message: Message) -> None:
         self._here.append(message)

@@ -21,25 +21,23 @@ def test_who_leaves_as_the_answer_comes_has_left_once(answered: str) -> None:
     posted: list[Any] = []
     taken: list[str] = []
     submit = m.Submit(1, b"", [], 0, 0, 0, 0, "1")
-    inflight = SimpleNamespace(pending={1: None})
-    scheduler: Any = SimpleNamespace(
-        inflight=inflight, post=posted.append, discard=discarded.append
+    schedulers: Any = SimpleNamespace(
+        cancel=posted.append, discard=lambda endpoint, message: discarded.append(message)
     )
     built: Any = SimpleNamespace(trace=None)
     gateway: Any = SimpleNamespace(draining=False, models=None)
     inferences = Inferences(gateway)
     model: Any = SimpleNamespace(name="m")
-    submitted = Submitted(submit, "", scheduler, lambda: None, inferences, model, built)
+    submitted = Submitted(submit, schedulers, lambda: None, inferences, model, built)
     inferences.active += 1
     if answered == "before":  # but nobody takes it yet
-        inflight.pending.clear()
         submitted.respond(ANSWER)
         assert submitted.done
     submitted.cancel()
     submitted.when_done(lambda: taken.append("done"))
     if answered == "after":
         submitted.respond(ANSWER)
-    assert posted == ([] if answered == "before" else [m.Cancel(1)])
+    assert posted == [submitted]
     assert discarded == [ANSWER]
     assert inferences.active == 0
     assert not taken and not submitted.done
