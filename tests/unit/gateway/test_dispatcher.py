@@ -14,9 +14,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.grpc.infer import Submitted
 from shmserve.gateway.http.infer import HttpInference
-from shmserve.gateway.inference.submit import prepare_submit
+from shmserve.gateway.inference.inference import Inference, submit
 from shmserve.gateway.links import GatewayRequest, RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
@@ -83,7 +82,7 @@ def answer() -> m.Finished:
 
 
 @pytest.mark.parametrize("answered", ["before", "after"])
-@pytest.mark.parametrize("kind", [HttpInference, Submitted])
+@pytest.mark.parametrize("kind", [HttpInference, Inference])
 def test_an_answer_that_is_not_read_is_given_back(
     monkeypatch: pytest.MonkeyPatch, kind: Any, answered: str
 ) -> None:
@@ -93,12 +92,12 @@ def test_an_answer_that_is_not_read_is_given_back(
     async def give_up() -> list[Any]:
         scheduler = SchedulerHandle("ipc://nowhere", lambda scheduler: None)
         built: Any = SimpleNamespace(trace=None)
-        submit = m.Submit(1, b"", [], 0, 0, 0, 0, "")
-        how = (submit, scheduler.endpoint, scheduler, lambda: None)
-        if kind is Submitted:
-            request: Any = Submitted(*how, MagicMock(), MagicMock(), built)
+        message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
+        how = (message, scheduler.endpoint, scheduler, lambda: None, built)
+        if kind is Inference:
+            request = Inference(*how, lambda inference: None)
         else:
-            request = HttpInference(*how, MagicMock(), MagicMock(), MagicMock(), built)
+            request = HttpInference(*how, HttpInference.arrived, MagicMock(), MagicMock())
         scheduler.submit(request)
         if answered == "before":
             scheduler._take(answer())
@@ -319,9 +318,9 @@ def test_what_begins_while_the_server_ends_is_refused(
     leaving: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
     begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
-    built: Any = MagicMock(infer_request=begins)
+    built: Any = MagicMock(infer_request=begins, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        prepare_submit(leaving, model, built, client, 0)
+        submit(leaving, built, client, 0, Inference, None)
     assert caught.value.message == text
     built.release.assert_called_once()

@@ -1,4 +1,4 @@
-"""The life of a request that came over gRPC."""
+"""The end of an inference whose client disconnects as its response arrives."""
 
 from __future__ import annotations
 
@@ -7,39 +7,33 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.grpc.infer import Inferences, Submitted
+from shmserve.gateway.inference.inference import Inference
 from shmserve.ipc.messages import inference as m
 
 ANSWER = m.Finished(1, b"", [])
 
 
 @pytest.mark.parametrize("answered", ["before", "after"])
-def test_who_leaves_as_the_answer_comes_has_left_once(answered: str) -> None:
-    """What was given up is not answered, too: its memory would be given back twice, and by then it
-    may be another's."""
+def test_a_cancelled_inference_is_not_answered(answered: str) -> None:
+    """Its memory would be released twice, and may be in use by another request."""
     discarded: list[Any] = []
     posted: list[Any] = []
-    taken: list[str] = []
+    taken: list[Any] = []
     submit = m.Submit(1, b"", [], 0, 0, 0, 0, "1")
     inflight = SimpleNamespace(pending={1: None})
     scheduler: Any = SimpleNamespace(
         inflight=inflight, post=posted.append, discard=discarded.append
     )
     built: Any = SimpleNamespace(trace=None)
-    gateway: Any = SimpleNamespace(draining=False, models=None)
-    inferences = Inferences(gateway)
-    model: Any = SimpleNamespace(name="m")
-    submitted = Submitted(submit, "", scheduler, lambda: None, inferences, model, built)
-    inferences.active += 1
-    if answered == "before":  # but nobody takes it yet
+    inference = Inference(submit, "", scheduler, lambda: None, built, taken.append)
+    if answered == "before":  # but the response is not taken yet
         inflight.pending.clear()
-        submitted.respond(ANSWER)
-        assert submitted.done
-    submitted.cancel()
-    submitted.when_done(lambda: taken.append("done"))
+        inference.respond(ANSWER)
+        assert inference.message is ANSWER
+        taken.clear()
+    inference.cancel()
     if answered == "after":
-        submitted.respond(ANSWER)
+        inference.respond(ANSWER)
     assert posted == ([] if answered == "before" else [m.Cancel(1)])
     assert discarded == [ANSWER]
-    assert inferences.active == 0
-    assert not taken and not submitted.done
+    assert not taken and inference.message is None
