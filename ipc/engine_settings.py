@@ -1,6 +1,6 @@
-"""The settings of a generative model's engine: what `engine.yaml` may say, checked all at once.
+"""The settings of a generative model's engine: the keys of `engine.yaml`, all validated at once.
 
-The worker reads the file and completes it with what its memory allows; the scheduler gets the
+The worker reads the file and completes it with limits from its memory. The scheduler receives the
 result as the JSON of the model's parameter `engine`.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from shmserve.errors import InvalidArgument, suggestion
 
-GENERATIVE = "llm"  # the backend
+GENERATIVE = "llm"  # the name of the backend
 PARAMETER = "engine"
 POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION = ("swap", "recompute", "auto")
@@ -26,10 +26,17 @@ class _Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The settings of speculative decoding. `method`: "ngram" proposes what followed the same
-    tokens before, "draft" what the smaller `draft_model` says (the name of a model in the
-    repository, or a path). At most `num_spec_tokens` are proposed; with `adaptive_length` as many
-    as pay. Where less than `accept_threshold` of them are accepted, none are for a while."""
+    """The settings of speculative decoding.
+
+    Attributes:
+        enabled: Whether tokens are proposed.
+        method: "ngram" proposes the tokens that followed the same tokens before; "draft" uses the
+            draft model.
+        draft_model: The name of a model in the repository, or a path.
+        num_spec_tokens: The maximum number of proposed tokens.
+        adaptive_length: Whether the number of proposed tokens adapts to their acceptance.
+        accept_threshold: The acceptance rate below which proposals are paused.
+    """
 
     enabled: bool = False
     method: str = "ngram"
@@ -41,10 +48,15 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings of one engine. Sizes are in tokens, sequences or blocks of `block_size` tokens;
-    0 for `kv_cache_blocks` and `max_model_len`: as many as fit; 0 for `target_itl_ms` (the longest
-    time between two tokens that is aimed at) and `max_wait_time_ms` (after which a request goes
-    before all others): none. `swap_blocks`: those of the host pool, which `swap_space_gb` gives."""
+    """The settings of one engine. Sizes are in tokens, sequences, or blocks of `block_size` tokens.
+
+    Attributes:
+        max_model_len: The maximum length of a sequence; 0: limited by memory only.
+        kv_cache_blocks: The number of KV blocks; 0: as many as fit into memory.
+        target_itl_ms: The target of the inter-token latency; 0: none.
+        max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
+        swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
+    """
 
     profile: str = ""
     max_batch_size: int = 32
@@ -73,9 +85,17 @@ class EngineSettings:
         origin: str = "engine settings",
         places: Mapping[str, str] | None = None,
     ) -> Self:
-        """The settings that a document gives, over those of its profile. Raises InvalidArgument
-        with a line for each wrong one, `ORIGIN:PLACE: KEY:`, what was found, and what is
-        allowed. `places`: that of each key ("3:1"), as far as it has one."""
+        """Return the settings in a document, over those of its profile.
+
+        Args:
+            given: The document.
+            origin: The name of the document in messages.
+            places: The position of each key ("3:1"), if known.
+
+        Raises:
+            InvalidArgument: Settings are invalid. The message has a line for each: `ORIGIN:PLACE:
+                KEY:`, the value found, and the values allowed.
+        """
         problems: list[_Problem] = []
         profile = given.get("profile", "")
         values = {**PROFILES.get(str(profile), {}), **_checked(cls, given, "", problems)}
@@ -86,7 +106,7 @@ class EngineSettings:
             found = _checked(Speculation, nested, "speculative_decoding.", problems)
             values["speculative_decoding"] = Speculation(**found)
         settings = cls(**values)
-        if not problems:  # else they may follow from what was left out
+        if not problems:  # otherwise contradictions may result from an invalid value
             problems += settings._contradictions()
         if problems:
             at = {key: f"{origin}:{place}" for key, place in (places or {}).items()}
@@ -97,16 +117,16 @@ class EngineSettings:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The settings from the JSON that `text` made."""
+        """Return the settings from the JSON that `text` returned."""
         return cls.of(json.loads(text))
 
     @property
     def text(self) -> str:
-        """The settings as JSON."""
+        """Return the settings as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def sized(self, kv_cache_blocks: int, max_model_len: int, swap_blocks: int) -> Self:
-        """The settings with what depends on the model and its memory."""
+        """Return the settings with the limits that depend on the model and its memory."""
         return replace(
             self,
             kv_cache_blocks=kv_cache_blocks,
@@ -116,7 +136,7 @@ class EngineSettings:
 
     @property
     def capacity(self) -> int:
-        """The tokens of which keys and values have room at a time."""
+        """Return the number of tokens whose keys and values fit into the KV cache."""
         return self.kv_cache_blocks * self.block_size
 
     def _contradictions(self) -> Iterator[_Problem]:
@@ -132,7 +152,7 @@ class EngineSettings:
             yield _Problem("max_tokens_per_batch", text)
 
 
-# The values that each profile sets where the file does not.
+# The defaults of each profile.
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     "high_throughput": {
         "max_batch_size": 64,
@@ -165,7 +185,7 @@ _CHOICES = {
     "weights": ("fp32", "bf16", "int8"),
     "method": ("draft", "ngram"),
 }
-# The least and the greatest value of each number.
+# The range of each number.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "max_batch_size": (1, 1024),
     "max_tokens_per_batch": (1, 1 << 20),
@@ -187,7 +207,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 def _checked(
     kind: type[Any], given: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
-    """The plain values of `given` that fit a dataclass's fields; what does not is a problem."""
+    """Return the values of `given` that fit a dataclass's fields; add the others to `problems`."""
     known: dict[str, Any] = {each.name: each.default for each in fields(kind)}
     checked: dict[str, Any] = {}
     for name, value in given.items():
@@ -204,7 +224,7 @@ def _checked(
 
 
 def _problem(name: str, value: Any, default: Any) -> str:
-    """What is allowed for a value, where it is not."""
+    """Return the allowed values if `value` is invalid, otherwise ""."""
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, str):

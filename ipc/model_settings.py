@@ -1,5 +1,8 @@
-"""Settings in a model's configuration that several rooms read: the parameters of the batching
-strategy, the bounds of its instances, and the buckets of the first-response histogram."""
+"""Settings in a model's configuration that several packages read.
+
+These are the parameters of the batching strategy, the bounds of the number of instances, and the
+buckets of the first-response histogram.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MAX_INSTANCES = "max_instances"
 IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
-# The parameters of a configuration that have a meaning, to whatever backend.
+# The parameters that the server interprets, for any backend.
 KNOWN_PARAMETERS = (
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD, EXECUTION_TIMEOUT),
     *(PADDING, "class", "EXECUTION_ENV_PATH"),
@@ -25,32 +28,32 @@ KNOWN_PARAMETERS = (
     *("execution_mode", "engine", "device_id"),
 )
 MOST_STREAMS = 65_536
-MOST_INSTANCES = 4096  # each is a process, and the supervisor keeps a place for it
+MOST_INSTANCES = 4096  # each is a process, with an entry in the supervisor
 SHORTEST_TARGET_MS = 0.001
 LONGEST_TARGET_MS = 86_400_000.0
 LONGEST_IDLE_S = 1_000_000.0
-# The time to the first response of decoupled models; `model_metrics` of a configuration names it by
-# its family and gives other buckets.
+# The time to the first response of decoupled models. `model_metrics` in a configuration refers to
+# it by its family, and may replace the buckets.
 FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
 FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
-_NUMBER = re.compile(r"[-+.0-9eE]+")  # no more of what Python takes for one
+_NUMBER = re.compile(r"[-+.0-9eE]+")  # stricter than float()
 
 
 class Strategy(StrEnum):
     """A batching strategy; the first is the default."""
 
-    PREFER_BATCH = "prefer_batch"  # an instance waits up to the delay for a fuller batch
-    PREFER_LATENCY = "prefer_latency"  # what is there runs as soon as an instance is free
-    ADAPTIVE = "adaptive"  # waits where that pays, and only as long as the target can be held
+    PREFER_BATCH = "prefer_batch"  # wait up to the maximum delay for a fuller batch
+    PREFER_LATENCY = "prefer_latency"  # execute queued requests as soon as an instance is free
+    ADAPTIVE = "adaptive"  # wait only if that pays and the target is met
 
 
 def strategy(text: str) -> Strategy | None:
-    """The strategy of this name, if it is one."""
+    """Return the strategy of this name, or None."""
     return Strategy(text) if text in set(Strategy) else None
 
 
 def target_ms(text: str) -> float | None:
-    """A target in milliseconds, of a microsecond at least and of a day at most, if it is one."""
+    """Return a target in milliseconds, from a microsecond to a day; None if invalid."""
     try:
         value = float(text) if _NUMBER.fullmatch(text) else math.nan
     except ValueError:
@@ -59,8 +62,10 @@ def target_ms(text: str) -> float | None:
 
 
 def idle_unload_s(text: str) -> float | None:
-    """The seconds without a request after which a model on demand is unloaded, 0: never; up to some
-    ten days, if it is one."""
+    """Return the idle seconds after which a model on demand is unloaded; None if invalid.
+
+    0 means never; the maximum is about ten days.
+    """
     try:
         value = float(text) if _NUMBER.fullmatch(text) else math.nan
     except ValueError:
@@ -69,12 +74,12 @@ def idle_unload_s(text: str) -> float | None:
 
 
 def max_streams(text: str) -> int | None:
-    """The limit of a decoupled model's requests at a time in an instance; None: no such number."""
+    """Return a limit of concurrent decoupled requests per instance; None if invalid."""
     return _from_1_to(MOST_STREAMS, text)
 
 
 def instance_bound(text: str) -> int | None:
-    """A number of instances, the fewest or the most of a model; None: no such number."""
+    """Return a minimum or maximum number of instances; None if invalid."""
     return _from_1_to(MOST_INSTANCES, text)
 
 

@@ -1,8 +1,8 @@
-"""A model's configuration, typed: what config.pbtxt says, normalised and checked by the supervisor.
+"""A model's typed configuration: config.pbtxt, normalised and validated by the supervisor.
 
-It is sent as the configuration's JSON, and decoded where it arrives. Fields have the names and the
-units of config.pbtxt, a few with their values in a plainer form; what is absent there has the
-default here. Datatypes are the protocol's ("FP32").
+The configuration is sent as JSON and decoded by the receiver. Fields have the names and the units
+of config.pbtxt; some values have a simpler form. An absent field has the default given here.
+Datatypes are the protocol's ("FP32").
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.records import Document, from_map
 
 CORRELATION_ID = "CONTROL_SEQUENCE_CORRID"
-# What may change while a version serves: how many instances there are and where, and which versions
-# are loaded.
+# The fields that may change while a version serves: the instances, and the loaded versions.
 _MUTABLE = frozenset({"instance_group", "version_policy"})
 
 
 def _at(path: str, default: Any = None, convert: Callable[[Any], Any] | None = None) -> Any:
-    """A field whose value is at this path of the configuration."""
+    """Return a field whose value is at this path of the configuration."""
     return field(default=default, metadata={"path": path, "convert": convert})
 
 
@@ -42,8 +41,10 @@ def _texts(parameters: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output: `dims` without the batch dimension, -1 for any size. The model sees
-    `model_dims`, clients `dims`."""
+    """An input or output; `dims` excludes the batch dimension, and -1 is any size.
+
+    Clients use the shape `dims`, and the model `model_dims`.
+    """
 
     name: str = ""
     datatype: str = _datatype()
@@ -54,19 +55,22 @@ class TensorSpec:
 
     @property
     def static(self) -> bool:
-        """Whether every dimension is fixed."""
+        """Return whether all dimensions are fixed."""
         return -1 not in self.dims
 
     @property
     def model_dims(self) -> tuple[int, ...]:
-        """The dimensions that the model sees."""
+        """Return the dimensions in the model."""
         return self.dims if self.reshape is None else self.reshape
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """A `batch_input`, which is made of the shapes of `source_input` in a ragged batch, or a
-    `batch_output`, which is cut into them."""
+    """A `batch_input` or a `batch_output`.
+
+    A batch input is computed from the shapes of `source_input` in a ragged batch. A batch output is
+    split by these shapes.
+    """
 
     kind: str = ""
     target_name: tuple[str, ...] = ()
@@ -76,8 +80,10 @@ class BatchTensor:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The limits of a level of the queue; 0: no limit. `allow_timeout_override`: a request's own,
-    shorter timeout counts."""
+    """The limits of a priority level of the queue; 0: no limit.
+
+    With `allow_timeout_override`, a request's own shorter timeout applies.
+    """
 
     timeout_action: str = "REJECT"
     default_timeout_microseconds: int = 0
@@ -86,26 +92,27 @@ class LevelPolicy:
 
     @property
     def limits(self) -> bool:
-        """Whether it refuses anything, or lets a request ask for that."""
+        """Return whether the policy rejects requests, or permits timeouts of requests."""
         bounds = self.max_queue_size, self.default_timeout_microseconds
         return any(bounds) or self.allow_timeout_override
 
     @property
     def delays(self) -> bool:
-        """Whether a request whose timeout has passed waits on, behind the others of its level; else
-        it is rejected."""
+        """Return whether a request stays queued after its timeout, behind its level's others."""
         return self.timeout_action == "DELAY"
 
     def own_timeout_us(self, timeout_us: int) -> int:
-        """A request's own timeout where it may and does override the policy's, else 0. To have no
-        timeout is the longest one, which any other is shorter than."""
+        """Return a request's own timeout if it overrides the policy's, otherwise 0.
+
+        No timeout counts as longer than any other.
+        """
         longest = self.default_timeout_microseconds or timeout_us + 1
         return timeout_us if self.allow_timeout_override and 0 < timeout_us < longest else 0
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicBatching:
-    """The dynamic batcher; also how the sequence batcher makes batches of its oldest requests."""
+    """The dynamic batcher; also the batching of the oldest requests by the sequence batcher."""
 
     preferred_batch_size: tuple[int, ...] = ()
     max_queue_delay_microseconds: int = 0
@@ -119,8 +126,11 @@ class DynamicBatching:
 
 @dataclass(frozen=True, slots=True)
 class SequenceControl:
-    """A control input of a sequence: by its values for false and true, or as the correlation id,
-    which alone has a `datatype`."""
+    """A control input of a sequence.
+
+    The control is given by its values for false and true, or it is the correlation id, which has a
+    `datatype`.
+    """
 
     kind: str = "CONTROL_SEQUENCE_START"
     datatype: str = _datatype()
@@ -131,7 +141,7 @@ class SequenceControl:
 
 @dataclass(frozen=True, slots=True)
 class ControlTensor:
-    """An input that tells a model where in its sequence a request is."""
+    """An input with the request's position in its sequence."""
 
     name: str = ""
     control: tuple[SequenceControl, ...] = ()
@@ -147,7 +157,7 @@ class InitialState:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """A tensor that a model gives back for the next request of the same sequence."""
+    """A tensor that a model returns for the next request of the same sequence."""
 
     input_name: str = ""
     output_name: str = ""
@@ -171,12 +181,12 @@ class SequenceBatching:
 
     @property
     def controls(self) -> list[tuple[str, SequenceControl]]:
-        """The controls, with the names of their inputs."""
+        """Return the controls with the names of their inputs."""
         return [(each.name, control) for each in self.control_input for control in each.control]
 
     @property
     def correlation_id(self) -> tuple[str, str]:
-        """(name, datatype) of the input that gets the correlation id; empty without one."""
+        """Return name and datatype of the input for the correlation id; empty if there is none."""
         for name, control in self.controls:
             if control.kind == CORRELATION_ID:
                 return name, control.datatype
@@ -185,7 +195,7 @@ class SequenceBatching:
 
 @dataclass(frozen=True, slots=True)
 class EnsembleStep:
-    """A model to run: the maps are from its tensors' names to those of the ensemble."""
+    """A model of an ensemble; the maps are from its tensor names to those of the ensemble."""
 
     model_name: str = ""
     model_version: int = -1
@@ -194,13 +204,13 @@ class EnsembleStep:
 
     @property
     def version(self) -> str:
-        """The version to run, "" for the latest."""
+        """Return the version to run, "" for the latest."""
         return str(self.model_version) if self.model_version > 0 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class EnsembleScheduling:
-    """The steps of an ensemble; no limit of their requests in flight: 0."""
+    """The steps of an ensemble; `max_inflight_requests` 0: no limit."""
 
     step: tuple[EnsembleStep, ...] = ()
     max_inflight_requests: int = 0
@@ -208,7 +218,7 @@ class EnsembleScheduling:
 
 @dataclass(frozen=True, slots=True)
 class LimitedResource:
-    """So many of a resource of the rate limiter, of each device or (`is_global`) of the host."""
+    """An amount of a resource of the rate limiter, per device or, if `is_global`, per host."""
 
     name: str = ""
     is_global: bool = _at("global", False)
@@ -224,13 +234,13 @@ class RateLimit:
 
     @property
     def limits(self) -> bool:
-        """Whether it needs anything."""
+        """Return whether an execution requires resources."""
         return any(each.count for each in self.resources)
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceGroup:
-    """Instances of one kind; of KIND_GPU, `count` on each of `gpus`."""
+    """Instances of one kind; for KIND_GPU, `count` on each of `gpus`."""
 
     name: str = ""
     kind: str = "KIND_CPU"
@@ -268,8 +278,7 @@ class Optimization:
 
 @dataclass(frozen=True, slots=True)
 class WarmupInput:
-    """An input of a warm-up sample; `zero_data` and `random_data` are None where another is
-    chosen."""
+    """An input of a warm-up sample; `zero_data` and `random_data` are None if not chosen."""
 
     datatype: str = _datatype()
     dims: tuple[int, ...] = ()
@@ -290,7 +299,7 @@ class WarmupSample:
 
 @dataclass(frozen=True, slots=True)
 class MetricControl:
-    """The buckets of the histogram that is this metric's family."""
+    """The buckets of the histogram of a metric family."""
 
     family: str = _at("metric_identifier.family", "")
     buckets: tuple[float, ...] = _at("histogram_options.buckets", ())
@@ -298,8 +307,10 @@ class MetricControl:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec(Document):
-    """A model's configuration. `source` is its JSON, as `GET /v2/models/NAME/config` shows it, for
-    showing it and for comparing it as a whole."""
+    """A model's configuration.
+
+    `source` is the JSON of `GET /v2/models/NAME/config`, for presentation and comparison.
+    """
 
     name: str = ""
     platform: str = ""
@@ -326,12 +337,12 @@ class ModelSpec(Document):
 
     @classmethod
     def of(cls, source: Mapping[str, Any]) -> Self:
-        """The configuration that this JSON is."""
+        """Return the configuration in this JSON."""
         return from_map(cls, {**source, "source": source})
 
     @property
     def padding(self) -> Padding | None:
-        """The padding of the inputs; None: they are not padded."""
+        """Return the padding of the inputs; None: inputs are not padded."""
         return Padding.of(
             self.parameters.get(PADDING, ""),
             {each.name: each.dims for each in self.input},
@@ -339,18 +350,18 @@ class ModelSpec(Document):
 
     @property
     def has_scheduler(self) -> bool:
-        """Whether it says how requests are scheduled."""
+        """Return whether the configuration selects a scheduler."""
         chosen = self.dynamic_batching, self.sequence_batching, self.ensemble_scheduling
         return any(each is not None for each in chosen)
 
     @property
     def immutable_config(self) -> dict[str, Any]:
-        """The part of `source` that cannot change while a version serves."""
+        """Return the part of `source` that cannot change while a version serves."""
         return {key: value for key, value in self.source.items() if key not in _MUTABLE}
 
 
 def source_positions(text: str, class_name: str) -> dict[str, str]:
-    """Find where the class that declares a model writes its attributes, methods and arguments.
+    """Find the positions of attributes, methods and arguments in the class that declares a model.
 
     Args:
         text: The text of a Python file.

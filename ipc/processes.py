@@ -77,7 +77,7 @@ def kill_marked(supervisor_pid: int, run_dir: object) -> None:
     mark = os.fsencode(f"{_MARK}={supervisor_pid} {run_dir}")
     for environ in Path("/proc").glob("[0-9]*/environ"):
         pid = int(environ.parent.name)
-        with contextlib.suppress(OSError):  # another user's process, or exited
+        with contextlib.suppress(OSError):  # another user's process, or it has exited
             if pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)
 

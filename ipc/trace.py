@@ -1,10 +1,10 @@
-"""A request's times as processes tell them: a span for each model that had part in it.
+"""The times of a request: a span for each model that processed it.
 
-    Submit.trace ──> scheduler ──Work.trace──> worker ──> what its model asks of others
+    Submit.trace ──> scheduler ──Work.trace──> worker ──> the model's calls of other models
     Finished.spans <── scheduler <── BatchFinished.spans <──┘
 
-They are made only for a request whose submitter asks for them by a `trace` that is not empty. Who
-passes a request on names the span of it: so what is told needs no looking into on its way back.
+Spans are created only if the submitter sets a non-empty `trace`. A process that forwards a request
+assigns the id of its span, so that spans need no parsing on their way back.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ import msgpack
 
 logger = logging.getLogger(__name__)
 
-# W3C trace context, https://www.w3.org/TR/trace-context/: later versions may have more behind it.
+# W3C trace context, https://www.w3.org/TR/trace-context/: later versions may append fields.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _MESSAGE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]-([0-9a-f]{16})?")
 _ID = re.compile(r"[0-9a-f]{1,16}")
 _SAMPLED = 1
-_MOST_SPANS = 4096  # of one request
+_MOST_SPANS = 4096  # per request
 
 
 def is_trace(trace: str) -> bool:
-    """Whether a text is what `TraceContext.of` takes."""
+    """Check whether `TraceContext.of` accepts a text."""
     return _MESSAGE.fullmatch(trace) is not None
 
 
 class TraceContext(NamedTuple):
-    """The place of a request in a trace: ids in hexadecimal digits; no `parent_id`: the first."""
+    """The position of a request in a trace, with hexadecimal ids.
+
+    A root span has no `parent_id`.
+    """
 
     trace_id: str
     span_id: str
@@ -41,12 +44,15 @@ class TraceContext(NamedTuple):
 
     @classmethod
     def new(cls, sampled: bool = False) -> TraceContext:
-        """The first span of a new trace."""
+        """Return the root span of a new trace."""
         return cls(os.urandom(16).hex(), os.urandom(8).hex(), "", sampled)
 
     @classmethod
     def of_header(cls, traceparent: str) -> TraceContext | None:
-        """The span that a `traceparent` names; None for what is none, as W3C has it."""
+        """Return the span in a `traceparent` header.
+
+        None if the header is invalid by W3C's rules.
+        """
         found = _TRACEPARENT.fullmatch(traceparent.strip())
         if found is None or not int(found[1], 16) or not int(found[2], 16):
             return None
@@ -54,30 +60,40 @@ class TraceContext(NamedTuple):
 
     @classmethod
     def of(cls, trace: str) -> TraceContext:
-        """What a `trace` of a message says."""
+        """Return the span in a message's `trace`."""
         return cls(trace[3:35], trace[36:52], trace[56:72], trace[53:55] == "01")
 
     def child(self, sampled: bool | None = None) -> TraceContext:
-        """A new span within this one."""
+        """Return a new child span."""
         sampled = self.sampled if sampled is None else sampled
         return TraceContext(self.trace_id, os.urandom(8).hex(), self.span_id, sampled)
 
     @property
     def traceparent(self) -> str:
-        """As W3C has it, for who is called."""
+        """Return the W3C header for a callee."""
         return f"00-{self.trace_id}-{self.span_id}-{self.sampled:02d}"
 
     @property
     def message(self) -> str:
-        """As messages have it: the `traceparent`, and the parent's id behind it."""
+        """Return the form for messages: the `traceparent`, followed by the parent's id."""
         return f"{self.traceparent}-{self.parent_id}"
 
 
 class Span(NamedTuple):
-    """A request at a model's scheduler. Times are monotonic ns: when it was made and enqueued, when
-    its execution began, had its inputs, had its outputs and ended (0: it was not executed), and
-    when its response left. `batch_size` is the batch's, `closed` why it took no further request;
-    of an ensemble that is empty, of a cached response "cached"."""
+    """A request at a model's scheduler. Times are monotonic ns.
+
+    Attributes:
+        arrived_ns: The creation of the request.
+        enqueued_ns: The time when it was queued.
+        compute_start_ns: The start of its execution; 0: it was not executed.
+        input_end_ns: The time when its inputs were ready.
+        output_start_ns: The time when the model had returned.
+        compute_end_ns: The end of its execution.
+        responded_ns: The time when its response was sent.
+        batch_size: The size of its batch.
+        closed: The reason why the batch was closed; "" for an ensemble, "cached" for a cached
+            response.
+    """
 
     span_id: str
     parent_id: str
@@ -95,7 +111,7 @@ class Span(NamedTuple):
     closed: str
 
     def packed(self) -> bytes:
-        """As `Finished.spans` has it; several are one behind the other."""
+        """Return the encoding for `Finished.spans`, in which spans are concatenated."""
         data: bytes = msgpack.packb(self)
         return data
 
@@ -104,7 +120,7 @@ _KINDS = [*(str,) * 5, *(int,) * 8, str]
 
 
 def unpack_spans(spans: bytes) -> list[Span]:
-    """The spans of a message; what is none ends them: the model of a worker may have written it."""
+    """Return the spans of a message up to the first invalid one. A model may have written them."""
     found: list[Span] = []
     unpacker = msgpack.Unpacker(max_buffer_size=len(spans) or 1)
     unpacker.feed(spans)
@@ -117,13 +133,13 @@ def unpack_spans(spans: bytes) -> list[Span]:
             if not (all(map(_ID.fullmatch, ids)) and span.span_id and span.version.isdecimal()):
                 break
             found.append(span)
-    except Exception as error:  # msgpack and what is no list raise many kinds; all mean the same
+    except Exception as error:  # msgpack and non-lists raise many types
         logger.error("the spans of a response are malformed: %s", error)
     return found
 
 
 def within(spans: list[Span], span_id: str) -> list[Span]:
-    """Those of the spans that are this one, and within it: others were executed along with it."""
+    """Return the span with this id and its descendants; other spans belong to the same batch."""
     known, left = {span_id}, spans
     while True:
         more = [span for span in left if span.span_id in known or span.parent_id in known]
@@ -136,10 +152,18 @@ def within(spans: list[Span], span_id: str) -> list[Span]:
 def explain(
     spans: list[Span], span_id: str, arrived_ns: int, submitted_ns: int, now_ns: int
 ) -> dict[str, Any]:
-    """Where the time of a request went whose scheduler was to tell the span `span_id`, in us: from
-    its arrival to its submission (`receive_us`), in the queue and at its model, and from there
-    until now (`respond_us`). With the same of each step of an ensemble, and of each model that its
-    own has called.
+    """Return the durations of a request's phases in us.
+
+    The phases are: from arrival to submission (`receive_us`), in the queue and at its model, and
+    from there until now (`respond_us`). The result contains the same for each step of an ensemble
+    and for each model that its model has called.
+
+    Args:
+        spans: The spans of the response.
+        span_id: The span of the request's scheduler.
+        arrived_ns: The arrival time.
+        submitted_ns: The submission time.
+        now_ns: The current time.
     """
     told = {"total_us": _us(arrived_ns, now_ns), "receive_us": _us(arrived_ns, submitted_ns)}
     within: dict[str, list[Span]] = {}

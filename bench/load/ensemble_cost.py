@@ -30,7 +30,7 @@ from shmserve.ipc.transport import frames
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.steps.links import StepSchedulers
+from shmserve.scheduler.ensemble.runner import StepSchedulers
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 from shmserve.scheduler.settings import Settings

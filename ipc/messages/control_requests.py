@@ -92,7 +92,7 @@ class ChangeTracing:
 
 @message
 class WantModel:
-    """Load a model on demand. The reply follows once the model serves and all peers know that.
+    """Load a model on demand. The reply follows once the model serves and all peers have it.
 
     The request expires after `patience_s` seconds; 0 means never.
     """
@@ -250,7 +250,7 @@ class TicketReturned:
 
 @message
 class Hello:
-    """Connect a program as a local client. `version` is the version of the protocol."""
+    """Connect a program as a local client; `version` is that of the protocol."""
 
     version: int
 

@@ -1,12 +1,12 @@
-"""Messages of text generation, between the scheduler of a generative model and its workers.
+"""Messages of text generation between the scheduler of a generative model and its workers.
 
-    Prepare ──> tokens of a prompt, made beside the engine ──> Prepared
-    Step    ──> one pass over all rows, and a token each   ──> Stepped
-    Told    <── a response has left                         Ended <── a stop string was found
+    Prepare ──> tokenize a prompt, in parallel to the engine ──> Prepared
+    Step    ──> a pass over all rows, with a token for each  ──> Stepped
+    Told    <── a response was sent          Ended <── a stop string was found
 
-The scheduler knows sequences by numbers of its own, and decides which tokens are computed when, and
-in which blocks their keys and values are. The worker has their texts: it samples, says which have
-ended and why, and responds to clients by `ExecutionResponded`.
+The scheduler identifies sequences by its own numbers. It decides when tokens are computed, and
+which blocks contain their keys and values. The worker stores the texts: it samples, detects the end
+of sequences, and responds to clients by `ExecutionResponded`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from shmserve.ipc.transport.records import record
 
 @record
 class Resumed:
-    """A sample of a request as another instance has left it: the `tokens` that it had generated
-    (int32, little endian), how many characters of their text were `told` to the client, and why it
-    has ended, if it has; `closed`: that was told, too."""
+    """The state of a sample that another instance had generated in part.
+
+    Attributes:
+        sample: The number of the sample.
+        tokens: The generated tokens (int32, little endian).
+        told: The number of characters of text already sent to the client.
+        over: The reason why the sample has ended, or "".
+        closed: Whether the end was already sent to the client.
+    """
 
     sample: int
     tokens: bytes
@@ -33,9 +39,11 @@ class Resumed:
 
 @message
 class Prepare:
-    """Read this request, the only one of `requests`, and make tokens of its prompt, beside the
-    steps; the answer is `Prepared`, or its end by `ExecutionResponded`. Of one that an instance has
-    lost, `resumed` is what each of its samples had."""
+    """Read the single request of `requests` and tokenize its prompt, in parallel to the steps.
+
+    The reply is `Prepared`, or `ExecutionResponded` if the request has ended. `resumed` is the
+    state of each sample of a request whose instance was lost.
+    """
 
     requests: list[Work]
     resumed: list[Resumed] = field(default_factory=list)
@@ -43,9 +51,14 @@ class Prepare:
 
 @record
 class BeamSearch:
-    """A request's beam search: so many hypotheses at a time, their score is the sum of their
-    logarithmic probabilities over length ** `length_penalty`. `early_stopping`: "true", "false" or
-    "never", as transformers has it. A hypothesis ends with one of the tokens `ends`."""
+    """The parameters of a request's beam search.
+
+    Attributes:
+        width: The number of hypotheses.
+        length_penalty: A score is the sum of log probabilities over length ** `length_penalty`.
+        early_stopping: "true", "false" or "never", as in transformers.
+        ends: The tokens that end a hypothesis.
+    """
 
     width: int
     length_penalty: float
@@ -55,10 +68,18 @@ class BeamSearch:
 
 @message
 class Prepared:
-    """A request is ready to run. `prompt`: its tokens (int32, little endian). Of each of its
-    `samples` at most `max_tokens` are generated. `priority`: lower goes first. `whole`: all of the
-    prompt is to be computed, whatever is cached. `drafts`: tokens may be proposed for it. `beams`:
-    one entry where it is a beam search."""
+    """Sent when a request is ready to run.
+
+    Attributes:
+        key: The request.
+        prompt: The tokens of the prompt (int32, little endian).
+        max_tokens: The maximum number of tokens of each sample.
+        samples: The number of samples.
+        priority: The priority; lower values run first.
+        whole: Whether the whole prompt is computed even if a prefix is cached.
+        drafts: Whether draft tokens may be proposed.
+        beams: The beam search, if any.
+    """
 
     key: int
     prompt: bytes
@@ -72,8 +93,11 @@ class Prepared:
 
 @record
 class Begin:
-    """A new sequence: sample `sample` of request `key`. With a `parent` it has the tokens of that
-    sequence as it is before this step, and then `token`, if that is not -1."""
+    """Start a sequence: sample `sample` of request `key`.
+
+    With a `parent`, the sequence is a copy of that sequence before this step, followed by `token`
+    unless that is -1.
+    """
 
     sequence: int
     key: int
@@ -84,10 +108,17 @@ class Begin:
 
 @record
 class Row:
-    """Compute the `count` tokens of a sequence that begin at its position `start`. Of its block
-    table the first `keep` stay, and `blocks` follow. `draft`: so many more tokens are proposed
-    behind them and checked. `samples`: the next token is sampled, since these are its last; else
-    there are more to come."""
+    """The tokens of a sequence to compute in a step.
+
+    Attributes:
+        sequence: The sequence.
+        start: The position of the first token.
+        count: The number of tokens.
+        keep: The number of entries of the block table that remain.
+        blocks: The entries that follow.
+        draft: The number of draft tokens to propose and verify after these.
+        samples: Whether the next token is sampled, since these tokens are the sequence's last.
+    """
 
     sequence: int
     start: int
@@ -100,9 +131,12 @@ class Row:
 
 @message
 class Step:
-    """One pass, in this order: sequences begin, blocks are copied, the rows are computed, sequences
-    are `over` (their tokens are forgotten). Blocks are copied `out` to the host pool, `back` from
-    it and `within` the pool (copy on write), as from, to, from, to, ...; all of `out` first.
+    """Execute one pass.
+
+    The worker begins sequences, copies blocks, computes the rows, and releases the sequences
+    `over`, in this order. Blocks are copied `out` to the host pool, `back` from it, and `within`
+    the pool (copy-on-write), all of `out` first. The lists alternate between source and
+    destination.
     """
 
     step: int
@@ -116,10 +150,16 @@ class Step:
 
 @record
 class RowResult:
-    """The result of a row that samples: its new `tokens`, all but the last of them drafts that were
-    accepted, and why the sequence has ended ("stop", "length"), if it has. Of a beam there are no
-    tokens but the best `candidates` with their `scores` (logarithms of probabilities), best first.
-    `drafted`: tokens that were proposed."""
+    """The result of a row that samples.
+
+    Attributes:
+        sequence: The sequence.
+        tokens: The new tokens; all but the last are accepted drafts. Empty for beams.
+        over: The reason why the sequence has ended ("stop", "length"), or "".
+        drafted: The number of proposed tokens.
+        candidates: For a beam, the best tokens, best first.
+        scores: The log probabilities of the candidates.
+    """
 
     sequence: int
     tokens: list[int]
@@ -131,10 +171,18 @@ class RowResult:
 
 @message
 class Stepped:
-    """A step is done, with a result for each row that samples, but for the sequences that are
-    `lost`: nothing was computed of these, since their requests have ended. Its time in ns by part:
-    tables and copies (`gather`), `forward`, `sample`, and within these what the drafts took
-    (`draft`); and what went on beside the steps since the last one (`text`)."""
+    """Sent when a step is complete.
+
+    Attributes:
+        step: The step.
+        results: The result of each row that samples, except those of `lost` sequences.
+        gather_ns: The time for block tables and copies.
+        forward_ns: The time of the forward pass.
+        sample_ns: The time of sampling.
+        draft_ns: The part of these times spent on drafts.
+        text_ns: The time of text processing in parallel since the last step.
+        lost: Sequences that were not computed, because their requests have ended.
+    """
 
     step: int
     results: list[RowResult]
@@ -148,8 +196,14 @@ class Stepped:
 
 @message
 class Told:
-    """Another response has left: so many characters of this sample's text are told by now, and,
-    where it is `closed`, its end."""
+    """Sent when a response was sent to the client.
+
+    Attributes:
+        key: The request.
+        sample: The sample.
+        characters: The number of characters of its text sent so far.
+        closed: Whether its end was sent.
+    """
 
     key: int
     sample: int
@@ -159,15 +213,20 @@ class Told:
 
 @message
 class Ended:
-    """A sequence has ended by what its text says (a stop string), and needs no more tokens."""
+    """Sent when a stop string ends a sequence, which needs no more tokens."""
 
     sequence: int
 
 
 @record
 class Hypothesis:
-    """A text that beam search has found: its tokens after the prompt (int32, little endian), and
-    why it ended."""
+    """A hypothesis of a beam search.
+
+    Attributes:
+        tokens: Its tokens after the prompt (int32, little endian).
+        over: The reason why it ended.
+        score: Its score.
+    """
 
     tokens: bytes
     over: str
@@ -176,8 +235,7 @@ class Hypothesis:
 
 @message
 class Choose:
-    """The beam search of request `key` has ended with these hypotheses, best first: they are its
-    response."""
+    """Respond to request `key` with these hypotheses of its completed beam search, best first."""
 
     key: int
     hypotheses: list[Hypothesis]

@@ -1,4 +1,4 @@
-"""Messages of inference: between clients and a scheduler, and between that and its workers."""
+"""Messages of inference: between clients and a scheduler, and between a scheduler and workers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from typing import Any, ClassVar
 from shmserve.ipc.transport.frames import message
 from shmserve.ipc.transport.records import record
 
-# A reply's code: the model asks for the request again (iterative sequences only).
+# The code of a reply by which a model reschedules a request (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"
 
 
 @message
 class Submit:
-    """Run this request; `schema` and `data` are an `Inference`, see ipc/tensors/inference.py.
+    """Execute a request.
 
-    `request_id` is the client's own; it may be empty. `timeout_us` is the request's own limit,
-    `deadline_ns` (monotonic clock) when nobody waits any more; 0: none. The sequence that
-    it belongs to is `correlation_id`, or `correlation_text` where that is a text; 0 and "": none.
-    `flags` say whether it is the first of it, or the last (SEQUENCE_START, SEQUENCE_END). `source`
-    tells apart those who come through one gateway, by a number of its own: only of such a request.
-    With a `trace`, as ipc/trace.py has it, its times are told with its response.
+    Attributes:
+        id: The request's number on this link.
+        schema: The schema of an `Inference` (ipc/tensors/inference.py).
+        data: The data of that `Inference`.
+        arrived_ns: The arrival time (monotonic clock).
+        deadline_ns: The time after which no client waits (monotonic clock); 0: none.
+        timeout_us: The request's own timeout; 0: none.
+        priority: The priority level; 0: the model's default.
+        request_id: The client's id, which may be empty.
+        flags: SEQUENCE_START and SEQUENCE_END for the first and last request of a sequence.
+        correlation_id: The sequence, if its id is a number; 0: none.
+        correlation_text: The sequence, if its id is a string; "": none.
+        source: A number that distinguishes clients of one gateway; only for requests of sequences.
+        trace: The trace context (ipc/trace.py) if the response should contain spans, or "".
     """
 
     id: int
@@ -41,8 +49,11 @@ class Submit:
 
 @message
 class Cancel:
-    """The cancellation of a request for which nobody waits any more; or, `listening`, which its
-    model should end, of which the client takes what comes until it does."""
+    """Cancel a request whose client has disconnected.
+
+    With `listening`, the model should end the request, and the client still reads the remaining
+    responses.
+    """
 
     id: int
     listening: bool = False
@@ -50,9 +61,9 @@ class Cancel:
 
 @message
 class Credit:
-    """The client has read so many responses of this request, and takes as many more."""
+    """Permit as many further responses of a request as the client has read."""
 
-    TAG: ClassVar[str] = "Grant"  # the protocol's name for it since its first version
+    TAG: ClassVar[str] = "Grant"  # the wire name since version 1 of the protocol
 
     id: int
     responses: int
@@ -60,8 +71,10 @@ class Credit:
 
 @message
 class Release:
-    """The outputs at these offsets of a process's memory have been read. `memory` is that memory's
-    id: a process that hosts schedulers has several."""
+    """Release outputs that have been read, at these offsets of a process's memory.
+
+    `memory` is the id of that memory: a process that hosts schedulers has several.
+    """
 
     pid: int
     offsets: list[int]
@@ -77,9 +90,11 @@ class ReportStatistics:
 
 @message
 class Finished:
-    """The request succeeded; `schema` and `data` are an `Inferred`. Its execution took so many ns
-    by phase: input, inference, output. `spans` of one with a `trace` are as ipc/trace.py has
-    them."""
+    """Sent when a request has succeeded; `schema` and `data` are an `Inferred`.
+
+    The times are the durations of the phases of its execution. `spans` are those of a request with
+    a `trace` (ipc/trace.py).
+    """
 
     id: int
     schema: bytes
@@ -92,11 +107,11 @@ class Finished:
 
 @message
 class Responded:
-    """One of any number of responses to a request: an `Inferred`, or, with a `code`, an error for
-    the client. An empty `schema` without a code is no response, only the end.
+    """A response of a decoupled model: an `Inferred`, or an error for the client if `code` is set.
 
-    `final`: nothing follows, and no worker has the request any more; its execution took so many ns
-    by phase, as in `Finished`, which has `spans`, too.
+    An empty `schema` without a code is not a response; it only marks the end. `final` means that
+    nothing follows and no worker has the request any more. Only then are the durations of the
+    phases and the `spans` set, as in `Finished`.
     """
 
     id: int
@@ -113,10 +128,10 @@ class Responded:
 
 @message
 class Failed:
-    """The request failed; `message` is for the client. `retry_after_s` 0: no hint.
+    """Sent when a request has failed; `message` is for the client.
 
-    `early`: a worker still has the request (its deadline passed there), so its memory stays in use
-    until `Settled`.
+    `retry_after_s` is a hint for the client; 0: none. With `early` (its deadline expired at a
+    worker), the request's memory remains in use until `Settled`.
     """
 
     id: int
@@ -128,14 +143,14 @@ class Failed:
 
 @message
 class Settled:
-    """No worker has the request any more, whose `Failed` came early."""
+    """Sent when no worker has the request any more whose `Failed` was early."""
 
     id: int
 
 
 @message
 class StatisticsReported:
-    """A model version's counters: see shmserve/scheduler/statistics.py for the keys."""
+    """The counters of a model version; shmserve/scheduler/statistics.py documents the keys."""
 
     id: int
     statistics: dict[str, Any]
@@ -143,9 +158,11 @@ class StatisticsReported:
 
 @record
 class Work:
-    """A request as a worker gets it; `schema` and `data` are an `Inference`, and the other fields
-    are those of `Submit`. What the model asks of other models on its behalf ends at the deadline
-    too."""
+    """A request to a worker; `schema` and `data` are an `Inference`.
+
+    The other fields are those of `Submit`. The deadline also applies to the model's calls of other
+    models.
+    """
 
     key: int
     client_pid: int
@@ -162,14 +179,16 @@ class Work:
 
     @property
     def sequence(self) -> int | str:
-        """The sequence's id, 0 for none."""
+        """Return the sequence's id; 0: none."""
         return self.correlation_text or self.correlation_id
 
 
 @record
 class Reply:
-    """A batch's result for a request; `code` "" is success, and `schema` and `data` then an
-    `Inferred`."""
+    """The result of a request in a batch.
+
+    If `code` is empty the request has succeeded, and `schema` and `data` are an `Inferred`.
+    """
 
     key: int
     code: str
@@ -180,8 +199,10 @@ class Reply:
 
 @record
 class SequenceRow:
-    """A row of a batch of sequences: the request `key` with its sequence, whose state is in `slot`.
-    With `key` 0 it is a null row: nobody's, there because a model wants no gap between slots."""
+    """A row of a batch of sequences: a request `key`, and the slot of its sequence's state.
+
+    With `key` 0 the row is a null row, which fills a gap between slots.
+    """
 
     slot: int
     key: int
@@ -192,8 +213,14 @@ class SequenceRow:
 
 @message
 class Execute:
-    """Run a batch, in order; `live`: how many requests the scheduler has under way, these among
-    them. With `rows`, which every batch of sequences has, these say where in the batch they are."""
+    """Execute a batch, in order.
+
+    Attributes:
+        batch: The number of the batch.
+        requests: The requests.
+        live: The number of requests in flight at the scheduler, including these.
+        rows: For a batch of sequences, the rows, which refer to the requests.
+    """
 
     batch: int
     requests: list[Work]
@@ -203,14 +230,17 @@ class Execute:
 
 @message
 class EndSequences:
-    """The sequences in these slots are over, and no END of theirs has run: their states go."""
+    """Release the states in these slots, whose sequences ended without an END request."""
 
     slots: list[int]
 
 
 @message
 class CancelExecution:
-    """Do not write this request's outputs: nobody waits. Or, `listening`: as in `Cancel`."""
+    """Do not write the outputs of this request, whose client has disconnected.
+
+    `listening` is that of `Cancel`.
+    """
 
     key: int
     listening: bool = False
@@ -218,7 +248,7 @@ class CancelExecution:
 
 @message
 class CreditExecution:
-    """The client of this request takes so many more responses."""
+    """Permit as many further responses of this request."""
 
     key: int
     responses: int
@@ -226,8 +256,7 @@ class CreditExecution:
 
 @message
 class ReleaseOutputs:
-    """These offsets of the worker's arena, the memory with this id, have been read by process
-    `client_pid`."""
+    """Release outputs in the worker's arena (the memory with this id) that a process has read."""
 
     client_pid: int
     offsets: list[int]
@@ -236,14 +265,17 @@ class ReleaseOutputs:
 
 @message
 class ReaderExited:
-    """Process `pid` has ended, and the scheduler does not look any more at what it was lent."""
+    """Release the outputs that process `pid` had not released when it exited.
+
+    The scheduler does not access them either.
+    """
 
     pid: int
 
 
 @message
 class InstanceReady:
-    """A loaded instance (index within its model) offers itself for batches."""
+    """Sent when an instance (index within its model) is loaded and accepts batches."""
 
     index: int
     pid: int
@@ -251,10 +283,22 @@ class InstanceReady:
 
 @message
 class BatchFinished:
-    """A batch ended, and the instance takes the next. Times are monotonic ns. Requests of a model
-    that gives any number of responses have no reply where an `ExecutionResponded` ends them, now
-    or later. `copied_in`, `copied_out`: bytes of tensors that were copied. `executed`: whether the
-    model was asked at all. `spans`: of what it has asked other models, as ipc/trace.py has them."""
+    """Sent when a batch has ended and the instance accepts the next one.
+
+    A decoupled model's request has no reply if an `ExecutionResponded` ends it, now or later.
+
+    Attributes:
+        batch: The batch.
+        compute_start_ns: The start (all times are monotonic ns).
+        input_end_ns: The time when the inputs were ready.
+        output_start_ns: The time when the model had returned.
+        compute_end_ns: The end.
+        replies: The replies.
+        copied_in: The bytes of tensors copied to inputs.
+        copied_out: The bytes of tensors copied from outputs.
+        executed: Whether the model was executed.
+        spans: The spans of its calls of other models (ipc/trace.py).
+    """
 
     batch: int
     compute_start_ns: int
@@ -270,9 +314,14 @@ class BatchFinished:
 
 @message
 class ExecutionResponded:
-    """A response of a model that gives any number of them, as `Responded` has it. Times are
-    monotonic ns: when the model gave it, and when its outputs were written. `failed`: the request
-    has ended by a failure, not by an error that its model chose to send."""
+    """A response of a decoupled model; see `Responded`.
+
+    Attributes:
+        given_ns: The time when the model returned the response (monotonic).
+        written_ns: The time when its outputs were written.
+        copied_out: The bytes of outputs copied.
+        failed: Whether the request ended by a failure rather than an error that the model sent.
+    """
 
     key: int
     code: str
@@ -288,7 +337,10 @@ class ExecutionResponded:
 
 @message
 class MetricsReported:
-    """An instance's model has changed metrics of its own: all of them, since the process began.
-    shmserve.common.model_metrics says what `families` are."""
+    """Sent when the custom metrics of an instance's model have changed.
+
+    `families` are all metrics since the instance's start, in the format of
+    shmserve.common.model_metrics.
+    """
 
     families: list[list[Any]]

@@ -125,8 +125,8 @@ class OwnerExited:
 class ServerEnding:
     """Sent to a local client when the server stops and a successor will listen at the same path.
 
-    The local client sends new requests to the successor; its requests in flight are answered. It
-    confirms with `Acknowledged`.
+    The local client sends new requests to the successor. Requests in flight are still answered. The
+    client confirms with `Acknowledged`.
     """
 
     acknowledge: int

@@ -78,7 +78,7 @@ class SchedulerStart:
     run_dir: Path
     capability_key: bytes
     group: int = -1
-    arena_byte_size: int = 0  # of what it lends
+    arena_byte_size: int = 0  # of the output arena
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
     snapshot: list[Any] = field(default_factory=list)
@@ -157,10 +157,12 @@ class Stop:
 
 @message
 class Drain:
-    """Accept no new work, finish what is in flight, then send `Drained`.
+    """Accept no new work, complete requests in flight, then send `Drained`.
 
-    `sequences`: open sequences are in flight, too, until they end or their idle limit expires.
-    `followed`: another server accepts clients at the gateway's sockets.
+    Attributes:
+        sequences: Whether open sequences count as in flight until they end or their idle limit
+            expires.
+        followed: Whether another server accepts clients at the gateway's sockets.
     """
 
     sequences: bool = False
@@ -250,8 +252,9 @@ class RequestTraced:
 
 @message
 class OpenScheduler:
-    """Host a scheduler. `start` is an encoded `SchedulerStart`; the scheduler sends its own
-    `SchedulerReady`.
+    """Host a scheduler. `start` is an encoded `SchedulerStart`.
+
+    The scheduler sends its own `SchedulerReady`.
     """
 
     start: bytes
@@ -347,7 +350,7 @@ class SnapshotStatistics:
 
 @message
 class StatisticsSnapshot:
-    """A scheduler's counters, which its successor restores. It is sent before they are published.
+    """The counters of a scheduler, which its successor restores; sent before they are published.
 
     `statistics` are those of scheduler/statistics.py, and `metrics` the model's own, encoded as in
     common/model_metrics.py. An entry that is missing in `statistics` has not changed.
@@ -359,8 +362,9 @@ class StatisticsSnapshot:
 
 @message
 class BaseCounters:
-    """The counters of the replaced versions, as `total` in shmserve/common/model_metrics.py returns
-    them. The latest message counts.
+    """The counters of the replaced versions, as returned by `total` in common/model_metrics.py.
+
+    The latest message replaces earlier ones.
     """
 
     statistics: dict[str, Any]

@@ -1,9 +1,11 @@
-"""Sockets that speak typed messages: many a frame, never blocking, never trusting.
+"""Sockets for typed messages, with many messages per frame; they never block and trust no peer.
 
-A `Router` binds a unix socket, many `Dealer`s connect to it; on the wire they are ZeroMQ's (see
-zmtp.py), so that a DEALER of any ZeroMQ library may connect. `post` queues; `flush` sends
-everything queued for a peer as one frame: call it once a loop turn. `fd` is readable when `receive`
-has something to do; it takes a bounded amount, and what is left is announced again. There are no
-high-water marks: work in flight is bounded by credits, and a peer that does not read costs memory,
-never a wait. A frame that is not ours is dropped and counted; what is not ZMTP ends its connection.
+A `Router` binds a unix socket to which many `Dealer`s connect. The wire protocol is ZeroMQ's
+(zmtp.py), so that a DEALER of any ZeroMQ library may connect. `post` queues a message. `flush`
+sends all messages queued for a peer as one frame and is called once per iteration of a loop. `fd`
+is readable when `receive` has messages; `receive` reads a bounded amount, and `fd` stays readable
+if more is left.
+
+There are no high-water marks. Credits bound the work in flight, and a slow peer costs memory but
+never blocks. A malformed frame is dropped and counted; a violation of ZMTP closes the connection.
 """

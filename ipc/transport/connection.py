@@ -1,4 +1,4 @@
-"""A ZMTP connection over a unix socket, with buffered output, and its linger at the end."""
+"""A ZMTP connection over a unix socket with buffered output and a linger time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "ipc://"
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A unix socket between two ends: whole frames in, bytes out as fast as they are taken.
+    """A unix socket: whole frames are received, and bytes are sent as fast as the peer reads.
 
     `unsent` begins with the greeting.
     """
@@ -29,7 +29,7 @@ class Connection:
     decoder: zmtp.Decoder = field(default_factory=zmtp.Decoder)
     identity: bytes | None = None
     malformed: int = 0
-    most_unsent: int = sys.maxsize  # a peer with more than that to read is not read
+    most_unsent: int = sys.maxsize  # a peer with more unread output is not read
     events: int = select.EPOLLIN
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class Connection:
         self.poll.register(self.sock, self.events)
 
     def send(self, data: bytes) -> None:
-        """Send, or keep what the peer does not take yet; raises OSError when it is gone."""
+        """Send, or buffer what the peer does not read yet; raise OSError if the peer is gone."""
         if self.unsent:
             self.unsent += data
             self.push()
@@ -51,7 +51,7 @@ class Connection:
             self._watch()
 
     def push(self) -> None:
-        """Send more of what is kept."""
+        """Send more of the buffered output."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 with memoryview(self.unsent) as left:
@@ -68,8 +68,10 @@ class Connection:
             self.poll.modify(self.sock, events)
 
     def receive(self) -> list[bytes] | None:
-        """The frames that are here now, after what a bounded read brings; None: the peer is gone,
-        or speaks something else."""
+        """Return the available frames after one bounded read.
+
+        The result is None if the peer is gone or violates ZMTP.
+        """
         try:
             data = self.sock.recv(_CHUNK)
         except BlockingIOError:
@@ -80,7 +82,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket."""
-        self.poll.unregister(self.sock)  # a process that a model forked may hold it open
+        self.poll.unregister(self.sock)  # a process forked by a model may hold it open
         self.sock.close()
 
 

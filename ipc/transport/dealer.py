@@ -1,5 +1,7 @@
-"""The dealer (ZeroMQ's DEALER), the connecting end of a link: typed messages, many a frame, never
-blocking."""
+"""The dealer (ZeroMQ's DEALER): the connecting end of a link for typed messages.
+
+It never blocks.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,18 @@ _CONNECT_S = 1.0
 
 
 class Dealer:
-    """One end of a link to a `Router`. `identity` names this end to the other side.
+    """The connecting end of a link to a `Router`; `identity` names this end.
 
-    It speaks without waiting for the other's greeting, so that what is said just before the end
-    arrives; a Router takes that, libzmq's would not. Where nothing listens at `endpoint`, or no
-    longer, what is sent is lost: who ends and who takes over is the supervisor's to say.
+    A dealer sends before it receives the peer's greeting, so that messages sent just before its
+    exit arrive. `Router` accepts this, whereas libzmq's does not. If no socket listens at
+    `endpoint`, messages are lost; the supervisor handles exits and successors.
     """
 
     def __init__(self, endpoint: str, identity: str) -> None:
         self.endpoint = endpoint
         self.malformed = 0
         self.pending: list[Any] = []
-        # Queues a message for the next `flush`. Requests on their way do it often: no call is
-        # between.
+        # Queues a message for the next `flush`. Requests use this often, so it avoids another call.
         self.post: Callable[[Any], None] = self.pending.append
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
@@ -49,9 +50,12 @@ class Dealer:
         self._send(b"")
 
     def flush(self) -> bool:
-        """Send what is queued as one frame; what cannot be packed raises, and is queued no more.
+        """Send the queued messages as one frame.
 
-        False: the other end has gone, and will not have it.
+        A message that cannot be packed raises an exception and is removed from the queue.
+
+        Returns:
+            False if the other end is gone.
         """
         if not self.pending:
             return True
@@ -60,7 +64,7 @@ class Dealer:
         return self._send(zmtp.frame(pack(messages)))
 
     def send(self, message: Any) -> bool:
-        """`post` and `flush`."""
+        """Call `post` and `flush`."""
         self.pending.append(message)
         return self.flush()
 
@@ -70,13 +74,14 @@ class Dealer:
         try:
             self._connection.send(data)
         except OSError:
-            # What it said before it went is still to be read; the end of it shows there.
+            # Messages that the peer sent before it closed are still read; the end is detected
+            # there.
             self._connection.unsent.clear()
             return False
         return True
 
     def receive(self) -> list[Any]:
-        """The messages that are here now; never more than a bounded read brings."""
+        """Return the available messages, at most those of one bounded read."""
         connection = self._connection
         if connection is None:
             return []
@@ -100,15 +105,18 @@ class Dealer:
 
     @property
     def connected(self) -> bool:
-        """Whether the other end is there, as far as is known."""
+        """Return whether the other end is known to be connected."""
         return self._connection is not None
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until something is here (True) or the time is over (False)."""
+        """Block until a message is available (True) or the time has expired (False)."""
         return bool(self._poll.poll(timeout_s))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; what the other end has not taken after `linger_s` seconds is lost."""
+        """Close the link.
+
+        Output that the other end has not read after `linger_s` seconds is lost.
+        """
         if self._connection is not None:
             linger([self._connection], linger_s)
             self._connection.close()

@@ -1,9 +1,9 @@
-"""Serialisation: messages to MessagePack frames and back, type-checked at both ends.
+"""Serialisation of messages to MessagePack frames and back, with types checked at both ends.
 
-A frame is MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...], several messages a
-frame, fields in the order of the class. Field types are checked on arrival, so a handler may rely
-on them; anything else in a frame raises MalformedMessage. Nothing here can execute: no pickle, no
-method names.
+A frame is MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...]. It contains several
+messages, with fields in the order of the class. Field types are checked on arrival, so that
+handlers may rely on them. Any other content raises MalformedMessage. Nothing here can execute code:
+there is no pickle, and there are no method names.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shmserve.ipc.transport.records import Document, MalformedMessage, record
 
 VERSION = 3
 _LARGE = 64 * 1024
-_PACKER = msgpack.Packer()  # to make one takes as long as to pack a message
+_PACKER = msgpack.Packer()  # reused, because creating one takes as long as packing a message
 
 T = TypeVar("T")
 
 
 class OtherVersion(MalformedMessage):
-    """A frame, or a `Hello`, of another version of the protocol."""
+    """The error of a frame or a `Hello` of another protocol version."""
 
     def __init__(self, version: object) -> None:
         super().__init__(
@@ -37,7 +37,7 @@ class OtherVersion(MalformedMessage):
 
 
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
-# the types of a class's fields, how many of them must be there, closer checks, records in fields
+# The types of a class's fields, the number of required ones, closer checks, and nested records.
 _Within = tuple[tuple[int, "_Records | _Document"], ...]
 _Kind = tuple[type[Any], list[type[Any]], int, _Checks, _Within]
 _BY_TAG: dict[str, _Kind] = {}
@@ -52,7 +52,7 @@ def _plain(kind: Any) -> type[Any]:
 
 
 class _Records:
-    """A list of records within a message, as the lists of their fields."""
+    """A list of records within a message, encoded as lists of their fields."""
 
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
@@ -61,11 +61,11 @@ class _Records:
         self._fields = attrgetter(*(each.name for each in fields(cls)))
 
     def packed(self, records: list[Any]) -> list[Any]:
-        """The lists of fields that are sent of the records."""
+        """Return the encoding of the records."""
         return list(map(self._fields, records)) if records else records
 
     def typed(self, items: list[Any]) -> list[Any]:
-        """The records; raises MalformedMessage where one has fields of other types."""
+        """Return the records; raise MalformedMessage if a field has another type."""
         cls, kinds = self._cls, self._kinds
         for item in items:
             if type(item) is not list or list(map(type, item)) != kinds:
@@ -74,16 +74,16 @@ class _Records:
 
 
 class _Document:
-    """A document within a message, as its source."""
+    """A document within a message, encoded as its source."""
 
     packed = attrgetter("source")
 
     def __init__(self, cls: type[Document]) -> None:
         self._cls = cls
-        cls.of({})  # learns its fields now: processes that are forked after this know them
+        cls.of({})  # computes its fields now, before processes are forked
 
     def typed(self, source: dict[str, Any]) -> Document:
-        """The document; raises MalformedMessage where it is none."""
+        """Return the document; raise MalformedMessage if it is invalid."""
         try:
             return self._cls.of(source)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
@@ -95,7 +95,7 @@ def _is_document(kind: Any) -> bool:
 
 
 def _within(kind: Any) -> _Records | _Document | None:
-    """The records of a field that is a list of them, or a document."""
+    """Return the handler of a field with a list of records or a document, or None."""
     of = (*typing.get_args(kind), None)[0]
     if typing.get_origin(kind) is list and isinstance(of, type) and is_dataclass(of):
         return _Records(of)
@@ -103,7 +103,7 @@ def _within(kind: Any) -> _Records | _Document | None:
 
 
 def _checker(kind: Any) -> Callable[[Any], bool]:
-    """Whether the elements of a list are what they should be, at every depth."""
+    """Return a function that checks the types of a list's elements at every depth."""
     if typing.get_origin(kind) is not list:
         return lambda value: type(value) is kind
     (of,) = typing.get_args(kind)
@@ -115,9 +115,12 @@ def _checker(kind: Any) -> Callable[[Any], bool]:
 
 @dataclass_transform(frozen_default=True)
 def message(cls: type[T]) -> type[T]:
-    """A record that frames carry; its fields are int, str, bytes, bool, float, dict, or lists, also
-    of records whose fields are all but the last of these, or documents. Fields with a default may
-    be left out at the end. Its tag is its name, or `TAG` where the wire has another one."""
+    """Declare a record as a message.
+
+    Fields are int, str, bytes, bool, float, dict, documents, or lists, also of records without
+    lists, dicts or documents. Fields with a default may be omitted at the end. The tag is the
+    class's name, or `TAG` if the wire name differs.
+    """
     made = record(cls)
     hints = typing.get_type_hints(made)
     names = [f.name for f in fields(made)]  # type: ignore[arg-type]
@@ -158,12 +161,12 @@ def _with_records(getter: Callable[[Any], Any], within: _Within) -> Callable[[An
 
 
 def tags() -> dict[type[Any], str]:
-    """The tag of each class of message, in the order in which they were declared."""
+    """Return the tag of each message class, in order of declaration."""
     return {cls: tag for cls, (tag, _) in _GETTERS.items()}
 
 
 def pack(messages: Iterable[Any]) -> bytes:
-    """One frame of `messages`, in order; what of their texts cannot be written is escaped."""
+    """Return a frame of `messages`, in order; unencodable text is escaped."""
     items: list[Any] = [VERSION]
     for each in messages:
         tag, values = _GETTERS[type(each)]
@@ -171,21 +174,28 @@ def pack(messages: Iterable[Any]) -> bytes:
     frame: bytes
     try:
         frame = _PACKER.pack(items)
-    except UnicodeEncodeError:  # a model named a file, say, whose name is not UTF-8
+    except UnicodeEncodeError:  # for instance a file name of a model that is not UTF-8
         frame = msgpack.packb(items, unicode_errors="backslashreplace")
     return frame
 
 
 def unpack(frame: bytes, most: int = -1) -> list[Any]:
-    """The messages of a frame, typed; raises MalformedMessage for anything else, and takes none of
-    it. No array may have more than `most` elements (-1: any number, from our own processes)."""
-    # Were it a million small ones, the collector would look at them again and again.
+    """Return the typed messages of a frame.
+
+    Args:
+        frame: The frame.
+        most: The maximum number of elements of an array; -1: unlimited, for trusted processes.
+
+    Raises:
+        MalformedMessage: The frame is invalid; none of its messages is returned.
+    """
+    # With a million small objects, the garbage collector would scan them repeatedly.
     collects = most >= 0 and len(frame) > _LARGE and gc.isenabled()
     if collects:
         gc.disable()
     try:
         raw = msgpack.unpackb(frame, max_array_len=most)
-    except Exception as error:  # msgpack raises a dozen kinds; all mean the same
+    except Exception as error:  # msgpack raises many types
         raise MalformedMessage(f"not MessagePack: {error}") from error
     finally:
         if collects:

@@ -1,4 +1,4 @@
-"""Records: dataclasses that travel between processes, and their decoding from plain values."""
+"""Records: dataclasses that are sent between processes, and their decoding from plain values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def record(cls: type[T]) -> type[T]:
-    """A slotted dataclass, frozen for the type checker.
+    """Declare a slotted dataclass that is frozen for the type checker only.
 
-    At run time it is not: a frozen one takes five times as long to make, and every request makes
-    a dozen in each process.
+    A frozen dataclass takes five times as long to create, and each request creates a dozen records
+    in each process.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 class Document(ABC):
-    """Base of records that are sent as the document which they were decoded from: `source`."""
+    """The base class of records that are sent as the document they were decoded from: `source`."""
 
     __slots__ = ()
     source: dict[str, Any]
@@ -33,21 +33,24 @@ class Document(ABC):
     @classmethod
     @abstractmethod
     def of(cls, source: Mapping[str, Any]) -> Self:
-        """The record of a document; raises TypeError, ValueError and the like for another one."""
+        """Return the record of a document.
+
+        Raise TypeError, ValueError and the like if it is invalid.
+        """
 
 
 class MalformedMessage(Exception):
-    """Bytes from a socket are not a message; the text is for our log only."""
+    """The error of bytes that are not a message; its text is only logged."""
 
 
 @cache
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """The function that makes a value of an annotated type of plain ones: records of maps, tuples
-    of lists, paths of texts, None of None.
+    """Return the function that decodes values of an annotated type from plain values.
 
-    A field's metadata may name the `path` of its value in the map, as "outer.inner" (its name by
-    default), and how to `convert` that. Other keys are left out, and fields without a value have
-    their defaults.
+    Records are decoded from maps, tuples from lists, and paths from strings; None stays None. A
+    field's metadata may name the `path` of its value in the map, as "outer.inner" (by default its
+    name), and a `convert` function. Other keys are ignored, and fields without a value have their
+    defaults.
     """
     if isinstance(kind, type) and issubclass(kind, Document):
         return kind.of
@@ -82,7 +85,7 @@ def _dict(
 
 
 def from_map(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The record of a map, as `decoder` makes it."""
+    """Return the record of a map; see `decoder`."""
     given = {}
     kind: Any = cls
     for name, path, decode in _fields(kind):

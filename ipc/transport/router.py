@@ -1,18 +1,16 @@
-"""The router (ZeroMQ's ROUTER), the bound end of links: peers by identity, none of which can block
-another; `PeerCredRouter` is one for the server's own processes.
+"""The router (ZeroMQ's ROUTER): the bound end of links, with peers that cannot block each other.
 
-`UntrustedRouter` is one for programs outside the server, with limits, so that none may cost the
-others anything.
+`PeerCredRouter` accepts the server's own processes. `UntrustedRouter` accepts programs outside the
+server, with these limits, so that no program affects the others:
 
-- Who has no identity that is admitted gets no further than the handshake, and few may be on the way
-  to one: the one that has been there for longest makes room for the next.
+- Peers without a registered identity are limited to the handshake. The number of pending handshakes
+  is bounded; the oldest is dropped when another peer connects.
 - A peer that does not read its responses is not read until it does.
-- Frames have a bound, and so has what is kept of all that are not whole yet.
-- Who sends what is no message is let off a few times.
+- The size of frames and the total size of incomplete frames are bounded.
+- A peer that sends malformed messages is disconnected after a few of them.
 
-Their listening socket never stays readable: whoever cannot be let in is turned away. A process
-without a descriptor left cannot accept, so that who waits at its listener would wake it up again
-and again, for ever. One descriptor is kept back for that moment.
+A process that is out of file descriptors cannot accept, and the level-triggered listener would
+spin. One spare descriptor is therefore reserved to accept and close such connections.
 """
 
 from __future__ import annotations
@@ -41,22 +39,23 @@ logger = logging.getLogger(__name__)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _LISTEN_BACKLOG = 1024
 _OUT = select.EPOLLOUT
-_COMPLAINTS = 32  # so many are logged, and then ever fewer
-LARGEST_FRAME = 8 << 20  # others wait while it is read
-MOST_ELEMENTS = 1 << 16  # of an array, as the one of its messages
+_COMPLAINTS = 32  # this many are logged, and then ever fewer
+LARGEST_FRAME = 8 << 20  # other peers wait while it is read
+MOST_ELEMENTS = 1 << 16  # per array, such as that of a frame's messages
 _MOST_STRANGERS = 64
 _MOST_UNSENT = 4 << 20
 _MOST_HELD = 64 << 20
 _MUCH = 1 << 20
 _MOST_MALFORMED = 16
-# linux/asm-generic/socket.h, since Linux 6.16; Python has no name for it
+# linux/asm-generic/socket.h, since Linux 6.16; Python does not define it.
 _SO_PASSRIGHTS = 83
 
 
 def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket:
-    """A socket of this kind that listens at `path`.
+    """Return a socket of this kind that listens at `path`.
 
-    Raises Unavailable when there is no room for it, or no folder.
+    Raises:
+        Unavailable: The folder does not exist, or the host has no resources for a socket.
     """
     try:
         sock = socket.socket(socket.AF_UNIX, kind)
@@ -72,12 +71,12 @@ def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket
 
 
 def no_room(error: OSError) -> Unavailable:
-    """The error for when nothing can be made in the run directory."""
+    """Return the error for a socket that cannot be created in the run directory."""
     return Unavailable(f"no socket can be made in the run directory: {error.strerror or error}")
 
 
 class Listener:
-    """Accepts connections at `sock`, which is non-blocking from now on."""
+    """A listener that accepts connections at `sock`, which becomes non-blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -85,11 +84,11 @@ class Listener:
         self._spare = _spare()
 
     def fileno(self) -> int:
-        """The listening socket's descriptor."""
+        """Return the listening socket's descriptor."""
         return self.sock.fileno()
 
     def accept(self) -> socket.socket | None:
-        """The next connection, non-blocking; None when nobody waits or who did was turned away."""
+        """Return the next connection, non-blocking; None if none is pending or it was rejected."""
         try:
             accepted, _ = self.sock.accept()
         except OSError as error:
@@ -122,10 +121,9 @@ def _spare() -> int:
 
 
 class Router:
-    """The bound end of links from many `Dealer`s, told apart by their identity.
+    """The bound end of links from many `Dealer`s, which are identified by their identity.
 
-    An identity that is connected already is not given to another connection. `most` is how many
-    elements an array in a frame may have (-1: any number).
+    A second connection with a connected identity is rejected.
     """
 
     most = -1
@@ -141,22 +139,23 @@ class Router:
         self._anonymous = itertools.count(1)
         self._path = endpoint.removeprefix(PREFIX)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)  # a server that was killed left it
+            os.unlink(self._path)  # left by a killed server
         self._listener = Listener(listening(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG))
         try:
             self._made = os.stat(self._path)
-        except OSError as error:  # the folder was removed just now
+        except OSError as error:  # the folder was removed concurrently
             raise no_room(error) from None
         self._poll.register(self._listener, select.EPOLLIN)
 
     def post(self, peer: bytes, message: Any) -> None:
-        """Queue a message for a peer, for the next `flush`."""
+        """Queue a message for a peer until the next `flush`."""
         self.pending[peer].append(message)
 
     def flush(self) -> None:
-        """Send what is queued, one frame a peer; what is for a peer that is gone is dropped.
+        """Send the queued messages, one frame per peer; drop those for disconnected peers.
 
-        What cannot be packed raises, and is queued no more; what is for others stays queued.
+        A message that cannot be packed raises an exception and is removed. Messages for other peers
+        stay queued.
         """
         pending = self.pending
         for peer in list(pending):
@@ -168,10 +167,10 @@ class Router:
             try:
                 connection.send(zmtp.frame(pack(messages)))
             except OSError:
-                connection.unsent.clear()  # the end of it shows when it is read
+                connection.unsent.clear()  # the end of the connection is detected when it is read
 
     def receive(self) -> list[tuple[bytes, Any]]:
-        """The (peer, message)s that are here now; never more than one bounded read a peer."""
+        """Return the available (peer, message) pairs, at most one bounded read per peer."""
         received: list[tuple[bytes, Any]] = []
         for fd, events in self._poll.poll(0):
             connection = self._connections.get(fd)
@@ -209,7 +208,7 @@ class Router:
             self._drop(connection)
 
     def _complain(self, text: str, what: object) -> None:
-        # Whoever sends garbage may send a lot of it: the log shall not be full of that.
+        # A peer that sends malformed data may send a lot of it, which must not flood the log.
         self.malformed += 1
         if self.malformed <= _COMPLAINTS or not self.malformed & (self.malformed - 1):
             logger.warning(text, what)
@@ -239,11 +238,11 @@ class Router:
         connection.close()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until `receive` has something to do (True) or the time is over (False)."""
+        """Block until `receive` has work (True) or the time has expired (False)."""
         return bool(self._poll.poll(timeout_s))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; what the peers have not taken after `linger_s` seconds is lost."""
+        """Close the router; output that peers have not read after `linger_s` seconds is lost."""
         linger(self._connections.values(), linger_s)
         for connection in self._connections.values():
             connection.close()
@@ -251,17 +250,17 @@ class Router:
         self._peers.clear()
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
-            # Where somebody has removed the folder, another server may have made it again.
+            # If the folder was removed, another server may have created it again.
             if os.path.samestat(os.stat(self._path), self._made):
                 os.unlink(self._path)
         self._poll.close()
 
 
 class PeerCredRouter(Router):
-    """A router whose peers' identities name the pid that the kernel reports (SO_PEERCRED):
-    `pid_of(identity)`, else the connection is ended.
+    """A router that checks peers' identities against the pid that the kernel reports (SO_PEERCRED).
 
-    Models run foreign code as the server's user, which may connect wherever a worker may.
+    A connection whose `pid_of(identity)` differs is closed. The check is needed because models run
+    foreign code as the server's user, which can connect to any worker's endpoint.
     """
 
     def __init__(self, endpoint: str, pid_of: Callable[[bytes], int]) -> None:
@@ -278,12 +277,12 @@ class PeerCredRouter(Router):
 
 
 def first_number(identity: bytes) -> int:
-    """The pid in "PID.anything"; 0 when there is none."""
+    """Return the pid in "PID.anything"; 0 if there is none."""
     return _number(identity.partition(b".")[0])
 
 
 def last_number(identity: bytes) -> int:
-    """The pid in "anything.PID"; 0 when there is none."""
+    """Return the pid in "anything.PID"; 0 if there is none."""
     return _number(identity.rpartition(b".")[2])
 
 
@@ -292,17 +291,17 @@ def _number(digits: bytes) -> int:
 
 
 def refuse_descriptors(sock: socket.socket) -> None:
-    """Refuse descriptors from whoever connects to `sock`.
+    """Reject descriptors from peers that connect to `sock`.
 
-    The kernel closes those that nobody receives, in the process that reads the bytes: which then
-    waits, where one is of a socket that lingers. Before Linux 6.16 that cannot be refused.
+    The kernel closes unreceived descriptors in the process that reads the bytes. That process would
+    block if one of them is a lingering socket. Linux can reject descriptors since 6.16.
     """
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 class UntrustedRouter(Router):
-    """`admits(identity)` says who may connect."""
+    """A router for programs outside the server; `admits(identity)` decides who may connect."""
 
     most = MOST_ELEMENTS
 
@@ -310,14 +309,14 @@ class UntrustedRouter(Router):
         super().__init__(endpoint)
         refuse_descriptors(self._listener.sock)
         self._admits = admits
-        self._strangers: dict[Connection, None] = {}  # in the order of their arrival
+        self._strangers: dict[Connection, None] = {}  # in order of arrival
 
     def peers(self) -> list[bytes]:
-        """The identities that are connected."""
+        """Return the identities of connected peers."""
         return list(self._peers)
 
     def dismiss(self, peer: bytes) -> None:
-        """End a peer's connection."""
+        """Close a peer's connection."""
         connection = self._peers.get(peer)
         if connection is not None:
             self._drop(connection)
@@ -351,6 +350,6 @@ class UntrustedRouter(Router):
         return sum(each.decoder.held for each in self._connections.values()) > _MOST_HELD
 
     def _drop(self, connection: Connection) -> None:
-        if connection.sock.fileno() >= 0:  # not dropped already
+        if connection.sock.fileno() >= 0:  # not dropped before
             self._strangers.pop(connection, None)
             super()._drop(connection)

@@ -1,8 +1,8 @@
 """ZeroMQ's wire protocol, ZMTP 3.0 with the NULL mechanism (RFC 23), as bytes in and out (pure).
 
-Spoken here rather than by libzmq, because libzmq moves every message through a thread of its own:
-that is two more wake-ups a hop, each as long as a whole small inference takes in a process. A
-client may use any ZeroMQ library.
+libzmq is not used because it passes every message through its own thread. That costs two more
+wake-ups per hop, each as long as a whole small inference takes in a process. A client may use any
+ZeroMQ library.
 
     greeting, 64 bytes      FF 00*8 7F  03 00  "NULL" 00*16  00  00*31
     frame                   flags (1: more follow, 2: long, 4: command), size (1 or 8 bytes), body
@@ -25,7 +25,7 @@ _MAX_HANDSHAKE = 4096
 
 
 def ready(socket_type: str, identity: bytes = b"") -> bytes:
-    """The frame that completes the handshake."""
+    """Return the frame that completes the handshake."""
     body = bytearray(b"\x05READY")
     for name, value in ((b"Socket-Type", socket_type.encode()), (b"Identity", identity)):
         body += bytes((len(name),)) + name + _VALUE_SIZE.pack(len(value)) + value
@@ -33,7 +33,7 @@ def ready(socket_type: str, identity: bytes = b"") -> bytes:
 
 
 def frame(body: bytes) -> bytes:
-    """A message of one part."""
+    """Return a message of one part."""
     size = len(body)
     if size < 256:
         return b"\0%c%b" % (size, body)
@@ -42,11 +42,13 @@ def frame(body: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Decoder:
-    """One connection's incoming bytes.
+    """The decoder of a connection's incoming bytes.
 
-    `properties` are the peer's once it has said READY; `broken` says what was no ZMTP: then the
-    connection is of no further use; `dropped` counts messages of several parts, which nobody here
-    sends. `largest` is the size of the largest frame that is taken, in bytes.
+    Attributes:
+        largest: The maximum size of a frame in bytes.
+        properties: The peer's properties, after its READY.
+        broken: The protocol violation after which the connection is unusable, or "".
+        dropped: The number of dropped multipart messages, which no peer of this server sends.
     """
 
     largest: int = _MAX_FRAME
@@ -54,17 +56,17 @@ class Decoder:
     broken: str = ""
     dropped: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
-    _needed: int = 0  # no whole frame is in the buffer until it has this many bytes
+    _needed: int = 0  # size of the buffer before which no frame is complete
     _greeted: bool = False
-    _skipping: bool = False  # inside a message of several parts
+    _skipping: bool = False  # inside a multipart message
 
     @property
     def held(self) -> int:
-        """Bytes that wait for the rest of a frame."""
+        """Return the number of bytes of incomplete frames."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are complete with `data`."""
+        """Return the messages that are complete with `data`."""
         buffered = self._buffer
         if buffered:
             buffered += data
@@ -83,7 +85,7 @@ class Decoder:
         return messages
 
     def _greet(self, data: bytes) -> int:
-        # Whatever is no greeting shows in its first ten bytes.
+        # The first ten bytes show whether this is a greeting.
         if not GREETING.startswith(data[:1]) or (len(data) >= _TELLING and not data[9] & 1):
             self.broken = "not ZMTP"
         elif len(data) < len(GREETING):
@@ -96,7 +98,7 @@ class Decoder:
         return 0
 
     def _frames(self, data: bytes, at: int, messages: list[bytes]) -> int:
-        """Take whole frames from `at`; where the first one begins that is not whole."""
+        """Take complete frames from `at`; return the offset of the first incomplete one."""
         size = len(data)
         self._needed = 0
         while size - at >= 2 and not self.broken:
@@ -128,7 +130,7 @@ class Decoder:
         if flags & ~(_MORE | _LONG | _COMMAND):
             self.broken = "a frame with unknown flags"
         elif flags & _COMMAND:
-            # Those after the first, heartbeats and the like, nobody here asked for.
+            # Further commands, such as heartbeats, are ignored.
             if self.properties is None:
                 self._ready(body)
         else:

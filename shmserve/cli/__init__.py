@@ -1,13 +1,13 @@
-"""The program `shmserve VERB ...`; each verb is a few lines that call a room.
+"""The program `shmserve VERB ...`, with one module per verb.
 
 arguments.py         tables of flags: *.txt
 check.py             `shmserve check`
 client.py            `shmserve client VERB`: the table of verbs
 doctor.py            `shmserve doctor`
 events.py            `shmserve events`
-grafana/             `shmserve grafana`: a dashboard and alert rules for others' monitoring
-guide.py             `shmserve guide`: pages to read, some of which are made when asked for
-kserve/              `shmserve kserve`: the manifest by which KServe runs servers
+grafana/             `shmserve grafana`: a dashboard and alert rules
+guide.py             `shmserve guide`: the pages, some of which are generated
+kserve/              `shmserve kserve`: the manifest of a KServe ServingRuntime
 perf.py              `shmserve perf`
 profile.py           `shmserve profile`
 systemd/             `shmserve systemd`
@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0 done, 1 failed, 2 the command line is wrong, 130
-    interrupted."""
+    """Run a command and return its exit status.
+
+    Returns:
+        0: success. 1: failure. 2: invalid command line. 130: interrupted.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     fd_limits.fill_standard_streams()
     try:
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except InvalidArgument as error:
-        # One line for each problem, whatever the arguments that it quotes hold.
+        # One line per problem, whatever characters the quoted arguments contain.
         for problem in getattr(error, "problems", [error.message]):
             line = "".join(char if char.isprintable() else "?" for char in problem)
             print(f"shmserve: {line}", file=sys.stderr)
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Who read our output has what it wanted (`| head`); Python flushes once more at exit.
+        # The reader of the output has closed the pipe (`| head`); Python flushes again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -92,8 +95,10 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _with_server_flags(module: str) -> Callable[[list[str]], int]:
-    """Return a verb that takes the flags of `serve`, too: its module has `HELP`,
-    `add_arguments(parser)` and `run(args, parsed)`."""
+    """Return a verb that also accepts the flags of `serve`.
+
+    Its module defines `HELP`, `add_arguments(parser)` and `run(args, parsed)`.
+    """
 
     def run(arguments: list[str]) -> int:
         verb = importlib.import_module(f"shmserve.cli.{module}")
@@ -124,7 +129,7 @@ def _client(arguments: list[str]) -> int:
 
 
 def _verb_of(module: str, description: str) -> Callable[[list[str]], int]:
-    """A verb whose module has `add_arguments(parser)` and `run(args)`."""
+    """Return a verb whose module defines `add_arguments(parser)` and `run(args)`."""
 
     def run(arguments: list[str]) -> int:
         verb = importlib.import_module(f"shmserve.cli.{module}")
@@ -138,7 +143,7 @@ def _verb_of(module: str, description: str) -> Callable[[list[str]], int]:
     return run
 
 
-# The line of each verb in the usage, and what runs it.
+# The usage line and the function of each verb.
 _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("run a server", _serve),
     "check": (

@@ -2,7 +2,7 @@
 
 infer.txt     `shmserve client infer`
 perf.txt      `shmserve perf`
-server.txt    every verb that sends requests to a server
+server.txt    all verbs that send requests to a server
 tune.txt      `shmserve tune`
 """
 

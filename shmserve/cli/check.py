@@ -1,8 +1,7 @@
-"""`shmserve check DIR`: parse and validate a repository, load each model, ask it once, hold its
-outputs against its configuration, report for each.
+"""`shmserve check DIR`: validate a repository, load each model, and check a response of it.
 
-A model is asked with each sample of its `model_warmup`, or else with zeros and empty texts; in both
-the values of `--input` count for more.
+The requests to a model are the samples of its `model_warmup`, or else zeros and empty strings.
+Values of `--input` override both.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """Check the repositories that the flags name, and print a line for each model.
 
     Returns:
-        0 when all is well, 2 otherwise, 128 + N when signal N came first.
+        0 if all models pass, 2 otherwise, 128 + N if signal N interrupts the check.
     """
     config = from_flags(parsed, os.environ)
     values = {name: load(name, text) for name, text in map(split_input, args.input)}
@@ -143,7 +142,7 @@ def _verdict(failure: str, seconds: float) -> str:
 
 
 class _Model:
-    """A loaded model version to send requests to. `values` are those of --input by input name."""
+    """A loaded model version under test; `values` are those of --input, by input name."""
 
     def __init__(self, where: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
         self._config = ModelSpec.of(where["config"])
@@ -153,11 +152,14 @@ class _Model:
         self._values = {n: v for n, v in values.items() if n in self.signature.inputs}
 
     def failure(self) -> str:
-        """Return the error of the first request that fails or has an invalid response, or "".
-        Raises ShmserveError if a request does not fit the model."""
+        """Return the error of the first failing request or invalid response, or "".
+
+        Raises:
+            ShmserveError: A request does not fit the model.
+        """
         try:
             requests = self._requests()
-        except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
+        except (MemoryError, OverflowError, ValueError):  # ValueError: larger than a message
             return "not tried: a batch of zeros is too large to be sent"
         failures = (self._ask(*request) for request in requests)
         return next(filter(None, failures), "")
@@ -211,7 +213,7 @@ class _Model:
                     match message:
                         case Failed(message=error):
                             return error + made_up
-                        case Responded(code="", schema=b""):  # the end, and there is no response
+                        case Responded(code="", schema=b""):  # the end, without a response
                             return ""
                         case Responded(message=error, code=code) if code:
                             return error + made_up
@@ -229,7 +231,7 @@ class _Model:
         config = self._config
         given = {tensor.name: tensor for tensor in response.outputs}
         free = {name for each in config.batch_output for name in each.target_name}
-        # Of many responses, and where steps of an ensemble may be left out, one may have less.
+        # Responses of decoupled models and of ensembles with conditional steps may lack outputs.
         whole = not (config.decoupled and given)
         whole &= not any(name.startswith("step[") for name in config.parameters)
         wrong = []
@@ -256,10 +258,9 @@ def _ids_are_texts(config: ModelSpec) -> bool:
 
 
 def _zeros(signature: Signature, name: str) -> TensorRef:
-    """Return an input of zeros or empty strings, with 1 for the batch and for each open
-    dimension."""
+    """Return an input of zeros or empty strings; the batch and variable dimensions are 1."""
     spec = signature.inputs[name]
     dims = tuple(1 if dim == -1 else dim for dim in spec.dims)
     shape = (1, *dims) if signature.max_batch_size > 0 else dims
-    item = ITEM_SIZE[spec.datatype] or 4  # an empty string is its four length bytes
+    item = ITEM_SIZE[spec.datatype] or 4  # the length prefix of an empty string
     return TensorRef(name, spec.datatype, shape, bytes(element_count(shape) * item))

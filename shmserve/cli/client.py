@@ -1,5 +1,4 @@
-"""`shmserve client VERB`: requests to a running server from the shell; what it answers is JSON, a
-line for each response, model or region."""
+"""`shmserve client VERB`: requests to a running server, with JSON lines as output."""
 
 from __future__ import annotations
 
@@ -20,9 +19,14 @@ _EXIT = "Exit status: 0 done, 1 the server failed or refused, 2 the command line
 
 
 class Verb(NamedTuple):
-    """A verb: an operation of a transport, named as its method. `version` is the help of
-    --model-version, of a verb that takes a model; `optional`: that of a model that may be left
-    out."""
+    """A verb, which calls the transport's method of the same name.
+
+    Attributes:
+        help: The help text.
+        takes_model: Whether the verb requires a model.
+        version: The help text of --model-version, for verbs that accept it.
+        optional: The help text of an optional model.
+    """
 
     help: str
     takes_model: bool = False
@@ -30,7 +34,7 @@ class Verb(NamedTuple):
     optional: str = ""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments of the verb."""
+        """Add the verb's arguments to its parser."""
         if self.optional:
             parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=self.optional)
         elif self.takes_model:
@@ -40,7 +44,7 @@ class Verb(NamedTuple):
 
 
 def _infer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's arguments."""
+    """Add the verb's arguments to its parser."""
     parser.add_argument("model", metavar="MODEL", help="the model to ask")
     parser.add_argument(
         "--input",
@@ -56,7 +60,7 @@ def _infer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Send the request that the command line says. Raises InvalidArgument or TransportError."""
+    """Send the request given on the command line. Raises InvalidArgument or TransportError."""
     given = [split_input(text) for text in args.input]
     values = [(name, load(name, value)) for name, value in given]
     model = transport.inputs(args.model, args.model_version)
@@ -116,17 +120,18 @@ shmserve client VERB --help tells more.
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors in one line, as every other verb's."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(_USAGE, f"{self.prog}: {message}\n")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Do what the command line says; returns the exit status.
+    """Run a command and return its exit status; an error is one line on stderr.
 
-    0: every response is on stdout. 1: the server failed or refused. 2: the command line is wrong.
-    Whatever is wrong is one line on stderr.
+    Returns:
+        0: all responses are on stdout. 1: the server failed or rejected the request. 2: the command
+            line is invalid.
     """
     name, args = parse(arguments)
     if args is None:
@@ -140,7 +145,7 @@ def run(arguments: Sequence[str]) -> int:
             answers = _infer(transport, args) if infers else _answers(transport, name, args)
             for answer in answers:
                 print(json.dumps(answer), flush=True)
-    except (InvalidArgument, UnicodeError) as error:  # of a name or a text that is none
+    except (InvalidArgument, UnicodeError) as error:  # invalid UTF-8 in an argument
         return _complain(name, str(error), _USAGE)
     except ShmserveError as error:
         return _complain(name, f"{where}{error}", _FAILED)
@@ -148,8 +153,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
-    """The verb and its arguments; None: help is asked for. The verb is the first word that is one,
-    and no value of the server's flags, which may stand before it."""
+    """Return the verb and its arguments; None: help was requested.
+
+    The verb is the first word that names one and is not the value of a preceding server flag.
+    """
     server = _Parser(prog="shmserve client", add_help=False, allow_abbrev=False)
     add_flags(server, "server")
     args, rest = server.parse_known_args(arguments)

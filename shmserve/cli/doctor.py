@@ -1,4 +1,4 @@
-"""`shmserve doctor`: what is well with this host and what is not, and what to do about it."""
+"""`shmserve doctor`: checks of this host and of the server, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, parsed: Parsed) -> int:
-    """Print the verdict of every check, or with `--peer` those about that process and the server.
+    """Print the verdict of each check; with `--peer`, of the checks of that process.
 
     Returns:
-        The worst verdict: 0 all is well, 1 a warning, 2 wrong.
+        The worst verdict: 0 good, 1 warning, 2 failure.
 
     Raises:
         InvalidArgument: The process of `--peer` cannot be examined.
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
 
 
 def text(name: str, verdict: Verdict) -> str:
-    """A verdict in lines of 80 columns (pure)."""
+    """Return a verdict in lines of 80 columns (pure)."""
     first = f"{verdict.state:8}{name:16}"
     lines = [(first, verdict.found)]
     if verdict.fix:

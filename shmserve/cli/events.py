@@ -1,4 +1,4 @@
-"""`shmserve events`: what is in a server, and what happens there, a line an event."""
+"""`shmserve events`: the state of a server and its events, one line per event."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is, and with `--follow` what happens until the server has ended.
+    """Print the current state and, with `--follow`, further events until the server exits.
 
-    Returns 0. Raises Disconnected when there is no server, or not any more.
+    Returns:
+        0.
+
+    Raises:
+        Disconnected: There is no server, or it has exited.
     """
     show = _as_json if args.json else _as_text
     topics = tuple(args.topic or TOPICS)

@@ -1,7 +1,7 @@
 """`shmserve guide [TOPIC]`: a page of the guide in the terminal.
 
-Most pages are files of the package; those of the flags and of the client's interface are made from
-what they describe.
+Most pages are files of the package. The pages on flags and on the client's interface are generated
+from the flags and docstrings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shmserve.config.options import GROUPS, IDLE, Flag
 from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
-# What other modules of the client ask of a region; programs have no use for it.
+# Methods of a region that only other modules of the client use.
 _INTERNAL = ("place", "ref", "remember", "room")
 
 
@@ -31,21 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the page, by a pager where the output is a terminal. Raises InvalidArgument when there
-    is none of that name."""
+    """Show a page, in a pager if the output is a terminal.
+
+    Raises InvalidArgument if it is unknown.
+    """
     pydoc.pager(page(arguments.topic))
     return 0
 
 
 def page(topic: str) -> str:
-    """The text of a page. Raises InvalidArgument naming the nearest when there is none."""
+    """Return the text of a page; raise InvalidArgument naming the nearest if it is unknown."""
     made: dict[str, Callable[[], str]] = {"client": client_reference, "flags": flags_reference}
     files = {file.stem.lower(): file for file in Path(shmserve.__path__[0]).glob("**/*.md")}
     name = topic.lower()
     if name in made:
         return made[name]() + "\n"
     if name in files:
-        # In a terminal a link to another page is the command that shows it.
+        # In a terminal, a link to another page is replaced by the command that shows it.
         return re.sub(r"\]\((\w+)\.md\)", r"] (shmserve guide \1)", files[name].read_text())
     near = nearest(name, (*made, *files), likeness=0.4)
     hint = f"did you mean '{near}'?" if near else "`shmserve guide` lists them"
@@ -53,7 +55,7 @@ def page(topic: str) -> str:
 
 
 def client_reference() -> str:
-    """The public interface of the client, of both kinds, and its errors, from their docstrings."""
+    """Return the reference of the client (sync, asyncio, errors) from its docstrings."""
     from shmserve import client
     from shmserve.client import aio
     from shmserve.errors import ShmserveError
@@ -89,7 +91,7 @@ def _described(module: ModuleType, thing: Any) -> Iterator[str]:
 def _function(name: str, function: Any) -> Iterator[str]:
     signature = str(inspect.signature(function)) if isinstance(function, FunctionType) else ""
     signature = re.sub(r"\(self(, /)?(, )?", "(", signature, count=1)
-    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)  # annotations are texts there
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)  # annotations are strings there
     waits = "await " if inspect.iscoroutinefunction(function) else ""
     yield from textwrap.wrap(f"{waits}{name}{signature}", 96, subsequent_indent=" " * 8)
     yield from (*_indented(inspect.getdoc(function)), "")
@@ -104,7 +106,7 @@ def _is_a(thing: Any, kind: type) -> bool:
 
 
 def flags_reference() -> str:
-    """All flags, in their groups, and those of tritonserver that are accepted without effect."""
+    """Return the reference of all flags, including those of tritonserver without effect."""
     lines = [
         "usage: shmserve serve --model-repository DIR [flags]",
         "       shmserve serve path/model.py:Class [flags]",

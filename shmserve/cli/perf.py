@@ -1,5 +1,4 @@
-"""`shmserve perf MODEL`: how many requests a second, and how fast, of any server of the v2
-protocol."""
+"""`shmserve perf MODEL`: throughput and latency of any server of the v2 protocol."""
 
 from __future__ import annotations
 
@@ -28,11 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what the command line says, print it, and write it; returns 0, or 1 where no request
-    was answered well.
+    """Measure the load given on the command line, and print and write the report.
 
-    Raises InvalidArgument for a flag, a file or a model that is not what it must be, and
-    Unavailable when the server is none, or goes.
+    Returns:
+        0, or 1 if no request succeeded.
+
+    Raises:
+        InvalidArgument: A flag, a file or the model is invalid.
+        Unavailable: The server is unreachable or exits.
     """
     kind, values = _loads(args)
     plan = _plan(args)

@@ -1,5 +1,7 @@
-"""`shmserve profile MODEL`: where the steps of a model that generates text spend their time, as a
-table and, with --plot, as a picture."""
+"""`shmserve profile MODEL`: the time spent in each phase of a generative model's steps.
+
+The result is a table and, with --plot, a chart.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shmserve.errors import InvalidArgument, Unavailable
 
 _PREFIX = "shmserve_llm_"
-_WIDTH = 40  # of a bar
+_WIDTH = 40  # of a bar, in characters
 _PHASES = {
     "schedule": "plan the step (scheduler)",
     "gather": "block tables and copies",
@@ -25,8 +27,16 @@ _PHASES = {
 
 
 class Profile(NamedTuple):
-    """The steps of some seconds: how many, what they computed, the seconds of each phase together,
-    and the tokens generated in each second."""
+    """The steps of a model in a time interval.
+
+    Attributes:
+        seconds: The length of the interval.
+        steps: The number of steps.
+        tokens: The number of tokens generated.
+        rows: The number of sequences computed, over all steps.
+        phases: The total seconds of each phase.
+        throughput: The tokens per second in each second.
+    """
 
     seconds: float
     steps: float
@@ -51,9 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch a server for so long and print what its steps did; returns 0.
+    """Observe a server for some seconds and print the profile; return 0.
 
-    Raises InvalidArgument where it has no such model, Unavailable where nobody answers.
+    Raises:
+        InvalidArgument: The model is unknown.
+        Unavailable: The server is unreachable.
     """
     if args.seconds <= 0:
         raise InvalidArgument(f"--seconds: {args.seconds:g} is not more than 0")
@@ -65,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def watch(url: str, token: str, model: str, seconds: float) -> Profile:
-    """What the steps of a model do within so many seconds."""
+    """Return the profile of a model over `seconds`."""
     first = _scrape(url, token, model)
     began = last_at = time.monotonic()
     last, throughput = first, []
@@ -90,7 +102,7 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
 
 
 def _scrape(url: str, token: str, model: str) -> dict[str, float]:
-    """The samples of a model, by name and, of step_seconds, by phase."""
+    """Return the samples of a model by name; those of step_seconds by name and phase."""
     request = urllib.request.Request(url)
     if token:
         request.add_header("Authorization", f"Bearer {token}")
@@ -113,7 +125,7 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
 
 
 def table(model: str, profile: Profile) -> str:
-    """The table, with a bar for each phase."""
+    """Return the profile as a table with a bar for each phase."""
     steps = max(profile.steps, 1)
     rates = sorted(profile.throughput)
     lines = [
@@ -133,8 +145,10 @@ def table(model: str, profile: Profile) -> str:
 
 
 def plot(path: str, model: str, profile: Profile) -> None:
-    """Write the picture: phases of a step, and tokens a second. Raises Unavailable without
-    matplotlib."""
+    """Write a chart of the phases and of tokens per second.
+
+    Raise Unavailable without matplotlib.
+    """
     try:
         import matplotlib as mpl
 

@@ -1,4 +1,4 @@
-"""`shmserve top`: the figures of the dashboard in a terminal, the models that hurt first."""
+"""`shmserve top`: the dashboard's figures in a terminal, with the unhealthiest models first."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_LOW = 10  # lines: in fewer the models come first
-_SILENT_S = 15.0  # a server that says nothing for so long is gone
+_LOW = 10  # lines; smaller terminals show mainly models
+_SILENT_S = 15.0  # a server silent for longer is considered gone
 _AGAIN_S = 1.0
 _KEYS = "sort: h hurts n name r rate f fails w waits p p99  arrows, Enter: open  q: quit"
 _SORTS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
@@ -64,9 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the figures until a key ends it, or once where the output is no terminal; returns 0.
+    """Show the figures until a key ends the program, or once if the output is no terminal.
 
-    Raises Unavailable where nobody answers, or without the library that draws.
+    Returns:
+        0.
+
+    Raises:
+        Unavailable: The server is unreachable, or the library `rich` is not installed.
     """
     try:
         from rich.console import Console, Group
@@ -79,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     top, console = Top(), Console(highlight=False)
     if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         events = watch(request)
-        for _ in range(2):  # rates are known from the second on
+        for _ in range(2):  # the second update has rates
             top.take(next(events))
         events.close()  # type: ignore[attr-defined]
         console.print(Group(*top.page(len(top.models) + 6)))
@@ -89,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
-    """What a server says of itself, each second. Raises Unavailable when it does not."""
+    """Yield the server's figures each second; raise Unavailable when it stops responding."""
     try:
         with urllib.request.urlopen(request, timeout=_SILENT_S) as response:
             for line in response:
@@ -106,8 +110,7 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
 
 
 class Top:
-    """What is shown, whatever shows it: a list of models, sorted, one of which is chosen and may be
-    open (pure)."""
+    """The displayed state: a sorted list of models with a selected one (pure)."""
 
     def __init__(self) -> None:
         self.models: dict[str, Row] = {}
@@ -120,7 +123,7 @@ class Top:
         self.ended = False
 
     def take(self, news: dict[str, Any]) -> None:
-        """The server says this."""
+        """Update the state with the server's figures."""
         if news.get("whole"):
             self.models, self.events = {}, []
         self.models |= news["models"]
@@ -130,7 +133,7 @@ class Top:
         self.events = [*self.events, *news["events"]][-50:]
 
     def key(self, key: str) -> None:
-        """The user presses this."""
+        """Handle a key press."""
         keys = self.order()
         if key in ("q", "\x03") or (key == "\x1b" and not self.open):
             self.ended = True
@@ -143,20 +146,20 @@ class Top:
             self.open = not self.open and key != "\x1b"
 
     def order(self) -> list[str]:
-        """The models as they are sorted: names upwards, what is counted downwards."""
+        """Return the models in display order: names ascending, figures descending."""
         if self.sort == "name":
             return sorted(self.models)
         return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort), key))
 
     def page(self, height: int) -> list[RenderableType]:
-        """So many lines of the terminal: the server, the models or one of them, what hurts."""
+        """Return the lines of a page: the server, the models or the selected one, and problems."""
         from rich.text import Text
 
         keys = self.order()
         if self.chosen not in keys:
             self.chosen = keys[0] if keys else ""
         head = self._head()[: 1 if height < _LOW else 2]
-        room = max(height - len(head) - 3, 1)  # above the chosen one's trouble, the keys, a rest
+        room = max(height - len(head) - 3, 1)  # minus problem, keys and a spare line
         body = self._model(room) if self.open and self.chosen else self._list(keys, room)
         hurts = self.models.get(self.chosen, {}).get("because") or ""
         because = Text(f"{self.chosen}: {hurts}" if hurts else "", "red")
@@ -192,7 +195,7 @@ class Top:
         ]
 
     def _list(self, keys: list[str], room: int) -> list[RenderableType]:
-        """The models, and the newest events where there is room for them."""
+        """Return the models, and the newest events if there is space."""
         from rich.text import Text
 
         left = room - 2 - len(keys)
@@ -209,7 +212,7 @@ class Top:
             wide: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
             table.add_column(name, no_wrap=True, overflow="ellipsis", **wide)
         at = keys.index(self.chosen) if self.chosen else 0
-        rows = room - 1  # but for the head
+        rows = room - 1  # without the header
         first = max(0, min(at - rows // 2, len(keys) - rows))
         for key in keys[first : first + rows]:
             row = self.models[key]
@@ -232,7 +235,7 @@ class Top:
         return [table]
 
     def _happened(self, name: str) -> Iterator[tuple[str, str]]:
-        """What happened to what has this in its name, the newest first."""
+        """Yield the events whose subject contains `name`, newest first."""
         for event in reversed(self.events):
             about = str(event.get("name") or event.get("title") or "")
             if name in about:
@@ -245,7 +248,7 @@ class Top:
 
 
 def details(row: Row) -> Iterator[tuple[str, str]]:
-    """What there is to say of a model, as lines of a name and a text."""
+    """Yield the details of a model as pairs of name and text."""
     yield "state", " ".join([row["state"], *(row.get("reason") or "").split()])
     if "success" not in row:
         return
@@ -304,7 +307,7 @@ def _cell(row: Row, key: str) -> str:
         return row["state"] if key == "rate" else "-"
     if key == "busy":
         if not row["instances"]:
-            return "-"  # an ensemble
+            return "-"  # an ensemble has no instances
         busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
         return f"{busy}/{busy + idle}"
     return _short(_number(row, key)) if "recent" in row or key == "pending" else "-"
@@ -321,7 +324,7 @@ def _short(number: float) -> str:
 
 
 class _Screen:
-    """A terminal, and a thread that reads what the server says."""
+    """A terminal, and a thread that receives the server's figures."""
 
     def __init__(self, top: Top, request: urllib.request.Request) -> None:
         self._top = top
@@ -330,7 +333,7 @@ class _Screen:
         self._woken, self._wake = os.pipe()
 
     def run(self, console: Any) -> None:
-        """Until a key ends it."""
+        """Run until a key ends the program."""
         from rich.console import Group
         from rich.live import Live
 
@@ -351,7 +354,7 @@ class _Screen:
         ready, _, _ = select.select([stdin, self._woken], [], [])
         if stdin in ready:
             pressed = os.read(stdin, 64).decode(errors="replace")
-            for key in _KEY.findall(pressed) or "q":  # nothing: the terminal is gone
+            for key in _KEY.findall(pressed) or "q":  # no input: the terminal was closed
                 self._top.key(key)
         if self._woken in ready:
             os.read(self._woken, 4096)

@@ -1,5 +1,4 @@
-"""`shmserve tune MODEL --p99 30ms`: the configuration with which a model answers most requests a
-second within a latency target."""
+"""`shmserve tune MODEL --p99 30ms`: the configuration with the highest throughput at a latency."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from shmserve.protocols.connection import Poller
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
 _MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 _LEAST_WINDOW_S = 0.7
-_LEAST_LATENCIES = 10  # as long as the target, in a window
+_LEAST_LATENCIES = 10  # minimum window, in multiples of the target latency
 _MOST_WINDOWS = 5
 
 
@@ -37,15 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "tune")
     add_flags(parser, "perf", "what is sent")
     add_flags(parser, "server")
-    # What `shmserve perf` has flags for.
+    # Defaults of the flags that only `shmserve perf` has.
     parser.set_defaults(model_version="", sequence_length=0, seed=0, patience=30.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, and write what was found; returns 0, or 1 where nothing is within the target.
+    """Search, print and write the best configuration.
 
-    Raises InvalidArgument for a flag or a model that is not what it must be, Unavailable when the
-    server refuses to load configurations, or goes.
+    Returns:
+        0, or 1 if no configuration meets the target.
+
+    Raises:
+        InvalidArgument: A flag or the model is invalid.
+        Unavailable: The server rejects configurations, or exits.
     """
     target_ms = _milliseconds(args.p99)
     for flag in ("runs", "most_instances", "largest_batch"):
@@ -102,7 +105,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
 
 @contextlib.contextmanager
 def _restored(server: AdminTransport, model: str, config: dict[str, Any]) -> Iterator[None]:
-    """Leave the model with the configuration that it had: that of its folder, or of a request."""
+    """Restore the model's configuration on exit, from its folder or by a load request."""
     try:
         yield
     finally:
@@ -113,7 +116,7 @@ def _restored(server: AdminTransport, model: str, config: dict[str, Any]) -> Ite
 
 @dataclass
 class _Runs:
-    """Measures candidates: loads the model with the configuration of each, and asks it."""
+    """A runner of trials, which loads the model with each candidate's configuration."""
 
     args: argparse.Namespace
     server: AdminTransport
@@ -124,8 +127,11 @@ class _Runs:
     count: int = 0
 
     def measured(self, candidate: Candidate) -> Trial:
-        """Run one. Of one that cannot be loaded every request is an error; raises TransportError
-        where that is the first."""
+        """Measure a candidate.
+
+        If the candidate cannot be loaded, all its requests count as errors; if it is the first one,
+        TransportError is raised.
+        """
         self.count += 1
         try:
             made = search.configured(self.config, candidate, self.target_ms)

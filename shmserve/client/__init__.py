@@ -1,20 +1,22 @@
-"""A client for programs on the server's host: requests go to the models' schedulers directly, large
-tensors through shared memory.
+"""A client for programs on the server's host.
+
+Requests go directly to the schedulers of the models, and large tensors through shared memory.
 
     with shmserve.client.connect() as server:
         logits = server.infer("digits", image=x)["logits"]
 
-`aio.connect` is the same for asyncio. PROTOCOL.md, beside this file, is for other languages.
+`aio.connect` is the asyncio equivalent. PROTOCOL.md in this folder specifies the protocol for
+clients in other languages.
 
-    sync.py, aio.py              what programs call
-    session.py                   the connection, made again when the server was started anew
-    connection.py                one server's, and the thread that hears its listener
-    events.py                    the server's events, for whoever listens
-    errors.py                    what went wrong here
-    server/                      where it is, what it tells: models, losses
-    inflight/                    requests on their way, one response or many
-    request/                     a program's tensors -> a request; a response -> its tensors
-    memory/                      shared memory, of the host or a device, and arrays over it
+    sync.py, aio.py              the public API
+    session.py                   the connection, re-established after a restart of the server
+    connection.py                one server's connection, and the thread that reads its listener
+    events.py                    the server's events
+    errors.py                    the client's own errors
+    server/                      discovery of the server, and its state: models, losses
+    inflight/                    requests in flight, with one response or many
+    request/                     conversion of tensors to requests, and of responses to tensors
+    memory/                      shared memory of the host or a device, and arrays over it
 """
 
 from __future__ import annotations
@@ -70,11 +72,16 @@ def connect(
     memory_limit: int = 1 << 30,
     timeout: float = 10.0,
 ) -> Server:
-    """Connect to a server by its run directory (`--run-dir`): the one given, else
-    $SHMSERVE_RUN_DIR, else that of this user's server.
+    """Connect to a server.
 
-    `memory_limit`: bytes of shared memory that the client may take. `timeout`: seconds to wait for
-    the server's welcome. Raises Disconnected when there is no server, InvalidArgument where several
-    of this user's run and none is named.
+    Args:
+        run_dir: The server's run directory (`--run-dir`); by default $SHMSERVE_RUN_DIR, else that
+            of this user's server.
+        memory_limit: The maximum shared memory of this client in bytes.
+        timeout: Seconds to wait for the server's welcome.
+
+    Raises:
+        Disconnected: There is no server.
+        InvalidArgument: Several servers of this user run, and `run_dir` selects none.
     """
     return Server(Session(run_dir, memory_limit, timeout))

@@ -25,7 +25,7 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 
 
 class _Turns:
-    """A channel in an event loop: what is submitted in one turn of it leaves as one."""
+    """A channel in an event loop, which sends all requests of one iteration together."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
@@ -45,7 +45,7 @@ class _Turns:
             self.loop.remove_reader(fd)
 
     def flush_soon(self) -> None:
-        """Send what is queued at the end of this turn."""
+        """Send the queued requests at the end of this iteration of the loop."""
         if not self._flushing:
             self._flushing = True
             self.loop.call_soon(self._flush)
@@ -56,22 +56,22 @@ class _Turns:
             self.channel.flush()
 
     def close(self) -> None:
-        """Watch nothing any more, and close it."""
+        """Stop watching descriptors and close the channel."""
         self._closed = True
         self.channel.close()
 
     def close_soon(self) -> None:
-        """`close`, in the loop, from any thread."""
+        """Call `close` in the loop; safe in any thread."""
         try:
             self.loop.call_soon_threadsafe(self.close)
-        except RuntimeError:  # it has ended
+        except RuntimeError:  # the loop is closed
             self.close()
 
 
 class ResponseStream:
-    """The responses to one request, each when it comes: see `shmserve.client.ResponseStream`.
+    """The responses to one request, in order; see `shmserve.client.ResponseStream`.
 
-    `aclose`, or the end of an `async with`, or of this object, cancels what has not ended.
+    `aclose`, the end of an `async with`, or collection of this object cancels the request.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ResponseStream:
             pending.leave()
 
     async def aclose(self) -> None:
-        """Read no more. A second time is fine."""
+        """Cancel the request. This method is idempotent."""
         self._start = None
         self._cancel()
 
@@ -151,21 +151,24 @@ class ResponseStream:
             turns.channel.cancel(pending)
             turns.flush_soon()
 
-        with contextlib.suppress(RuntimeError):  # its loop has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             turns.loop.call_soon_threadsafe(cancel)
 
 
 class Server:
-    """A server as asyncio programs on its host use it; of one event loop."""
+    """A server as used by asyncio programs on its host; bound to one event loop."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._turns: _Turns | None = None
-        self._former: list[_Turns] = []  # whose server ends once it has answered these
+        self._former: list[_Turns] = []  # channels to a predecessor that still answers them
 
     @takes(call_of)
     async def infer(self, /, *given: Any, **named: Any) -> Result:
-        """As `shmserve.client.Server.infer`; cancelling the task cancels the request."""
+        """Run a model; see `shmserve.client.Server.infer`.
+
+        Cancelling the task cancels the request.
+        """
         call = call_of(*given, **named)
         turns, built = await self._connected(), None
         try:
@@ -219,10 +222,10 @@ class Server:
 
     @takes(call_of)
     def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
-        """As `shmserve.client.Server.stream`: `async for response in server.stream(...)`.
+        """Run a model with any number of responses: `async for response in server.stream(...)`.
 
-        The request is sent when the first response is asked for, or by `async with`; cancelling the
-        task that waits for a response cancels the request.
+        The request is sent on the first `__anext__`, or on `__aenter__`. Cancelling a task that
+        awaits a response cancels the request. See `shmserve.client.Server.stream`.
         """
         call = call_of(*given, **named)
 
@@ -237,11 +240,11 @@ class Server:
         return ResponseStream(begin)
 
     async def allocate(self, tensors: Specs, **options: Any) -> Region:
-        """As `shmserve.client.Server.allocate`."""
+        """Allocate a region; see `shmserve.client.Server.allocate`."""
         return await asyncio.to_thread(self._session.allocate, tensors, **options)
 
     async def models(self) -> list[tuple[str, str]]:
-        """Name and version of every model that may be called now."""
+        """Return name and version of every model that is available."""
         return (await self._connected()).connection.models.names()
 
     async def _connected(self) -> _Turns:
@@ -267,9 +270,9 @@ class Server:
         return self._turns
 
     async def close(self) -> None:
-        """Leave the server, which frees all that this client had there. A second time is fine."""
+        """Disconnect; the server frees all resources of this client. This method is idempotent."""
         if self._session.inherited:
-            return  # a forked child: its parent's event loop watches all of it
+            return  # a forked child; the parent's event loop owns the connection
         if self._turns is not None:
             self._turns.close()
             self._turns = None
@@ -292,7 +295,7 @@ class _Connecting:
         self._server: Server | None = None
 
     async def _connect(self) -> Server:
-        # Made there, so that one that nobody waits for any more is closed when it is collected.
+        # Created in the thread, so that a cancelled `connect` closes it when it is collected.
         return await asyncio.to_thread(self._open)
 
     def _open(self) -> Server:
@@ -316,5 +319,5 @@ def connect(
     memory_limit: int = 1 << 30,
     timeout: float = 10.0,
 ) -> _Connecting:
-    """As `shmserve.client.connect`."""
+    """Connect to a server; see `shmserve.client.connect`."""
     return _Connecting(run_dir, memory_limit, timeout)

@@ -1,7 +1,7 @@
-"""A connection to one server, from its welcome to its end.
+"""The connection to one server, from its welcome to its end.
 
-A thread of its own reads the link to the listener: which models there are, which schedulers were
-lost. It has a channel too, for requests whose responses nobody waits for in a loop (`infer_async`).
+A dedicated thread reads the link to the listener, which publishes models and lost schedulers. This
+thread also has a channel for requests that no thread or loop awaits (`infer_async`).
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 
 _LARGEST = 4 * 1024 * 1024  # bytes of a packet
-# What the kernel takes for a time to wait: 0 would be for ever, and it is counted in an int.
+# The bounds of the kernel's timeout: 0 would be unlimited, and it is counted in an int.
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 GONE = "there is no server any more"
-_MOST_OVER = 1024  # requests that have ended, remembered until their time has come
+_MOST_OVER = 1024  # completed requests that remain in the heap until their deadline
 
 
 class ControlRequest:
-    """Something that the server was asked, and its response.
+    """A request to the server's listener and its response.
 
-    `pending` is locked until that is there: not an Event, in which a thread that waits holds a lock
-    of its own, and whoever responds would wait for a signal's handler in it that asks, too.
+    The lock `pending` is held until the response arrives. A threading.Event is not used: a waiting
+    thread holds its internal lock, so a signal handler in that thread that sends a request would
+    deadlock the responder.
     """
 
     __slots__ = ("number", "pending", "response")
@@ -64,14 +65,17 @@ class ControlRequest:
         self.response: Any = None
 
     def wait(self) -> Any:
-        """The response, when it is there: the payload, or an error to be raised."""
+        """Wait for the response and return it: the payload, or an error to raise."""
         with self.pending:
             return self.response
 
 
 class ListenerLink:
-    """A unix socket, SOCK_SEQPACKET, to a server's listener. Raises OSError where this program has
-    no descriptor left for it."""
+    """A SOCK_SEQPACKET unix socket to a server's listener.
+
+    Raises:
+        OSError: The process has no free descriptor.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -79,8 +83,10 @@ class ListenerLink:
         self._asked: dict[int, ControlRequest] = {}
 
     def connect(self, run_dir: Path, timeout_s: float) -> None:
-        """Say hello to the server there. From now on nothing waits for longer than this, until
-        `settled`. Raises OSError when nobody lets us in within this time."""
+        """Send Hello to the server at `run_dir`.
+
+        The timeout limits every operation until `settled`. Raises OSError if it expires.
+        """
         timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
         path = run_dir if run_dir.is_socket() else endpoints.listener(run_dir)
         _connect(self._socket, str(path), timeout_s)
@@ -88,71 +94,78 @@ class ListenerLink:
         self._socket.send(frames.pack([Hello(frames.VERSION)]))
 
     def settled(self) -> None:
-        """The server has let us in: `receive` waits for as long as it takes."""
+        """Remove the timeout after the server's welcome."""
         self._socket.settimeout(None)
 
     def fileno(self) -> int:
-        """The descriptor, to wait for."""
+        """Return the descriptor, for polling."""
         return self._socket.fileno()
 
     def receive(self) -> list[Any]:
-        """The server's next messages. Raises OSError when it has ended, MalformedMessage when it is
-        none that we understand."""
+        """Receive the server's next messages.
+
+        Raises:
+            OSError: The server has closed the connection.
+            MalformedMessage: The server sent an unknown message.
+        """
         data = self._socket.recv(_LARGEST)
         if not data:
             raise ConnectionResetError(GONE)
         return frames.unpack(data)
 
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Tell the server something, and pass descriptors. Raises Disconnected."""
-        # Without a lock: a signal's handler may find its thread in that, and wait for another one
-        # that has something to tell. A packet goes as a whole.
+        """Send a message and descriptors to the server. Raises Disconnected."""
+        # No lock: the thread of a signal handler may hold it, or wait for a thread that sends. The
+        # kernel sends each packet atomically.
         try:
             socket.send_fds(self._socket, [frames.pack([message])], fds)
         except OSError as error:
             raise Disconnected(GONE) from error
 
     def ended(self) -> bool:
-        """Whether it has, though nobody may have read that yet; for any thread."""
+        """Check whether the server has closed the connection; safe in any thread."""
         poll = select.poll()
         try:
-            poll.register(self._socket, 0)  # a hang-up is told anyway
+            poll.register(self._socket, 0)  # POLLHUP is always reported
             return bool(poll.poll(0))
-        except (OSError, ValueError):  # closed meanwhile
+        except (OSError, ValueError):  # closed concurrently
             return True
 
-    # --- requests of ours
+    # --- control requests
 
     def request(self) -> ControlRequest:
-        """A request with a number of its own, whose response is awaited from now on."""
+        """Return a registered request with a new number."""
         request = ControlRequest(next(self._numbers))
         self._asked[request.number] = request
         return request
 
     def respond(self, number: int, response: Any) -> None:
-        """Give a request its response."""
+        """Complete a request with its response."""
         request = self._asked.pop(number, None)
         if request is not None:
             request.response = response
             request.pending.release()
 
-    # --- its end
+    # --- closing
 
     def shut_down(self) -> None:
-        """End it, so that `receive` returns; for any thread."""
+        """Shut the connection down, so that `receive` returns; safe in any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it; what was asked fails."""
+        """Close the link; requests in flight fail."""
         for number in list(self._asked):
             self.respond(number, Disconnected(GONE))
         self._socket.close()
 
 
 def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
-    """Connect within a time, waiting for a place where many want to come in: a socket with a
-    timeout of Python's is told at once that there is none."""
+    """Connect within a timeout, waiting if the listener's backlog is full.
+
+    SO_SNDTIMEO is used because connect() fails immediately with EAGAIN on a socket with a Python
+    timeout.
+    """
     seconds, rest = divmod(timeout_s, 1)
     limit = struct.pack("ll", int(seconds), int(rest * 1e6))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -161,23 +174,27 @@ def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
 
 
 class Timeouts:
-    """A heap of the deadlines of a channel's requests, by number; for one thread."""
+    """A heap of the deadlines of a channel's requests, by number; used by one thread."""
 
     def __init__(self, channel: RequestChannel) -> None:
         self._channel = channel
         self._heap: list[tuple[int, int]] = []
 
     def add(self, time_ns: int, number: int) -> None:
-        """Have a request expire at a (monotonic) time."""
+        """Register the (monotonic) deadline of a request."""
         waiting = self._channel.waiting
         if len(self._heap) > 2 * len(waiting) + _MOST_OVER:
-            # Most end long before that, and are not to be kept until then.
+            # Most requests complete long before their deadline, so their entries are removed early.
             self._heap = [timed for timed in self._heap if timed[1] in waiting]
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (time_ns, number))
 
     def run(self) -> float | None:
-        """Expire those whose time is over; the seconds until the next one, None: there is none."""
+        """Expire the requests whose deadline has passed.
+
+        Returns:
+            The seconds until the next deadline, or None if there is none.
+        """
         while self._heap:
             left_ns = self._heap[0][0] - time.monotonic_ns()
             if left_ns > 0:
@@ -192,11 +209,15 @@ class ServerConnection(ServerState):
     def __init__(
         self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = nothing
     ) -> None:
-        """Connect. Raises Disconnected when no server is there or none lets us in in time, OSError
-        where no descriptor is left."""
+        """Connect to the server at `run_dir`.
+
+        Raises:
+            Disconnected: There is no server, or it sends no welcome within the timeout.
+            OSError: The process has no free descriptor.
+        """
         super().__init__()
         self.pid = os.getpid()
-        self._outlived = run_dir.is_socket()  # by its listener
+        self._outlived = run_dir.is_socket()  # the listener's socket outlives the server
         self._on_nudge = on_nudge
         self._tasks: deque[Callable[[RequestChannel], None]] = deque()
         self._link = ListenerLink()
@@ -218,10 +239,10 @@ class ServerConnection(ServerState):
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
 
-    # --- the listener
+    # --- messages of the listener
 
     def _informed(self) -> bool:
-        """Take what the server says next; True when that ends what it says at first."""
+        """Process the server's next messages; return True once the initial state is complete."""
         informed = False
         for message in self._link.receive():
             match message:
@@ -253,27 +274,27 @@ class ServerConnection(ServerState):
         return informed
 
     def has_successor(self) -> bool:
-        """Whether it is over, or will be, and another server is, or will be, where this one was."""
+        """Check whether another server has replaced, or will replace, this one at the same path."""
         return self.leaving or (self._outlived and self.is_over())
 
     def is_over(self) -> bool:
-        """Whether it has ended, though its thread may not have seen that yet; for any thread."""
+        """Check whether the server has closed the connection; safe in any thread."""
         return self._link.ended() or not self.alive
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:
             self._link.tell(Acknowledged(number))
 
-    # --- requests of ours
+    # --- control requests
 
     def _ask(self, asking: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
-        """Send what `asking` makes of a number, and wait for the response. Raises what that is."""
+        """Send the message that `asking` returns for a number; return or raise the response."""
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
             request = self._link.request()
         self._link.tell(*asking(request.number))
-        if self.is_current_thread():  # a future's callback asks
+        if self.is_current_thread():  # called by a future's callback
             self._read_until(request)
         response = request.wait()
         if isinstance(response, ShmserveError):
@@ -282,12 +303,16 @@ class ServerConnection(ServerState):
         return payload
 
     def want(self, model: str, patience_s: float) -> None:
-        """Have a model on demand loaded; returns once it is. Raises what the load fails with, and
-        Unavailable after so many seconds, 0: any time."""
+        """Load an on-demand model and wait until it is available.
+
+        Raises:
+            Unavailable: The load takes longer than `patience_s` seconds (0: unlimited).
+            ShmserveError: The load failed.
+        """
         self._ask(lambda number: (WantModel(number, model, patience_s), ()))
 
     def share(self, segment: AnySegment) -> None:
-        """Make a segment known to the server; returns when it is."""
+        """Share a segment with the server and wait for its confirmation."""
         segment.shared(self._ask(segment.sharing)["memory"])
 
     def _read_until(self, request: ControlRequest) -> None:
@@ -298,15 +323,15 @@ class ServerConnection(ServerState):
             raise Disconnected(GONE) from error
 
     def withdraw(self, segment: AnySegment) -> None:
-        """Make it unknown. In a forked child it is the parent's, who may go on with it."""
+        """Withdraw a segment from the server, except in a forked child, whose parent owns it."""
         if segment.memory is not None and self.alive and self.pid == os.getpid():
             with contextlib.suppress(Disconnected):
                 self._link.tell(WithdrawMemory(segment.memory.id))
 
-    # --- its channel
+    # --- the connection's own channel
 
     def call(self, task: Callable[[RequestChannel], None]) -> None:
-        """Run something in the connection's own thread, with its channel. Raises Disconnected."""
+        """Run a task in the connection's thread, with its channel. Raises Disconnected."""
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
@@ -314,21 +339,24 @@ class ServerConnection(ServerState):
             self._own.wake()
 
     def is_current_thread(self) -> bool:
-        """Whether the caller is the connection's own thread, as a future's callback is."""
+        """Check whether the caller runs in the connection's thread, as a future's callback does."""
         return threading.current_thread() is self._thread
 
     def expire_at(self, time_ns: int, number: int) -> None:
-        """Have a request of its own channel expire at a (monotonic) time; only in its thread."""
+        """Register the (monotonic) deadline of a request of this connection's channel.
+
+        Must run in the connection's thread.
+        """
         self._timeouts.add(time_ns, number)
 
     def nudge(self) -> None:
-        """Have `on_nudge` called in the connection's thread; at any moment, in any thread."""
+        """Schedule `on_nudge` in the connection's thread; safe in any thread and at any time."""
         if self.pid == os.getpid():
             with self._lock:
                 if self.alive:
                     self._own.wake()
 
-    # --- its thread
+    # --- the thread
 
     def _run(self) -> None:
         listener, own = self._link.fileno(), self._own
@@ -339,15 +367,15 @@ class ServerConnection(ServerState):
                 events = dict(self._poll.poll(timeout_s))
                 if listener in events:
                     self._informed()
-                # First, because it forgets that we were woken: a task that comes while it does is
-                # run below, and one that comes later wakes us again.
+                # This resets the wakeup and must come first: a task added meanwhile runs below, and
+                # a task added later wakes the thread again.
                 own.take(events)
                 while self._tasks:
                     self._tasks.popleft()(self._own)
                 if own.waker in events:
                     self._on_nudge()
         except (OSError, MalformedMessage):
-            pass  # the server has ended, or it is none that we understand
+            pass  # the server exited or sent an unknown message
         finally:
             self._end()
 
@@ -363,12 +391,15 @@ class ServerConnection(ServerState):
         self._link.close()
 
     def close(self) -> None:
-        """End it: the server forgets this client. Owners of channels are woken, to close them."""
+        """Disconnect; the server frees this client's resources.
+
+        The owners of channels are woken to close them.
+        """
         if self.pid != os.getpid():
-            return  # a forked child: all of it is its parent's
-        self.alive = False  # first: the schedulers cut off who is gone, and that is seen at once
+            return  # a forked child; the parent owns the connection
+        self.alive = False  # first, because schedulers cut off a gone client immediately
         self._link.shut_down()
-        if self.is_current_thread():  # a future's callback has had enough
+        if self.is_current_thread():  # closed by a future's callback
             self.wake_all()
         else:
             self._thread.join()

@@ -1,11 +1,11 @@
-"""The client's own errors; every other one is the server's, with the server's code.
+"""The client's own errors. All other errors are the server's, with its error code.
 
 ShmserveError                  shmserve/errors.py draws the tree
  ├─ Unavailable
- │   ├─ TimedOut               the call's `timeout` is over; a TimeoutError too
- │   └─ Disconnected           no server, or it ended before it answered
+ │   ├─ TimedOut               the call's `timeout` has expired; also a TimeoutError
+ │   └─ Disconnected           no server, or it exited before it responded
  └─ InvalidArgument
-     └─ Released               memory that was given back is used
+     └─ Released               released memory is used
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from shmserve.errors import InvalidArgument, Unavailable
 
 
 class TimedOut(Unavailable, TimeoutError):
-    """The call's `timeout` passed without an answer; the request is cancelled."""
+    """The call's `timeout` expired without a response; the request is cancelled."""
 
 
 class Disconnected(Unavailable, ConnectionError):
-    """There is no server, or it ended before it answered. The next call connects again."""
+    """There is no server, or it exited before it responded. The next call reconnects."""
 
 
 class Released(InvalidArgument):

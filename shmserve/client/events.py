@@ -1,4 +1,4 @@
-"""A server's events, for a program of its user on this host: what is, and what happens then."""
+"""A reader of the server's events for programs of its user: a snapshot, and the changes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ from shmserve.ipc.transport.records import MalformedMessage
 TOPICS = (HEALTH, MODELS, PROCESSES, REGIONS, COUNTERS)
 
 _ANSWER_WITHIN_MS = 10_000
-_SILENCE_MS = 250  # after which what comes next would tell of losses too late
+_SILENCE_MS = 250  # a silence after which the reader checks for lost events
 _ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedEvent:
-    """An event of shmserve.ipc.messages.publications and its time in ns since the epoch.
+    """A received event.
 
-    `lost` is the number of events of the topic that were lost before it. `event` is None where only
-    a loss is reported.
+    Attributes:
+        topic: The event's topic.
+        event: A message of shmserve.ipc.messages.publications; None if only a loss is reported.
+        time_ns: Nanoseconds since the epoch.
+        lost: The number of lost events of the topic before this event.
     """
 
     topic: str
@@ -57,22 +60,26 @@ class Gaps:
         self._latest: dict[str, int] = {}
 
     def before(self, topic: str, sequence: int) -> int:
-        """The number of those that were lost between this one and the one that came before it."""
+        """Return the number of events lost between this event and its predecessor."""
         latest = self._latest.get(topic, sequence - 1)
         self._latest[topic] = sequence
         return max(sequence - latest - 1, 0)
 
     def reached(self, topic: str, sequence: int) -> int:
-        """The number of those that were lost where everything up to `sequence` has been sent."""
+        """Return the number of events lost, if all events up to `sequence` have been sent."""
         latest = self._latest.get(topic, sequence)
         self._latest[topic] = max(latest, sequence)
         return max(sequence - latest, 0)
 
 
 class EventReader:
-    """Listens to a server's events, of these topics.
+    """A subscriber to topics of a server's events.
 
-    run_dir: as `shmserve.client.connect` has it. Raises Disconnected where there is no server.
+    Args:
+        run_dir: The run directory, as for `shmserve.client.connect`.
+
+    Raises:
+        Disconnected: There is no server.
     """
 
     def __init__(
@@ -96,7 +103,7 @@ class EventReader:
             raise
 
     def snapshot(self) -> list[ReceivedEvent]:
-        """The present state; events that came before it are in it. Raises Disconnected."""
+        """Return the current state, which includes all earlier events. Raises Disconnected."""
         mine = SNAPSHOT + secrets.token_hex(8)
         self._socket.subscribe(mine)
         try:
@@ -112,10 +119,10 @@ class EventReader:
             self._socket.unsubscribe(mine)
 
     def follow(self) -> Iterator[ReceivedEvent]:
-        """The events as they happen. Raises Disconnected when the server has ended.
+        """Yield events as they occur. Raises Disconnected when the server has exited.
 
-        Where nothing comes any more the server is asked how far it is: what was lost at the end is
-        told too.
+        After a silence the reader requests the server's latest sequence numbers, so that losses at
+        the end of a topic are reported too.
         """
         quiet = False
         while True:
@@ -162,7 +169,7 @@ class EventReader:
             return None
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the subscription."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._context.destroy(linger=0)

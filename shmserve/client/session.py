@@ -1,5 +1,7 @@
-"""The session of a client, sync or asyncio: its connection, which is made anew when the server was
-started anew, and its memory, which outlives that."""
+"""The session of a client, sync or asyncio.
+
+The connection is re-established after a restart of the server; the client's memory outlives it.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ from shmserve.ipc.memory.cuda_ipc import Exporting
 from shmserve.ipc.tensors.inference import runs_once
 
 Tensors = Mapping[str, Any]
-# Where outputs go: just names, or arrays in a region by name, or a region.
+# The requested outputs: names, arrays of a region by name, or a region.
 Outputs = Sequence[str] | Mapping[str, Any]
-# The model, its inputs, where outputs go, the version, the options, the inputs given by keyword.
+# Model, inputs, outputs, version, options, inputs given by keyword.
 Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
 
 P = ParamSpec("P")
@@ -53,8 +55,11 @@ def call_of(
     traceparent: str = "",
     **tensors: Any,
 ) -> Call:
-    """The arguments of a call of a model, as `sync.Server.infer` describes them, with its options
-    checked. Raises InvalidArgument."""
+    """Return the arguments of a call (see `sync.Server.infer`) with validated options.
+
+    Raises:
+        InvalidArgument: An option is invalid.
+    """
     of_sequence = (sequence, start, end)
     options = options_of(request_id, parameters, priority, timeout, *of_sequence, traceparent)
     return model, inputs, outputs, version, options, tensors
@@ -63,8 +68,7 @@ def call_of(
 def takes(
     described: Callable[P, Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """A decorator of methods that take what the function `described` does, for type checkers and
-    for `help`."""
+    """Return a decorator that gives a method the signature of `described`, for tools and help()."""
 
     def declared(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -79,13 +83,17 @@ def takes(
 
 
 class Session:
-    """A program's dealings with a server."""
+    """The connection and memory of a client."""
 
     def __init__(
         self, run_dir: str | os.PathLike[str] | None, memory_limit: int, timeout_s: float
     ) -> None:
-        """Connect. Raises Disconnected when no server is there, Unavailable when the program has no
-        descriptor left."""
+        """Connect to the server.
+
+        Raises:
+            Disconnected: There is no server.
+            Unavailable: The process has no free descriptor.
+        """
         self._run_dir = run_dir
         self._found: Path | None = None
         self._timeout_s = timeout_s
@@ -110,8 +118,11 @@ class Session:
             raise Unavailable(FULL) from error
 
     def connection(self) -> ServerConnection:
-        """The connection, made anew if the server has ended, or ends and another one follows.
-        Raises Disconnected."""
+        """Return the connection, re-established if the server has exited or is being replaced.
+
+        Raises:
+            Disconnected: There is no server.
+        """
         connection = self._connection
         usable = connection.alive and not connection.leaving
         if usable and connection.pid == os.getpid() and not self._closed:
@@ -121,9 +132,11 @@ class Session:
     def is_repeated(
         self, connection: ServerConnection, options: Options, built: PackedRequest | None
     ) -> bool:
-        """Whether a request that has failed on a connection is to be made again: of another server
-        that has taken the place of its, which is connected to then, or of a model on demand that
-        was unloaded when the request reached it. Raises Disconnected."""
+        """Return whether to retry a request that failed on `connection`.
+
+        A request is retried if a successor has replaced the server, which is connected to here, or
+        if the on-demand model was unloaded before the request reached it. Raises Disconnected.
+        """
         once = options.sequence or (built is not None and runs_once(built.schema, built.data))
         if not once and built is not None and connection.models.awaits_load(*built.model.key):
             return True
@@ -146,8 +159,8 @@ class Session:
             except BaseException:
                 made.close()
                 raise
-            # Others find it only now: what they say of their memory, the server knows. The old one
-            # ends by itself, and is not waited for: a future's callback may be at work in it.
+            # Published only now, when the server knows this client's memory. The old connection
+            # ends by itself; waiting for it could deadlock with a future's callback in its thread.
             self._connection = made
             return made
 
@@ -172,8 +185,10 @@ class Session:
         *,
         stream: bool = False,
     ) -> PackedRequest:
-        """A request that can be sent by `connection`; without `stream`, one that has exactly one
-        response. Waits until its model is loaded."""
+        """Return a packed request for `connection`, after loading its model if necessary.
+
+        Without `stream`, decoupled models are rejected.
+        """
         if connection.models.awaits_load(model, version):
             self.load(connection, model, version, options)
         found = connection.models.resolve(model, version)
@@ -187,8 +202,12 @@ class Session:
 
     @staticmethod
     def load(connection: ServerConnection, model: str, version: str, options: Options) -> None:
-        """Have a model on demand loaded, unless it is, within the time of a request. Raises what
-        that fails with, or TimedOut."""
+        """Load an on-demand model, unless it is loaded, within the timeout of a request.
+
+        Raises:
+            TimedOut: The timeout expired.
+            ShmserveError: The load failed.
+        """
         while connection.models.awaits_load(model, version):
             left_s = 0.0
             if options.deadline_ns:
@@ -200,12 +219,12 @@ class Session:
                     raise TimedOut(error.message) from None
                 raise
             if connection.models.has(model):
-                break  # whether it has this version, is known now
+                break  # `resolve` reports whether this version exists
 
     def allocate(
         self, tensors: Specs, *, device: str = "cpu", pin: bool = False, huge_pages: bool = False
     ) -> Region:
-        """As `sync.Server.allocate` has it."""
+        """Allocate a region; see `sync.Server.allocate`."""
         self.connection()
         number = device_number(device)
         if number is None:
@@ -222,8 +241,10 @@ class Session:
         return Region(self.memories, tensors, partial(DeviceSegment, cuda, number))
 
     def close_later(self, close: Callable[[], None]) -> None:
-        """Close a client that is collected and was not closed. Where an object is collected, and in
-        which thread, is not known, so the connection's own thread does it."""
+        """Close a collected client in the connection's thread, and warn that it was not closed.
+
+        The garbage collector may run in any thread and at any time, where closing is not safe.
+        """
         if self._closed or self.inherited:
             return
         try:
@@ -234,18 +255,18 @@ class Session:
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a forked child, and all of it its parent's."""
+        """Check whether this is a forked child, in which the parent owns the connection."""
         return self._connection.pid != os.getpid()
 
     def close(self) -> None:
-        """End the connection; arrays keep their memory. A forked child leaves its parent's be."""
+        """Disconnect; arrays keep their memory. A forked child does not affect its parent."""
         if self.inherited:
             return
         with self._lock:
             first = not self._closed
             self._closed = True
         if first:
-            # Without the lock: the connection's thread is waited for, and may be in a callback that
-            # asks for a connection itself.
+            # Without the lock: this waits for the connection's thread, which may be in a callback
+            # that requests the connection.
             self._connection.close()
             self.memories.close()

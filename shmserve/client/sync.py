@@ -1,4 +1,4 @@
-"""The client for ordinary programs and for threads: `infer` waits in the thread that calls it."""
+"""The client for threads: `infer` blocks the calling thread."""
 
 from __future__ import annotations
 
@@ -19,34 +19,44 @@ from shmserve.client.session import Session, Tensors, call_of, takes
 from shmserve.errors import ShmserveError
 from shmserve.ipc.endpoints import MOST_LINKS
 
-_MOST_CHANNELS = MOST_LINKS - 1  # one is the connection's own
+_MOST_CHANNELS = MOST_LINKS - 1  # one link is the connection's own
 
 
 class Server:
-    """A server as programs on its host use it. For any number of threads."""
+    """A server as used by programs on its host; thread-safe."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channels: dict[threading.Thread, ThreadChannel] = {}
-        self._former: list[ThreadChannel] = []  # whose server ends once it has answered these
+        self._former: list[ThreadChannel] = []  # channels to a predecessor that still answers them
         self._lock = threading.Lock()
 
     @takes(call_of)
     def infer(self, /, *given: Any, **named: Any) -> Result:
-        """Run a model and wait: inputs by keyword, or as a mapping or a region.
+        """Run a model and wait for its response.
 
-        An input is a numpy array, a torch tensor, anything with DLPack, or lists of numbers; its
-        shape has the batch dimension if the model has one. `outputs` names those wanted, or says
-        where they go: a region, or {name: array of a region}. `version` is the latest without one.
-        `timeout` is in seconds, `priority` a level of the model's (1 is the first), `parameters`
-        are what the model gets beside its inputs, and `request_id` names the request in the
-        server's errors. For a model that keeps state `sequence` is the id of the request's
-        sequence, whose first has `start`, and whose last `end`. `traceparent` (W3C) is the trace
-        that the request is part of. The parameter `explain: True` gives the result's `parameters`
-        an `explanation`: where its time went.
+        Inputs are given by keyword, as a mapping, or as a region. An input is a numpy array, a
+        torch tensor, a DLPack tensor, or lists of numbers. Its shape includes the batch dimension
+        if the model has one.
 
-        Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected. In the
-        callback of a future of `infer_async`, Unavailable when other threads have every channel.
+        Options, all by keyword:
+
+            outputs        names, or where to write outputs: a region, or {name: array of a region}
+            version        by default the latest
+            timeout        in seconds
+            priority       a priority level of the model; 1 is the highest
+            parameters     parameters for the model. With `explain: True` the result's
+                           `parameters` have an `explanation` of the time spent
+            request_id     the name of the request in the server's errors
+            sequence       the id of the request's sequence, for a stateful model
+            start, end     whether the request is the first or the last one of its sequence
+            traceparent    the W3C trace context of the request
+
+        Raises:
+            ShmserveError: The server's error, with its code.
+            TimedOut: The timeout expired.
+            Disconnected: There is no server.
+            Unavailable: In a callback of `infer_async`, if other threads use all channels.
         """
         call = call_of(*given, **named)
         waiter, built = self._waiting(), None
@@ -72,13 +82,13 @@ class Server:
         version: str = "",
         timeout: float | None = None,
     ) -> Iterator[Result]:
-        """The results for many inputs, in their order, with up to `in_flight` requests at a time.
+        """Yield the results for many inputs, in order, with up to `in_flight` concurrent requests.
 
-        Raises at the first that fails; the others are cancelled.
+        The first error is raised, and the other requests are cancelled.
         """
         waiting: deque[Any] = deque()
         waiter = self._waiting()
-        few = max(1, in_flight // 4)  # several a message, and the server is never without any
+        few = max(1, in_flight // 4)  # several per message, and the server always has work
         try:
             for given in inputs:
                 call = call_of(model, given, outputs=outputs, version=version, timeout=timeout)
@@ -94,11 +104,11 @@ class Server:
 
     @takes(call_of)
     def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
-        """Run a model that gives any number of responses, and iterate over them as they come.
+        """Run a model that sends any number of responses, and iterate over them as they arrive.
 
-        What it takes is what `infer` takes. Who does not read stops the model, and nobody else.
-        Outputs that go to a region are written there once for each response: it holds one until the
-        next is asked for. `timeout` is for all of the responses. Leaving the iterator cancels:
+        The arguments are those of `infer`; `timeout` applies to all responses together. A program
+        that does not read stops only this request. Outputs in a region hold one response until the
+        next one is requested. Closing the iterator cancels the request:
 
         >>> with server.stream("words", text=[b"..."]) as responses:  # doctest: +SKIP
         ...     for response in responses:
@@ -111,10 +121,10 @@ class Server:
 
     @takes(call_of)
     def infer_async(self, /, *given: Any, **named: Any) -> Future[Result]:
-        """`infer`, in the background. Cancelling the future cancels the request."""
+        """Run a model in the background; see `infer`. Cancelling the future cancels the request."""
         call, connection = call_of(*given, **named), self._session.connection()
         future = SharedChannel(connection).submit(self._session.built(connection, *call))
-        # The client is not closed before that, though nobody else may have it.
+        # The client must not be collected, and thus closed, before the future completes.
         future.add_done_callback(partial(_keep, self))
         return future
 
@@ -126,17 +136,23 @@ class Server:
         pin: bool = False,
         huge_pages: bool = False,
     ) -> Region:
-        """Memory for tensors, {name: (shape, datatype)}, that the server uses in place.
+        """Allocate memory for tensors, {name: (shape, datatype)}, that the server uses in place.
 
-        `device`: "cuda:0" for memory on the server's device 0, which this program must see by the
-        same number. For host memory, `pin` has workers on CUDA devices lock it, for faster copies,
-        and `huge_pages` takes it from the pages that the host has reserved. Raises InvalidArgument,
-        or Unavailable where there is none.
+        Args:
+            tensors: Shape and datatype of each tensor.
+            device: "cpu", or "cuda:0" for the server's device 0, which must have the same number
+                here.
+            pin: Workers on CUDA devices pin the host memory, for faster copies.
+            huge_pages: The host memory is taken from reserved huge pages.
+
+        Raises:
+            InvalidArgument: An argument is invalid.
+            Unavailable: There is not enough memory.
         """
         return self._session.allocate(tensors, device=device, pin=pin, huge_pages=huge_pages)
 
     def models(self) -> list[tuple[str, str]]:
-        """Name and version of every model that may be called now."""
+        """Return name and version of every model that is available."""
         return self._session.connection().models.names()
 
     def _waiting(self) -> Waiting:
@@ -144,7 +160,7 @@ class Server:
         thread = threading.current_thread()
         waiter = self._channels.get(thread)
         if waiter is not None and waiter.lock.locked():
-            return _shared(connection)  # a signal's handler, which this thread's wait runs
+            return _shared(connection)  # a signal handler that interrupted this thread's wait
         if waiter is None or waiter.connection is not connection:
             return self._new_channel(thread, connection)
         return waiter
@@ -156,8 +172,8 @@ class Server:
                 if over or other is thread:
                     self._former.append(self._channels.pop(other))
             self._close_former()
-            # That of a thread which has ended is taken over, and not closed: its requests may be on
-            # their way yet, workers use their memory, and a generator of `map` may wait for them.
+            # The channel of an ended thread is reused rather than closed: workers may still use the
+            # memory of its requests, and a generator of `map` may await them.
             for other, waiter in self._channels.items():
                 if not other.is_alive() and not waiter.lock.locked():
                     self._channels[thread] = self._channels.pop(other)
@@ -166,19 +182,19 @@ class Server:
                 return _shared(connection)
             try:
                 waiter = self._channels[thread] = ThreadChannel(connection)
-            except OSError:  # no descriptor is left for one of its own
+            except OSError:  # no free descriptor for another channel
                 return _shared(connection)
             return waiter
 
     def close(self) -> None:
-        """Leave the server, which frees all that this client had there. A second time is fine."""
+        """Disconnect; the server frees all resources of this client. This method is idempotent."""
         self._session.close()
         if self._session.inherited:
             return
         with self._lock:
             for thread, waiter in self._channels.items():
                 if thread is threading.current_thread() and waiter.lock.locked():
-                    waiter.leaving = True  # this is a signal's handler, which its wait runs
+                    waiter.leaving = True  # a signal handler interrupted its wait
                 else:
                     waiter.close()
             self._channels.clear()
@@ -205,11 +221,11 @@ class Server:
 
 
 def _keep(server: Server, ended: Future[Result]) -> None:
-    """A future's callback that refers to its client until then."""
+    """Do nothing: the callback keeps a reference to the client until the future completes."""
 
 
 def _shared(connection: ServerConnection) -> SharedChannel:
-    """The channel of threads without one of their own, to wait by; raises Unavailable."""
+    """Return the channel for threads without one of their own; raise Unavailable."""
     shared = SharedChannel(connection)
     shared.check_may_wait()
     return shared

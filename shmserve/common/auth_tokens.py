@@ -1,12 +1,12 @@
-"""Authorisation: bearer tokens with scopes, and Triton's restricted APIs on top (pure).
+"""Authorisation: bearer tokens with scopes, combined with Triton's restricted APIs (pure).
 
-    scope       the API that a route or an RPC belongs to; Triton's categories, and our metrics page
-    token       `Authorization: Bearer TOKEN`; opens the scopes that its file gives it
-    restricted  this API also needs that header with that value, whoever asks
+scope       the API of a route or an RPC: Triton's categories, and the metrics page
+token       `Authorization: Bearer TOKEN`; grants the scopes listed in the token file
+restricted  an API that additionally requires a configured header and value
 
-The rules are the same for every listener: gRPC asks `Authorisation.authorise`, HTTP asks through a
-`ClientIdentity` (client_identity.py), which remembers what a connection has shown. Without tokens
-every scope is open, and what guards the server is where it listens.
+All listeners apply the same rules. gRPC calls `Authorisation.authorise`; HTTP uses a
+`ClientIdentity` (client_identity.py), which caches the credentials of a connection. Without tokens
+all scopes are open, and access is limited by the listening addresses alone.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shmserve.errors import (
     refused,
 )
 
-# What --http-restricted-api and --grpc-restricted-protocol may name.
+# The APIs that --http-restricted-api and --grpc-restricted-protocol accept.
 RESTRICTABLE = (
     *("health", "metadata", "inference", "shared-memory", "model-config", "model-repository"),
     *("statistics", "trace", "logging"),
 )
 METRICS = "metrics"
 SCOPES = (*RESTRICTABLE, METRICS)
-# Probes ask without a token: whether the server is up is no secret.
+# Health probes need no token, because the server's health is not confidential.
 OPEN = frozenset({"health"})
 
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
@@ -43,27 +43,32 @@ _TOKENS_FILE = "--auth-token-file"
 
 
 class Restricted(PermissionDenied):
-    """Triton's refusal of a restricted API: 403 over HTTP, UNAVAILABLE over gRPC."""
+    """Triton's rejection of a restricted API: 403 over HTTP, UNAVAILABLE over gRPC."""
 
     code = "UNAVAILABLE"
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """The header (lower case) that a restricted API needs, as it was written, and its value."""
+    """The header (lower case) and the value that a restricted API requires."""
 
     header: str
     value: str
 
 
-# SHA-256 of a token, hex -> the scopes that it opens
+# The SHA-256 digest (hex) of each token, and its scopes.
 Tokens = Mapping[str, tuple[str, ...]]
 Restrictions = Mapping[str, Restriction]
 
 
 class Authorisation:
-    """The rules of one protocol: `noun` is what its restricted APIs are called ("API" over HTTP,
-    "protocol" over gRPC). No `tokens`: none is asked for."""
+    """The rules of one protocol.
+
+    Args:
+        tokens: The accepted tokens; None or empty: no token is required.
+        restrictions: The restricted APIs.
+        noun: The protocol's term for a restricted API ("API" for HTTP, "protocol" for gRPC).
+    """
 
     def __init__(
         self, tokens: Tokens | None, restrictions: Restrictions, noun: str = "API"
@@ -76,13 +81,13 @@ class Authorisation:
         self._noun = noun
 
     def with_tokens(self, tokens: Tokens) -> Authorisation:
-        """The same rules with other tokens."""
+        """Return the same rules with other tokens."""
         return Authorisation(tokens, self.restrictions, self._noun)
 
     def authorise(self, scope: str, metadata: Mapping[str, str]) -> ShmserveError | None:
-        """Why a request to an API of `scope` is refused; None when it is not.
+        """Return the error for a request to an API of `scope`; None if the request is permitted.
 
-        `metadata` are its headers, found by their lower-case names.
+        `metadata` are the request's headers, looked up by lower-case names.
         """
         if self.asks_for_tokens and scope not in OPEN:
             scopes = self.scopes(metadata.get("authorization"))
@@ -91,9 +96,9 @@ class Authorisation:
         return self.refuse_restricted(scope, metadata)
 
     def scopes(self, header: str | None) -> frozenset[str] | None:
-        """The scopes that the token in an Authorization header opens; None: no known token.
+        """Return the scopes of the token in an Authorization header; None if the token is unknown.
 
-        Takes the same time for every wrong token: digests are compared, each in constant time.
+        The digest is compared with that of every token, in constant time.
         """
         kind, _, token = (header or "").partition(" ")
         if kind.lower() != "bearer":
@@ -107,7 +112,7 @@ class Authorisation:
 
     @staticmethod
     def refuse_scope(scope: str, scopes: frozenset[str] | None) -> ShmserveError | None:
-        """Why a client with a token for `scopes` may not use `scope`; None when it may."""
+        """Return the error for a client with `scopes` that requires `scope`; None if it has it."""
         if scopes is None:
             return Unauthenticated(
                 "this server needs a token that it knows: 'Authorization: Bearer TOKEN'"
@@ -117,7 +122,7 @@ class Authorisation:
         return None
 
     def refuse_restricted(self, scope: str, metadata: Mapping[str, str]) -> ShmserveError | None:
-        """Triton's refusal when `scope` is restricted and the header is not there or wrong."""
+        """Return Triton's error if `scope` is restricted and the header is missing or wrong."""
         rule = self.restrictions.get(scope)
         if rule is None:
             return None
@@ -135,10 +140,12 @@ def _raw(text: str) -> bytes:
 
 
 def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
-    """The tokens of a file, as digests: a line is `TOKEN` (all scopes) or `TOKEN scope,scope`; `#`
-    starts a comment.
+    """Read a token file and return the scopes of each token's digest.
 
-    Raises InvalidArgument with one line that shows no token.
+    A line is `TOKEN` (all scopes) or `TOKEN scope,scope`; `#` starts a comment.
+
+    Raises:
+        InvalidArgument: The file is invalid; the message never contains a token.
     """
     with refused(f"{_TOKENS_FILE}: cannot read '{path}'", "not text"):
         mode = path.stat().st_mode
@@ -170,8 +177,13 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Restrictions:
-    """Triton's `api[,api]:header=value`, each time the flag is given; `prefix` goes before the
-    header. Raises InvalidArgument."""
+    """Parse Triton's `api[,api]:header=value`, which may be repeated; raise InvalidArgument.
+
+    Args:
+        flag: The flag, for messages.
+        values: The values of the flag.
+        prefix: The prefix of every header.
+    """
     kind = flag.rpartition("-")[2]  # "api" or "protocol"
     found: dict[str, Restriction] = {}
     for text in values:
@@ -197,10 +209,10 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
 
 
 def encode_restrictions(restrictions: Restrictions) -> dict[str, Any]:
-    """As a message carries them."""
+    """Return the restrictions in the form of a message."""
     return {scope: [rule.header, rule.value] for scope, rule in restrictions.items()}
 
 
 def decode_restrictions(raw: Mapping[str, Any]) -> Restrictions:
-    """The inverse of `encode_restrictions`."""
+    """Decode the result of `encode_restrictions`."""
     return {scope: Restriction(*pair) for scope, pair in raw.items()}

@@ -1,6 +1,6 @@
-"""Duplicate keys of JSON objects, refused: parsers keep one of the values and say nothing (pure).
+"""Rejection of JSON objects with duplicate keys (pure).
 
-Two readers of one text may then see two requests, so such a text is refused.
+Parsers silently keep one of the values, so that two parsers may read different requests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _LONGEST_SHOWN = 64
 
 
 class DoubledName(ValueError):
-    """A JSON object has two members of one `name`, None where that is not known."""
+    """The error of a JSON object with a duplicate key; `name` is None if the key is unknown."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class DoubledName(ValueError):
 
 
 def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of its members, as json's `object_pairs_hook`; raises DoubledName."""
+    """Return an object of its members (json's `object_pairs_hook`); raise DoubledName."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

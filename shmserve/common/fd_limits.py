@@ -1,5 +1,4 @@
-"""File descriptor limits: a process's own (RLIMIT_NOFILE), the shares of clients, and the standard
-streams."""
+"""File descriptors: the process's limit (RLIMIT_NOFILE), shares of clients, standard streams."""
 
 from __future__ import annotations
 
@@ -9,18 +8,18 @@ import resource
 import sys
 
 _PLENTY = 1 << 20
-_OWN = 128  # of a gateway: for everything but connections
-FEWEST = 2 * _OWN  # that a server starts with
+_OWN = 128  # a gateway's reserve for everything but connections
+FEWEST = 2 * _OWN  # the minimum for a server to start
 _SHARE = 0.75
 _SCRAPES = 256
 
 
 def fill_standard_streams() -> None:
-    """Put /dev/null where descriptors 0, 1 or 2 are closed.
+    """Open /dev/null for those of the descriptors 0, 1 and 2 that are closed.
 
-    The next sockets would get their numbers, and what a model prints would be written to them.
+    Otherwise new sockets would get these numbers, and output of a model would be written to them.
     """
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest that is free
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # open() returns the lowest free descriptor
         os.set_inheritable(fd, True)
     os.close(fd)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
@@ -28,10 +27,10 @@ def fill_standard_streams() -> None:
 
 
 def raise_limit() -> None:
-    """Let this process and what it starts have as many as they may.
+    """Raise the soft limit of this process and its children to the hard limit.
 
-    Each region, connection and model takes some; the soft limit of 1024 is for programs that use
-    select on all of them.
+    Regions, connections and models need descriptors. The usual soft limit of 1024 exists for
+    programs that use select().
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
@@ -39,12 +38,12 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """The number of descriptors that this process may have."""
+    """Return the current limit of descriptors."""
     return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def attainable() -> int:
-    """The number that it may have once the limit is raised."""
+    """Return the limit of descriptors after `raise_limit`."""
     return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
@@ -53,28 +52,25 @@ def _number(limit: int) -> int:
 
 
 def for_local_clients() -> int:
-    """For how many programs at its listener the supervisor can spare descriptors: each takes
-    two."""
+    """Return how many local clients the supervisor can serve, at two descriptors per client."""
     return limit() // 8
 
 
 def for_regions(most: int) -> int:
-    """The number of descriptors, of `most`, that it can spare for registered memory."""
+    """Return how many of `most` descriptors may be used for registered memory."""
     return most // 2
 
 
 def for_scrapes() -> int:
-    """The descriptors a gateway can spare for connections through a listener of metrics, of which a
-    few are open at once."""
+    """Return a gateway's descriptors for the connections of a metrics listener."""
     return min(_SCRAPES, (limit() - _OWN) // 4)
 
 
 def for_connections(listeners: int, scraped: int = 0) -> int:
-    """The descriptors it can spare for those through each of its `listeners`, beside `scraped` of
-    metrics."""
+    """Return a gateway's descriptors per listener, besides those of `scraped` metrics listeners."""
     return max(1, (limit() - _OWN - scraped * for_scrapes()) // max(1, listeners))
 
 
 def share_of(most: int) -> int:
-    """The share of `most` connections that one user, or one other host, may have; at least 1."""
+    """Return how many of `most` connections one user or one remote host may have; at least 1."""
     return max(1, int(most * _SHARE))

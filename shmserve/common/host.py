@@ -1,8 +1,7 @@
-"""The memory, processors and accelerators of the host, the share that this process may use, and the
-use of each process of the server.
+"""The host's memory, processors and accelerators, this process's share, and process statistics.
 
-The figures are read from /proc and /sys. Accelerators are found by their device files: the control
-plane never loads a driver.
+The figures are read from /proc and /sys. Accelerators are counted by their device files, since the
+control plane never loads a driver.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from shmserve.errors import InvalidArgument
 
-# Why CUDA memory is refused, in Triton's words.
+# Triton's message for a rejected CUDA region.
 CUDA_INVALID = "failed to register shared memory region: invalid args"
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPU_PERIOD_US = 100_000
@@ -57,8 +56,8 @@ def processors() -> tuple[int, float | None]:
 def memory_left() -> int:
     """Return the bytes of memory that can still be allocated.
 
-    The least is taken of the memory available on the host and of the rest within the limit of each
-    control group, which includes its inactive file pages.
+    The result is the minimum of the host's available memory and the remainder of each control
+    group's limit. Inactive file pages count as available.
     """
     total, unavailable = memory_bytes()
     left = [total - unavailable]
@@ -81,8 +80,7 @@ def cgroup_limit(controller: str, name: str, older: str) -> int | None:
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's groups, and whether the controller has its own
-    hierarchy."""
+    """Yield the folders of this process's control groups, and whether each is of cgroup v1."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         controllers, path = line.split(":", 2)[1:]
         if controllers and controller not in controllers.split(","):
@@ -137,7 +135,7 @@ def _process(folder: Path) -> Process:
     )
     if not title.startswith(_TITLE):
         raise ValueError("not a process of the server")
-    # The name in parentheses may hold anything; the fields count from behind it.
+    # The command name in parentheses may contain any character, so fields are split after it.
     fields = (folder / "stat").read_text().rpartition(")")[2].split()
     return Process(
         title=title.removeprefix(_TITLE).strip(),
@@ -149,16 +147,19 @@ def _process(folder: Path) -> Process:
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """The accelerators of the host. `kind` is torch's device type ("cuda", "npu"), or "" for
-    none."""
+    """The accelerators of the host; `kind` is torch's device type ("cuda", "npu"), or ""."""
 
     kind: str
     count: int
 
 
 def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None) -> Accelerators:
-    """Return the host's accelerators by their device files. `visible` is CUDA_VISIBLE_DEVICES, if
-    set."""
+    """Return the host's accelerators by their device files.
+
+    Args:
+        device_folder: The folder of device files.
+        visible: CUDA_VISIBLE_DEVICES, if set.
+    """
     for kind, pattern in (("cuda", r"nvidia\d+"), ("npu", r"davinci\d+")):
         count = sum(bool(re.fullmatch(pattern, entry.name)) for entry in device_folder.iterdir())
         if count:
@@ -169,7 +170,7 @@ def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None)
 
 
 def _visible(listed: str, count: int) -> int:
-    # As the driver reads it: what follows a name that is no device's is not visible ("-1": none).
+    # Like the driver, ignore all names from the first invalid one on ("-1": no device).
     names = [part.strip() for part in listed.split(",")]
 
     def is_device(name: str) -> bool:

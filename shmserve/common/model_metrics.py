@@ -1,17 +1,17 @@
 """Metrics of models across instances and reloads, exposed as Prometheus text (pure).
 
-The custom metrics of a model are aggregated over its instances:
+A model's custom metrics are aggregated over its instances:
 
-    counters, histograms   sum over all instances; what an instance counted stays when it ends
-    gauges                 the value set last by an instance that lives, and all their increments
-                           on top
+    counters, histograms   the sum over all instances, including those that have exited
+    gauges                 the last value that a live instance set, plus all increments of
+                           live instances
 
-Families of one name are one family, whichever model reports them, as in Triton.
+Families with the same name are merged across models, as in Triton.
 
-The flat table of a model's own counters survives a reload: {name: number, list of numbers, numbers
-by key, or histogram}. A scheduler's snapshot is its table, with rows that belong to it alone and,
-as "base", the table of its predecessors under the same name and version. Metrics show the sum, so
-that requests which a predecessor finishes after the switch are counted, and no counter decreases.
+The table of a model's own counters survives a reload: {name: number, list of numbers, numbers by
+key, or histogram}. A scheduler's snapshot is its table, plus rows of its own and, as "base", the
+table of its predecessors of the same name and version. Metrics show the sum. Requests that a
+predecessor completes after the switch are therefore counted, and no counter decreases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Of a snapshot, what no successor adds to its own.
+# The entries of a snapshot that a successor does not add to its own.
 _NOT_IN_BASE = (
     *("base", "last_ns", "batch_sizes", "responses"),
     *("pending", "executing", "open_sequences", "live", "instances"),
@@ -30,11 +30,11 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series. `numbers` are, by kind:
+    """A time series, whose `numbers` depend on the kind:
 
     COUNTER    [value]
     GAUGE      [value set, when (monotonic ns; 0: never), increments since]
-    HISTOGRAM  [sum, observations a bucket (not cumulative), those above the last of `buckets`]
+    HISTOGRAM  [sum, observations per bucket (not cumulative), those above the last of `buckets`]
     """
 
     numbers: tuple[float, ...]
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Series of one name, told apart by their labels, which are sorted."""
+    """The series of one metric name, by their sorted labels."""
 
     description: str
     kind: str
@@ -90,7 +90,7 @@ def plain(families: Families) -> list[Any]:
 
 
 def added(parts: Iterable[Families]) -> Families:
-    """Return the sum of `parts`. Of families of different kinds or buckets, the first is kept."""
+    """Return the sum of `parts`. If families differ in kind or buckets, the first one is kept."""
     total: Families = {}
     for part in parts:
         for name, family in part.items():
@@ -128,9 +128,10 @@ class ModelMetrics:
         return [plain(self._gone), *([pid, plain(f)] for pid, f in self._instances.items())]
 
     def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
-        """Continue from the checkpoint of a predecessor, with its `alive` instances (pids).
+        """Continue from the checkpoint of a predecessor with its `alive` instances (pids).
 
-        Raises ValueError for what is not `snapshot`'s.
+        Raises:
+            ValueError: `snapshot` has another format.
         """
         gone, *instances = snapshot
         self._gone = parse(gone)
@@ -143,7 +144,7 @@ class ModelMetrics:
         self._instances[pid] = families
 
     def exited(self, pid: int) -> None:
-        """Keep the counts of an instance that has ended, except its gauges."""
+        """Keep the counts of an instance that has exited, except its gauges."""
         families = self._instances.pop(pid, None)
         if families is not None:
             counted = {name: f for name, f in families.items() if f.kind != "GAUGE"}
@@ -186,8 +187,7 @@ def head(name: str, description: str, kind: str) -> tuple[str, str]:
 
 
 def sample(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
-    """Return the line of a sample, with labels in the given order. Integral values have no
-    point."""
+    """Return the line of a sample, with labels in the given order; integers have no point."""
     pairs = ",".join(f'{label}="{_escaped(text, quote=True)}"' for label, text in labels)
     return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
 
@@ -207,24 +207,26 @@ def _number(value: float) -> str:
 
 
 def total(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of a snapshot plus its base, which is the base of a successor. Raises
-    KeyError."""
+    """Return the table of a snapshot plus its base: the base of a successor. Raises KeyError."""
     table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
     both: dict[str, Any] = plus(table, snapshot["base"])
     return both
 
 
 def plus(table: Any, base: Any) -> Any:
-    """Return the entries of `table`, plus the counts of the same entries in `base`. A histogram
-    whose bounds have changed starts at zero.
+    """Return the entries of `table` plus the counts of the same entries in `base`.
 
-    Raises AttributeError, TypeError or ValueError where an entry is of another shape.
+    A histogram whose bounds have changed starts at zero.
+
+    Raises:
+        AttributeError: The entries of `table` and `base` have different types; also TypeError and
+            ValueError.
     """
     if isinstance(table, dict):
         if table.get("buckets") != base.get("buckets"):
             return table
         return {
-            # The bounds of a histogram are no counts.
+            # The bounds of a histogram are not counts.
             key: value if key == "buckets" or key not in base else plus(value, base[key])
             for key, value in table.items()
         }

@@ -1,27 +1,25 @@
 """Local clients: the user at the other end of a connection, and the access policy of shared memory.
 
-The kernel names the user.
+The kernel identifies a client's user:
 
-    unix socket     SO_PEERCRED, SO_PEERGROUPS: who connected
-    loopback TCP    sock_diag, or /proc/net/tcp: who has the other end's socket; asked once a
-                    connection, and only when it wants shared memory. /proc/net/tcp lists all
-                    others with it: after some ten thousand connections that takes a tenth of a
-                    second
+    unix socket     SO_PEERCRED, SO_PEERGROUPS: the user who connected
+    loopback TCP    sock_diag, or else /proc/net/tcp: the owner of the other end's socket. The query
+                    is made once per connection, when the client first uses shared memory.
+                    /proc/net/tcp lists all connections: with 10,000 it takes about 0.1 s
 
-A program that passes on what others send (a proxy on this host) is the user it runs as.
+A proxy on this host is identified as the user it runs as.
 
-A client is a user of this host, whom the kernel names: the uid at the other end of a unix socket or
-of a loopback connection. A region belongs to the user who registered it.
+A region belongs to the user who registered it.
 
-    register    the object must be the client's own, or its group must be the one of --shm-group,
-                which may read and write it, and which the client is in
-    use, list,  the region's user, and for an object of the group whoever is in it
+    register    the object must belong to the client's user, or to the group of --shm-group with
+                permission to read and write; the client must be a member of that group
+    use, list,  permitted to the region's user and, for an object of the group, to its members
     unregister
-    access      what only the server's own user or root can write is mapped. Anything else is read
-                and written by system calls, which a truncated object cannot turn into a signal
+    access      objects that only the server's user or root can write are mapped. All others are
+                accessed by system calls, because truncating a mapped object raises SIGBUS
 
-A client of another host has no uid. Where shared memory is offered to such clients at all
-(--allow-client-shm), they are all one user, `REMOTE`, for whom the server's own objects are theirs.
+A client on another host has no uid. If --allow-client-shm permits shared memory to such clients,
+they all are the user `REMOTE`, who may register the server's own objects.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _SO_PEERGROUPS = 59
 _MOST_GROUPS = 256
 _CREDENTIALS = struct.Struct("iII")
 
-# Queries of sock_diag(7).
+# Constants of sock_diag(7).
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR = 2
@@ -76,9 +74,9 @@ SHM_DISABLED = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 )
 REMOTE = Peer(-1)
-# Whoever administers the server: every region is theirs to see and to unregister.
+# The administrator of the server, who may list and unregister all regions.
 EVERYONE = -2
-# Whoever comes through a listener without shared memory: no region is theirs.
+# The clients of a listener without shared memory, who own no regions.
 NOBODY = Peer(-3)
 NO_GROUP = -1
 
@@ -87,9 +85,15 @@ NO_GROUP = -1
 class ShmPolicy:
     """The server's settings for shared memory of clients. Sizes are in bytes.
 
-    `allow`: over every listener, over none, or (None) over those of this host. `group`: a gid, or
-    NO_GROUP. `sparse_byte_size`: how much memory the server may spend on pages that clients did not
-    allocate. `overlap`: what to do with outputs of two requests in one place: error, warn, ignore.
+    Attributes:
+        allow: Whether every listener offers shared memory; None: only those of this host.
+        group: A gid, or NO_GROUP.
+        max_regions: The maximum number of regions.
+        max_regions_per_uid: The maximum number of regions of one user.
+        max_byte_size: The maximum total size of all regions.
+        max_byte_size_per_uid: The maximum total size of one user's regions.
+        sparse_byte_size: The server's limit of memory for pages that clients did not allocate.
+        overlap: The action for outputs of two requests in the same range: error, warn or ignore.
     """
 
     allow: bool | None
@@ -104,8 +108,13 @@ class ShmPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The owner of a region. `group` is a gid that shares the region, or NO_GROUP. The bytes of a
-    `copied` region are never mapped."""
+    """The owner of a region.
+
+    Attributes:
+        uid: The user who registered the region.
+        group: A gid whose members share the region, or NO_GROUP.
+        copied: Whether the region is accessed by system calls and never mapped.
+    """
 
     uid: int
     group: int
@@ -119,14 +128,14 @@ class Ownership:
 def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -> Ownership:
     """Return the ownership of a region whose object has this `uid`, `gid` and `mode`.
 
-    `group` is the one of --shm-group. Raises PermissionDenied when the object is not `peer`'s.
+    `group` is the gid of --shm-group. Raises PermissionDenied if the object is not `peer`'s.
     """
     server = os.geteuid()
     shared = group != NO_GROUP and gid == group and mode & 0o060 == 0o060
     if shared and (group in peer.groups or peer == REMOTE):
         return Ownership(peer.uid, group, copied=True)
     if uid == (server if peer == REMOTE else peer.uid):
-        # Whoever may write to it may truncate it.
+        # A user with write permission can truncate the object.
         safe = peer != REMOTE and uid in (server, 0) and not mode & 0o022
         return Ownership(peer.uid, NO_GROUP, copied=not safe)
     text = f"shared memory object '{key}' is not the client's"
@@ -136,8 +145,10 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
 
 
 def credentials(sock: Any) -> tuple[int, int, int]:
-    """Return the pid (0 if it is not visible here), uid and gid of the peer of a unix socket.
-    Raises OSError."""
+    """Return pid, uid and gid of the peer of a unix socket; raise OSError.
+
+    The pid is 0 for a process of another pid namespace.
+    """
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid
@@ -151,11 +162,11 @@ def unix_peer(sock: Any) -> Peer:
 
 
 def unix_pid(transport: asyncio.BaseTransport | None) -> int:
-    """Return the process at the other end of a unix socket, 0 for any other connection."""
+    """Return the pid at the other end of a unix socket, 0 for any other connection."""
     sock = None if transport is None else transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return 0
-    # What event loops hand out is no real socket.
+    # Event loops return a wrapper, not a socket.
     with socket.socket(fileno=os.dup(sock.fileno())) as own:
         return credentials(own)[0]
 
@@ -163,13 +174,13 @@ def unix_pid(transport: asyncio.BaseTransport | None) -> int:
 def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
     """Return the user at the other end of a TCP connection between addresses of this host.
 
-    None when the kernel does not say, as for an end that is closed already.
+    The result is None if the kernel does not report it, for instance after that end was closed.
     """
     try:
         found = tcp_owner(theirs, ours)
     except OSError:
         found = _listed(ours, theirs)
-    # An end that no process has any more (no inode) is shown as root's.
+    # A socket that no process owns any more (inode 0) is reported as root's.
     if found is None or not found[1]:
         return None
     return Peer(found[0], groups_of(found[0]))
@@ -193,7 +204,7 @@ def _tables(ours: Address, theirs: Address) -> list[tuple[Path, list[str]]]:
     found = []
     if isinstance(a, ipaddress.IPv4Address) and isinstance(b, ipaddress.IPv4Address):
         found.append((folder / "tcp", [_spell(a.packed, theirs[1]), _spell(b.packed, ours[1])]))
-        # A client may use a socket of the newer family for the older protocol.
+        # A client may use an IPv6 socket for IPv4.
         prefix = bytes(10) + b"\xff\xff"
         a, b = (ipaddress.IPv6Address(prefix + address.packed) for address in (a, b))
     found.append((folder / "tcp6", [_spell(a.packed, theirs[1]), _spell(b.packed, ours[1])]))
@@ -201,7 +212,7 @@ def _tables(ours: Address, theirs: Address) -> list[tuple[Path, list[str]]]:
 
 
 def _spell(packed: bytes, port: int) -> str:
-    # Each 32 bits of an address are printed as a number of this machine's byte order.
+    # Each 32-bit word of an address is printed in the byte order of this machine.
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
 
@@ -221,7 +232,7 @@ def is_loopback(address: str) -> bool:
 
 
 def network(address: str) -> str:
-    """Return the network of an address: of IPv6 the /64, all of which one host may have."""
+    """Return the network of an address. For IPv6 it is the /64, which one host may own entirely."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -234,17 +245,20 @@ def network(address: str) -> str:
 
 
 def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
-    """Return the uid and the inode of the socket at `end` of a connection of this host with
-    `other`, None without such a socket. The inode is 0 if no process has the socket any more.
+    """Return uid and inode of the socket at `end` of a local connection with `other`.
 
-    Raises OSError where the kernel does not support such queries.
+    Returns:
+        None if there is no such socket. The inode is 0 if no process owns the socket any more.
+
+    Raises:
+        OSError: The kernel does not support such queries.
     """
     response = _query(end, other)
     if response is None:
         if not _supported():
             raise OSError(errno.ENOENT, "sock_diag")
         return None
-    # Where nobody has the connection, whoever listens at that port is found.
+    # If the connection does not exist, the kernel returns the listener at that port.
     if _ENDS.unpack_from(response, _ENDS_AT) != (end[1], other[1]):
         return None
     uid, inode = _OWNER.unpack_from(response, _OWNER_AT)
@@ -279,7 +293,7 @@ def _supported() -> bool:
 
 
 def admit_group(path: Path, group: int) -> None:
-    """Permit a group to pass through a folder, or to connect to a socket."""
-    if path.stat().st_gid != group:  # the sandbox of a service may forbid the call
+    """Permit a group to traverse a folder, or to connect to a socket."""
+    if path.stat().st_gid != group:  # a service's sandbox may forbid chown
         os.chown(path, -1, group)
     path.chmod(0o710 if path.is_dir() else 0o660)

@@ -1,4 +1,4 @@
-"""Background tasks of asyncio, kept alive, their errors logged; and futures."""
+"""Background tasks of asyncio, with references and logged errors; helpers for futures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ T = TypeVar("T")
 def in_background(
     coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
 ) -> asyncio.Task[None]:
-    """Run a coroutine; its task is among `tasks` until it ends, and what it raises is logged
-    then."""
+    """Run a coroutine as a task, which is in `tasks` until it ends; log its exception."""
     task = asyncio.get_running_loop().create_task(coroutine)
     tasks.add(task)
 
@@ -30,7 +29,7 @@ def in_background(
 
 
 async def end_all(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for their ends; what those raise that were not over is logged."""
+    """Cancel tasks and wait for them; log exceptions of tasks that had not completed."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
@@ -39,11 +38,11 @@ async def end_all(*tasks: asyncio.Future[Any]) -> None:
 
 
 def settle(future: asyncio.Future[T] | None, result: T) -> None:
-    """Give a future its result, unless there is none, or it is done or cancelled."""
+    """Set the result of a future unless it is None, done or cancelled."""
     if future is not None and not future.done():
         future.set_result(result)
 
 
 async def either(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    """Wait until one of the futures is done, or the time is over."""
+    """Wait until one of the futures is done or the timeout has expired."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

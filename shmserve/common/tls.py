@@ -1,5 +1,4 @@
-"""TLS of the gRPC listener: its files, validated, so that what is wrong is said in one line that
-names the flag."""
+"""TLS settings of the gRPC listener: validation with one message that names the flag."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ _PROTOCOL = "h2"
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files in PEM; with `root_cert` clients must show a certificate that it has signed."""
+    """PEM files; with `root_cert`, clients must present a certificate signed by it."""
 
     server_cert: str
     server_key: str
     root_cert: str | None = None
 
     def context(self) -> ssl.SSLContext:
-        """What a server's connections need of them.
+        """Return the SSL context for server connections.
 
-        Raises InvalidArgument naming the flag when a file cannot be read, or is not what it must
-        be.
+        Raises:
+            InvalidArgument: A file cannot be read or is invalid; the message names the flag.
         """
-        import ssl  # only who uses TLS pays for it
+        import ssl  # imported only if TLS is used
 
         check_file("grpc-server-cert", self.server_cert)
         check_file("grpc-server-key", self.server_key)
@@ -62,7 +61,7 @@ class Tls:
 
 
 def _can_shake_hands(context: ssl.SSLContext) -> bool:
-    """Whether a client that trusts everybody and demands what is usual comes to terms with it."""
+    """Check whether the context completes a handshake with a client that has default settings."""
     import ssl
 
     theirs = ssl.create_default_context()
@@ -86,7 +85,7 @@ def _can_shake_hands(context: ssl.SSLContext) -> bool:
 
 
 def check_file(flag: str, path: str) -> None:
-    """Raises InvalidArgument naming the flag when it is no file, or cannot be read."""
+    """Raise InvalidArgument, naming the flag, if `path` is no file or cannot be read."""
     if not path:
         raise InvalidArgument(f"--{flag}: a file is needed for TLS")
     if not os.access(path, os.R_OK) or not os.path.isfile(path):

@@ -1,6 +1,4 @@
-"""What is traced, and where to: Triton's trace settings, by its names; read from flags and from
-requests to change them; and which requests are, by them: one of so many, until there were so many
-(pure)."""
+"""Triton's trace settings, from flags and requests, and the sampling of requests (pure)."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _RANGES = {
 }
 TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
 OFF, TIMESTAMPS = "OFF", "TIMESTAMPS"
-# The settings of --trace-config, and what they set; those of a mode are its exporter's.
+# The settings of --trace-config and the fields they set; the prefix is the exporter's mode.
 _NAMES = {
     "mode": "trace_mode",
     "level": "trace_level",
@@ -43,9 +41,17 @@ _FORMS = {"url": re.compile(r"https?://\S+"), "resource": re.compile(r"[^=]+=.+"
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """One of `trace_rate` requests is traced while `trace_level` is TIMESTAMPS, `trace_count` of
-    them in all (-1: any number). `log_frequency`: so many of them make a file (0: all are in one).
-    `exporter`: what OpenTelemetry's is told."""
+    """The trace settings of a model, or of the server.
+
+    Attributes:
+        trace_level: OFF, or TIMESTAMPS to trace requests.
+        trace_rate: One of this number of requests is traced.
+        trace_count: The number of traces; -1: unlimited.
+        log_frequency: The number of traces per file; 0: all traces are in one file.
+        trace_file: The file of traces.
+        trace_mode: The exporter: Triton's files or OpenTelemetry.
+        exporter: Settings of the OpenTelemetry exporter.
+    """
 
     trace_level: tuple[str, ...] = (OFF,)
     trace_rate: int = 1000
@@ -57,25 +63,30 @@ class TraceSettings:
 
     @property
     def on(self) -> bool:
-        """Whether anything is traced."""
+        """Return whether requests are traced."""
         return OFF not in self.trace_level and bool(self.trace_rate) and bool(self.trace_count)
 
     def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
-        """These settings with changes, as `read_changes` gives them."""
+        """Return these settings with the changes returned by `read_changes`."""
         known = {key: value for key, value in changes.items() if value is not None}
         return replace(self, **known) if known else self
 
     def shown(self) -> dict[str, list[str]]:
-        """As the protocol has them: texts."""
+        """Return the settings as lists of strings, the protocol's format."""
         names = ("trace_rate", "trace_count", "log_frequency", "trace_file", "trace_mode")
         texts = {name: [str(getattr(self, name))] for name in names}
         return {"trace_level": list(self.trace_level), **texts}
 
 
 def read_changes(given: Mapping[str, Sequence[str] | None]) -> dict[str, Any]:
-    """What a client asks to change: the values of each setting, None where it is to be as the
-    server's again. What the extension does not know is left alone. Raises InvalidArgument, or
-    Unsupported for what a client may not change."""
+    """Return the settings that a request changes; None resets one to the server's value.
+
+    Settings that the extension does not define are ignored.
+
+    Raises:
+        InvalidArgument: A value is invalid.
+        Unsupported: A client may not change the setting.
+    """
     if given.get("trace_file"):
         raise Unsupported("trace file location can not be updated through network protocol")
     changes: dict[str, Any] = {}
@@ -122,7 +133,7 @@ def _number(name: str, text: str) -> int:
 
 
 def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
-    """The settings of all --trace-config, the last of a name; raises InvalidArgument."""
+    """Return the settings of all --trace-config flags, of which the last for a name counts."""
     given: dict[str, list[str]] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -162,8 +173,13 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
 
 @dataclass(slots=True, eq=False)
 class Sampler:
-    """The sampler of a model, or of all that have none of their own. `left`: how many more are
-    traced, -1: any number; `pending`: traces that are still to be written."""
+    """The sampler of a model, or of all models without their own settings.
+
+    Attributes:
+        settings: The trace settings.
+        left: The number of requests still to trace; -1: unlimited.
+        pending: Traces that are not written yet.
+    """
 
     settings: TraceSettings
     left: int = field(init=False)
@@ -175,21 +191,24 @@ class Sampler:
         self.left, self._on = self.settings.trace_count, self.settings.on
 
     def samples(self, decided: bool | None) -> bool:
-        """Whether the next request is traced: for OpenTelemetry as its caller has `decided`, None
-        where it has none."""
+        """Return whether to trace the next request.
+
+        Args:
+            decided: The caller's decision in an OpenTelemetry context; None: no such context.
+        """
         if decided is None or self.settings.trace_mode != OPENTELEMETRY:
             return self.take()
         return decided and self.count()
 
     def take(self) -> bool:
-        """Whether the next request is traced."""
+        """Return whether to trace the next request by the rate."""
         if not self._on:
             return False
         self._seen += 1
         return not self._seen % self.settings.trace_rate and self.count()
 
     def count(self) -> bool:
-        """Whether one that is to be traced is, which counts then."""
+        """Return whether `trace_count` permits another trace, and count it."""
         if not self._on or not self.left:
             return False
         if self.left > 0:
@@ -199,26 +218,26 @@ class Sampler:
 
 @dataclass(slots=True, eq=False)
 class Samplers:
-    """The samplers by model; "": of all others."""
+    """The samplers by model; "" is the sampler of all other models."""
 
     _by_model: dict[str, Sampler] = field(default_factory=lambda: {"": Sampler(TraceSettings())})
 
     def of(self, model: str) -> Sampler:
-        """The sampler of a model."""
+        """Return the sampler of a model."""
         return self._by_model.get(model) or self._by_model[""]
 
     @property
     def on(self) -> bool:
-        """Whether any model is traced."""
+        """Return whether any model is traced."""
         return any(sampler.settings.on for sampler in self._by_model.values())
 
     @property
     def all(self) -> list[Sampler]:
-        """Each of them."""
+        """Return all samplers."""
         return list(self._by_model.values())
 
     def set(self, settings: dict[str, dict[str, Any]]) -> None:
-        """Sample like this from now on; those whose settings are the same count on."""
+        """Replace the settings. Samplers whose settings do not change keep their counts."""
         before, self._by_model = self._by_model, {}
         for model, given in settings.items():
             made = Sampler(TraceSettings(**given))

@@ -1,9 +1,9 @@
-"""The settings of a server, made of the flags of `shmserve serve`.
+"""The settings of a server, from the flags of `shmserve serve`.
 
 flags.txt         the table of flags
-options.py        a flag, and that table read
-flag_values.py    values with a syntax of their own
-command_line.py   the parsers of the command line and of its file, by that table
-server.py         the settings: frozen, checked
-grpc.py           those of the gRPC listener
+options.py        a flag, and the reader of that table
+flag_values.py    flag values with their own syntax
+command_line.py   the parsers of the command line and of the configuration file
+server.py         the settings, frozen and validated
+grpc.py           the settings of the gRPC listener
 """

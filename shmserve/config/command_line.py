@@ -1,13 +1,13 @@
-"""The parsers of the command line of `shmserve serve` and of its file, by the table of flags.
+"""The parsers of the command line of `shmserve serve` and of its configuration file.
 
-`--flag=value` and `--flag value` mean the same, a boolean may stand alone for true, as for Triton.
-A flag on the command line replaces the value of the same flag in the file. The file is YAML, with a
-key for each flag by its name:
+`--flag=value` and `--flag value` are equivalent. A boolean flag without a value means true, as in
+Triton. A flag on the command line overrides the same flag in the file. The file is YAML, with the
+names of flags as keys:
 
     http-port: 8000
-    model-repository: [/srv/models, /srv/more]     # a flag that repeats: one value, or a list
+    model-repository: [/srv/models, /srv/more]     # a repeatable flag: one value, or a list
 
-A value in the file is read as the text that stands there: `exit-on-error: no` and `id: 12` need no
+Values in the file are read as their literal text, so that `exit-on-error: no` and `id: 12` need no
 quotes.
 """
 
@@ -27,8 +27,14 @@ _NULL = "tag:yaml.org,2002:null"
 
 @dataclass(frozen=True, slots=True)
 class FlagValues:
-    """What a file, or a command line, sets: values by flag (lists where it repeats), and the flags
-    without effect. `places`: where a file does, "'FILE' line N"."""
+    """The flags that a file or a command line sets.
+
+    Attributes:
+        values: The value of each flag.
+        repeated: The values of each repeatable flag.
+        without_effect: Accepted flags that have no effect.
+        places: For a file, the position of each flag: "'FILE' line N".
+    """
 
     values: dict[str, Value] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(default_factory=dict)
@@ -36,7 +42,7 @@ class FlagValues:
     places: dict[str, str] = field(default_factory=dict)
 
     def add(self, flag: Flag, name: str, value: Value) -> None:
-        """Take a value of `flag`, which was given by `name`."""
+        """Store a value of `flag`, which was given under the name `name`."""
         if not flag.effect:
             self.without_effect.append(name)
         elif flag.repeat:
@@ -47,11 +53,16 @@ class FlagValues:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A command line and its file: values by flag (lists where it repeats), the rest, and what has
-    no effect.
+    """A parsed command line with its file.
 
-    `behind` are words of the rest that stand behind a boolean flag, which may be meant for it.
-    `places`: where the file sets a flag that holds."""
+    Attributes:
+        values: The value of each flag.
+        repeated: The values of each repeatable flag.
+        positional: The arguments that are not flags.
+        without_effect: Accepted flags that have no effect.
+        behind: Positional arguments directly after a boolean flag, perhaps meant as its value.
+        places: The position of each flag that the file sets.
+    """
 
     values: dict[str, Value | None]
     repeated: dict[str, list[str]]
@@ -61,22 +72,23 @@ class Parsed:
     places: dict[str, str] = field(default_factory=dict)
 
     def located(self, problem: str) -> str:
-        """A problem that begins with a flag, and with its place in the file where that set it."""
+        """Return `problem` prefixed with the flag's position in the file, if the file sets it."""
         flag = problem.partition(":")[0]
         place = self.places.get(flag.removeprefix("--"))
         return f"{place}: {problem}" if place else problem
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
-    """Read `arguments`, and the file that they may name, by the table.
+    """Parse `arguments`, and the configuration file that they may name.
 
-    Raises Problems, whose lines name the flag, what was found and what is allowed.
+    Raises:
+        Problems: Each line names the flag, the value found and the values allowed.
     """
     given = FlagValues()
     positional: list[str] = []
     behind: dict[str, str] = {}
     rest = list(arguments)
-    alone = ""  # the boolean flag before, without a value
+    alone = ""  # the preceding boolean flag, if it has no value
     wrong = Collected()
     for word in rest:
         wrong(_check_text, word)
@@ -118,7 +130,7 @@ def _value(flag: Flag, text: str | None, rest: list[str]) -> Value:
 
 
 def _check_text(word: str) -> None:
-    # What is no text cannot be logged, shown to clients or sent to the server's other processes.
+    # Undecodable bytes cannot be logged, returned to clients or sent to other processes.
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -132,10 +144,11 @@ def _unknown(word: str) -> str:
 
 
 def read(path: str) -> FlagValues:
-    """The settings in a file.
+    """Return the settings in a file.
 
-    Raises InvalidArgument where it cannot be read, and Problems, whose lines name the file, the
-    line in it, the key, what stands there and what is allowed.
+    Raises:
+        InvalidArgument: The file cannot be read.
+        Problems: Each line names the file, the line, the key, the value found and those allowed.
     """
     with refused(f"--config: cannot read '{path}'", "it is not UTF-8 text"):
         text = Path(path).read_text(encoding="utf-8")
@@ -143,7 +156,7 @@ def read(path: str) -> FlagValues:
 
 
 def parse_file(text: str, path: str) -> FlagValues:
-    """The settings in the text of the file at `path` (pure). Raises Problems."""
+    """Return the settings in the text of the file at `path` (pure). Raises Problems."""
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -193,7 +206,7 @@ def _flag_of(name: str) -> Flag:
 
 
 def _texts(flag: Flag, value: yaml.Node) -> list[str]:
-    """What stands there for a flag: one text, or those of a list; raises InvalidArgument."""
+    """Return the texts that a YAML value gives for a flag; raise InvalidArgument."""
     is_list = isinstance(value, yaml.SequenceNode)
     if is_list and not flag.repeat:
         raise InvalidArgument("takes one value, not a list")

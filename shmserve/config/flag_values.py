@@ -1,5 +1,7 @@
-"""Flags whose values have a syntax of their own: the response cache, workspaces, resources of the
-rate limiter, metrics, patterns of headers; as Triton has them where it has them.
+"""Flag values with their own syntax, which is Triton's for Triton's flags.
+
+These are the response cache, workspaces, resources of the rate limiter, metrics and header
+patterns.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ _CACHE_SIZE = Flag("cache-config", kind=int)
 
 
 def cache_byte_size(configs: Sequence[str], byte_size: int | None) -> int:
-    """The bytes of the cache that "local,size=BYTES" asks for, or of the older flag; 0: none.
+    """Return the bytes of the cache from "local,size=BYTES" or the older flag; 0: no cache.
 
-    Raises InvalidArgument for anything else, for another cache than `local`, and for two of them.
+    Raises:
+        InvalidArgument: The syntax is wrong, the cache is not `local`, or there are two caches.
     """
     if configs and byte_size is not None:
         raise InvalidArgument(
@@ -55,10 +58,11 @@ _WORKSPACE_SIZE = Flag("workspace-byte-size", kind=int, low=4096, high=1 << 44)
 
 
 def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
-    """The bytes of each device's pool, by torch's name of the device.
+    """Return the bytes of each device's pool, by torch's name of the device.
 
-    Raises InvalidArgument for what is not DEVICE=BYTES, for a device that stands twice, and for one
-    that has no pools: the host and CUDA devices have.
+    Raises:
+        InvalidArgument: A setting is not DEVICE=BYTES, a device is repeated, or a device is neither
+            the host nor a CUDA device.
     """
     sizes: dict[str, int] = {}
     for setting in settings:
@@ -85,10 +89,12 @@ Resources = tuple[tuple[str, int | None, int], ...]
 
 
 def parse_resources(texts: Iterable[str]) -> Resources:
-    """(name, device, count) of each "NAME:COUNT[:DEVICE]"; the device None: every one, and also
-    what is global; -1: only that ("global").
+    """Return (name, device, count) of each "NAME:COUNT[:DEVICE]".
 
-    Raises InvalidArgument.
+    The device is None for a resource on all devices, and -1 for "global".
+
+    Raises:
+        InvalidArgument: A text is malformed.
     """
     return tuple(_resource(text) for text in texts)
 
@@ -106,14 +112,13 @@ def _resource(text: str) -> tuple[str, int | None, int]:
 
 _METRICS = "--metrics-config"
 _SWITCH = Flag("metrics-config", kind=bool)
-# What C++ reads of a text as a number; what follows it is passed over.
+# The prefix that C++ reads as a number; the remainder is ignored.
 _LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """Counters of time, histograms and summaries; `summary_quantiles` are those of the last: what
-    is below 0 or above 1 is as good as these."""
+    """The enabled latency metrics; summary quantiles outside [0, 1] act like the nearest bound."""
 
     counter_latencies: bool = True
     histogram_latencies: bool = False
@@ -122,12 +127,12 @@ class MetricsConfig:
 
     @property
     def kept_quantiles(self) -> tuple[float, ...]:
-        """The quantiles that schedulers keep: none where nobody sees them."""
+        """Return the quantiles that schedulers compute; none without summaries."""
         return self.summary_quantiles if self.summary_latencies else ()
 
 
 def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
-    """The settings of all --metrics-config, the last of a name; raises InvalidArgument."""
+    """Return the settings of all --metrics-config flags, of which the last for a name counts."""
     config = MetricsConfig()
     for text in texts:
         name, equals, value = text.partition("=")
@@ -146,8 +151,10 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
 
 
 def _quantiles(text: str) -> tuple[float, ...]:
-    """The quantiles of "QUANTILE:ERROR,...", read as Triton reads them. The error is what Triton's
-    estimate may be off by in rank: no quantile here is."""
+    """Return the quantiles of "QUANTILE:ERROR,...", parsed like Triton.
+
+    Triton's error is the permitted deviation in rank. Quantiles are exact here, so it is ignored.
+    """
     quantiles = []
     for pair in text.removesuffix(",").split(","):
         quantile, colon, error = pair.partition(":")
@@ -169,7 +176,7 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
 }
 
 
-# What RE2, whose syntax Triton's patterns have, writes in another way than Python.
+# Constructs of RE2, the syntax of Triton's patterns, that Python writes differently.
 _RE2 = re.compile(
     r"\\Q(?P<verbatim>.*?)(?:\\E|$)"
     r"|(?P<end>\\z)|\\."
@@ -193,7 +200,7 @@ _CLASSES = {
 
 
 def header_pattern(value: Mapping[str, Any], flag: str) -> str:
-    """A pattern of headers' names as Python writes it; raises InvalidArgument naming the flag."""
+    """Return a header-name pattern in Python's syntax; raise InvalidArgument naming the flag."""
     given: str = value[flag] or ""
     pattern = _in_python(given)
     try:
@@ -204,10 +211,12 @@ def header_pattern(value: Mapping[str, Any], flag: str) -> str:
 
 
 def _in_python(re2: str) -> str:
-    """The pattern with each flag that RE2 has hold up to the end of a group, (?-i)b|c, as groups of
-    Python's, (?-i:b)|(?-i:c); whether it is greedy (U) changes nothing for who only asks if it
-    matches."""
-    groups: list[list[str]] = [[]]  # of each that is open, the flags set in it
+    """Return an RE2 pattern in Python's syntax.
+
+    An RE2 flag applies up to the end of its group: (?-i)b|c becomes (?-i:b)|(?-i:c). The flag U
+    (ungreedy) is dropped because it does not affect whether a text matches.
+    """
+    groups: list[list[str]] = [[]]  # the flags set in each open group
     parts: list[str] = []
     for found in _RE2.finditer(re2):
         text = found.group()

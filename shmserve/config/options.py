@@ -1,6 +1,4 @@
-"""The flags of `shmserve serve`: a class that parses the text of a flag's value, and the table of
-all flags, which is read from flags.txt.
-"""
+"""The flags of `shmserve serve`: a flag with its value parser, and the reader of flags.txt."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from shmserve.errors import InvalidArgument, suggestion
 
 _TRUE = ("true", "1", "on", "yes")
 _FALSE = ("false", "0", "off", "no")
-# int() and float() alone would take 1_000, spaces, and the digits of every script; and more than 19
-# digits are out of every range.
+# int() and float() alone also accept 1_000, spaces and digits of other scripts. More than 19 digits
+# exceed every range.
 _NUMBER = {
     int: re.compile(r"[+-]?[0-9]{1,19}"),
     float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
@@ -24,11 +22,21 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. `kind` is str, int, float or bool; `effect` False: accepted, named in a warning.
+    """A command-line flag.
 
-    Numbers lie in [`low`, `high`]; with `words`, true and false mean 1 and 0. `choices` are all the
-    values allowed, if given. At most one `exclusive` flag of a group may be given; only the tables
-    of client verbs use it, and `metavar`.
+    Attributes:
+        name: The name without dashes.
+        help: The help text.
+        kind: str, int, float or bool.
+        default: The value of a flag that is not set.
+        low: The lowest number allowed.
+        high: The highest number allowed.
+        choices: All the values allowed, if not empty.
+        repeat: Whether the flag may be repeated.
+        effect: False for a flag that is accepted with a warning and has no effect.
+        words: Whether true and false stand for 1 and 0.
+        metavar: The name of the value in help texts of client commands.
+        exclusive: Whether only one flag of its group may be set (client commands).
     """
 
     name: str
@@ -45,7 +53,7 @@ class Flag:
     exclusive: bool = False
 
     def parse(self, text: str) -> Value:
-        """The value that `text` gives; raises InvalidArgument naming the flag."""
+        """Return the value of `text`; raise InvalidArgument naming the flag."""
         if self.kind is bool:
             if text.lower() in _TRUE + _FALSE:
                 return text.lower() in _TRUE
@@ -69,9 +77,10 @@ class Flag:
         return number
 
     def following(self, rest: list[str]) -> str:
-        """The text of its value where it stands in the next word, which is taken from `rest`.
+        """Return the text of the flag's value if it is the next word, which is removed from `rest`.
 
-        Raises InvalidArgument naming the flag when there is none.
+        Raises:
+            InvalidArgument: The value is missing; the message names the flag.
         """
         if self.kind is bool:
             if rest and rest[0].lower() in _TRUE + _FALSE:
@@ -129,7 +138,7 @@ def _flag(line: str) -> Flag:
 GROUPS = read(Path(__file__).with_name("flags.txt").read_text(encoding="utf-8"))
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
-# Flags of tritonserver that have no counterpart here, and what there is instead.
+# Flags of tritonserver without a counterpart, and the reason or alternative.
 _WITHOUT_EFFECT = {
     "models load side by side, in processes of their own": """
         model-load-thread-count buffer-manager-thread-count""",
@@ -165,4 +174,4 @@ IDLE: dict[str, tuple[Flag, ...]] = {
 }
 ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
-FLAGS["model-store"] = FLAGS["model-repository"]  # Triton's older name of it
+FLAGS["model-store"] = FLAGS["model-repository"]  # Triton's older name

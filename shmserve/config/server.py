@@ -1,4 +1,4 @@
-"""The settings of a server: frozen, made once from the command line, units in the names."""
+"""The settings of a server: frozen, created once from the command line, units in the names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shmserve.model_config import ModelDefaults
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """The HTTP listener: where it serves (over TCP: `allow`), and what a body may be."""
+    """The HTTP listener; `allow` enables TCP."""
 
     allow: bool
     address: str
@@ -50,8 +50,7 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """The gRPC listener: `workers` processes share its sockets, a unix socket among them if there
-    is a path for one."""
+    """The gRPC listener, whose TCP and unix sockets are shared by `workers` processes."""
 
     address: str
     port: int
@@ -62,10 +61,15 @@ class GrpcConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The settings of `shmserve serve`. `model_files` are "path/model.py:Class", whose
-    parameters are `class_settings`. `flags`: what each flag was given, or has by default.
+    """The settings of `shmserve serve`.
 
-    No `tokens`: none is asked for. The restricted APIs are by scope.
+    Attributes:
+        model_files: Models given as "path/model.py:Class".
+        class_settings: The parameters of these models.
+        tokens: The accepted tokens; if empty, no token is required.
+        http_restricted: The restricted APIs of HTTP, by scope.
+        grpc_restricted: The restricted protocols of gRPC, by scope.
+        flags: The value of each flag, given or default.
     """
 
     model_repositories: tuple[Path, ...]
@@ -121,27 +125,27 @@ class ServerConfig:
     flags: Mapping[str, Any]
 
     def backend_settings(self, backend: str) -> dict[str, str]:
-        """The settings of --backend-config for a backend (those without a backend are for all)."""
+        """Return the --backend-config settings for a backend, including those for all backends."""
         return {key: value for name, key, value in self.backend_config if name in ("", backend)}
 
     def worker_threads(self, instances: int) -> int:
-        """Compute threads of one of `instances` workers of a model: the cores, shared out."""
+        """Return the number of compute threads per worker if a model has `instances` workers."""
         return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
 
     @property
     def guarded(self) -> bool:
-        """Whether the server may listen where other hosts reach it."""
+        """Return whether the server may listen on addresses that other hosts reach."""
         return bool(self.tokens) or self.insecure
 
     @property
     def protocols(self) -> set[str]:
-        """What the server serves."""
+        """Return the names of the protocols that the server serves."""
         http = self.http.allow or self.http.unix_socket is not None
         served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
         return {name for name, wanted in served.items() if wanted}
 
 
-# Flags whose fields have their names, and their values.
+# Flags whose fields have the same name and value.
 _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
@@ -153,9 +157,10 @@ _AS_GIVEN = (
 def from_flags(
     parsed: Parsed, environment: Mapping[str, str], *, models_needed: bool = True
 ) -> ServerConfig:
-    """The settings that a parsed command line and the environment give.
+    """Return the settings from a parsed command line and the environment.
 
-    Raises Problems, whose lines name the flag, and where a file sets it.
+    Raises:
+        Problems: Each line names the flag and, if a file sets it, its position there.
     """
     wrong = Collected()
     config = _from_flags(parsed, environment, models_needed, wrong)
@@ -263,7 +268,7 @@ def _config_name(name: str) -> str:
 
 
 def _tokens(file: str | None) -> Tokens:
-    if file == "":  # what an unset shell variable must not mean: that nobody needs a token
+    if file == "":  # an unset shell variable must not disable authentication
         raise InvalidArgument("--auth-token-file: '' is not a file")
     return {} if file is None else read_tokens(Path(file))
 
@@ -300,7 +305,7 @@ def _models(parsed: Parsed, needed: bool, wrong: Collected) -> tuple[list[Path],
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
     files: list[str] = []
     if "" in (*parsed.repeated["model-repository"], *parsed.positional):
-        # To Path it is the folder we are in: what an unset shell variable must not mean.
+        # Path("") is the current folder, which an unset shell variable must not select.
         wrong.problems.append("--model-repository: '' is not a folder")
     for word in parsed.positional:
         if is_inline(word):
@@ -319,8 +324,8 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
     with refused(f"--model-repository: cannot read '{path}'"):
         if path.suffix == ".py" and path.is_file():
             raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
-        # One that is not there (yet, it may be a volume) is an error of the start, which the server
-        # may outlive.
+        # A missing folder may be a volume that is mounted later. It is an error of the start, which
+        # a server without --exit-on-error survives.
         may_miss = not parsed.values["exit-on-error"] and not path.exists()
         if not path.is_dir() and (str(path) in parsed.behind or not may_miss):
             raise InvalidArgument(_no_folder(str(path), parsed))
@@ -357,7 +362,7 @@ def _count(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-# Flag -> the setting of the same meaning.
+# The setting of each flag.
 _GRPC_SETTINGS = {
     "grpc-keepalive-time": "keepalive_time_ms",
     "grpc-keepalive-timeout": "keepalive_timeout_ms",
@@ -372,9 +377,10 @@ _COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}  # zlib's
 
 
 def _grpc(value: Mapping[str, Any]) -> GrpcConfig | None:
-    """The settings that the flags' values give, None for --allow-grpc=false.
+    """Return the gRPC settings from the flags' values; None for --allow-grpc=false.
 
-    Raises InvalidArgument with one line naming the flag.
+    Raises:
+        InvalidArgument: A value is invalid; the message names the flag.
     """
     if not value["allow-grpc"]:
         return None
@@ -399,7 +405,7 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
         server_key=_file(value, "grpc-server-key"),
         root_cert=_file(value, "grpc-root-cert") if mutual else None,
     )
-    # A gateway would say it, and would be started again and again.
+    # Checked here because a gateway with a wrong file would be restarted forever.
     tls.context()
     return tls
 

@@ -1,12 +1,11 @@
-"""Traces of requests: an explanation in the response, a log line, an entry in Triton's trace file,
-or spans for OpenTelemetry.
+"""Traces of requests: explanations, log lines, Triton's trace file, and OpenTelemetry spans.
 
-    begin ──> Submit.trace ... response ──answered──> explanation, if asked for ──> finish
+    begin ──> Submit.trace ... response ──answered──> explanation, if requested ──> finish
                                                        log, file, collector <─────────┘
 
-The file is a JSON array. Each request, and each request of an ensemble's step or of a model's call,
-has an entry with its names and an entry with its timestamps (monotonic ns). Several gateways write
-to the file. Each write holds a lock and leaves a complete array.
+The file is a JSON array. Each request has an entry with its names and an entry with its timestamps
+(monotonic ns); so has each request of an ensemble's step or of a model's call. Several gateways
+write to the file. Each write holds a lock and leaves a complete array.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Model configuration (Triton's `config.pbtxt`): parsed, auto-completed, validated, presented.
+"""Model configuration (Triton's `config.pbtxt`): parsing, completion, validation, presentation.
 
-The order in which a model's folder becomes a configuration:
+A model's folder becomes a configuration in these steps:
 
     read_pbtxt / read_json     text -> ModelConfig, Source             (syntax, names, types)
-    detect_backend             + name, backend, file name              (from the files there are)
+    detect_backend             + name, backend, file name              (from the file names)
     normalise, validate        + defaults; complete=False              (rules that hold already)
-    merge_autocomplete         + what the model says about itself
+    merge_autocomplete         + the fields that the model reports
     normalise, validate        + the server's defaults; complete=True  (all rules)
     ignored_fields, doubts, to_dict
 
-The Source remembers where everything was written and what could not be read: `validate` and
-`merge_autocomplete` name the line, and tell all mistakes at once.
+The `Source` stores the position of every key and the values that could not be read. `validate` and
+`merge_autocomplete` report all problems at once, each with its line.
 """
 
 from shmserve.model_config.completion import (

@@ -1,5 +1,4 @@
-"""Completion of a configuration: defaults for fields that its author leaves open, and fields that a
-loaded model reports."""
+"""Completion of a configuration: the server's defaults, and fields that a loaded model reports."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ from shmserve.proto.model_config_pb2 import (
 
 LIBTORCH = "pytorch_libtorch"
 ONNX = "onnxruntime_onnx"
-# Of platforms and their backends: Triton's older field for the same.
+# The platforms (Triton's older name for a backend) and their backends.
 PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
 ENSEMBLE = "ensemble"
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _TORCH_FILES = ("model.pt", "model.pt2")
 _ONNX_FILE = "model.onnx"
-CHECKPOINT = "config.json"  # of a model of Hugging Face's, beside its weights
+CHECKPOINT = "config.json"  # of a Hugging Face model, in the folder of its weights
 _WEIGHTS = ".safetensors"
 _ONNX_CPU_INSTANCES = 2
 _COMPLETABLE = (
@@ -49,17 +48,18 @@ _COMPLETABLE = (
     "batch_output",
     "instance_group",
 )
-# Of the parameters, what a class may have as an attribute.
+# The parameters that a model class may set by an attribute.
 _PARAMETERS = (STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING, ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """The server's values for what a model does not set itself.
+    """The server's defaults for fields that a model's configuration does not set.
 
-    `dynamic_batching`: models that batch and name no scheduler get the dynamic batcher.
-    `max_batch_size` and `max_queue_delay_us` (microseconds) are for models that do not write that
-    field; None leaves them at 0.
+    Attributes:
+        dynamic_batching: Models that batch and name no scheduler get the dynamic batcher.
+        max_batch_size: The default of that field; None: 0.
+        max_queue_delay_us: The default of `max_queue_delay_microseconds`; None: 0.
     """
 
     dynamic_batching: bool = False
@@ -68,10 +68,14 @@ class ModelDefaults:
 
 
 def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:
-    """`config` with name, backend, platform and default_model_filename, as far as they are known.
+    """Return `config` with name, backend, platform and default_model_filename where they are known.
 
-    `files` are the names in the model's newest version folder. What is still empty afterwards is
-    for `validate` to report.
+    The result may still lack some of these fields; `validate` reports them.
+
+    Args:
+        config: The configuration.
+        model_name: The name for a configuration without one.
+        files: The file names in the model's newest version folder.
     """
     found = _copy(config)
     if not found.name:
@@ -93,11 +97,17 @@ def detect_backend(config: ModelConfig, model_name: str, files: Collection[str])
 def normalise(
     config: ModelConfig, model_name: str, gpu_count: int, defaults: ModelDefaults | None = None
 ) -> ModelConfig:
-    """`config` with every default written out; what the model sets itself stays.
+    """Return a copy of `config` in which every unset field has its default.
 
-    Done before the model completes its configuration (without `defaults`: a model's own word
-    counts for more than the server's) and again after (with them). Idempotent. `gpu_count` is the
-    number of accelerators of the host.
+    This function is idempotent. It is called without `defaults` before the model completes its
+    configuration, because the model's fields take precedence over the server's, and with them
+    afterwards.
+
+    Args:
+        config: The configuration; fields that are set do not change.
+        model_name: The name for a configuration without one.
+        gpu_count: The number of accelerators of the host.
+        defaults: The server's defaults, if they apply already.
     """
     full = _copy(config)
     if not full.name:
@@ -196,17 +206,22 @@ def _fill_instances(config: ModelConfig, gpu_count: int) -> None:
 def merge_autocomplete(
     config: ModelConfig, completed: dict[str, Any], source: Source = UNWRITTEN
 ) -> ModelConfig:
-    """`config`, and of `completed` what `config` leaves open.
+    """Return a copy of `config` with the missing fields taken from `completed`.
 
-    `completed` is a configuration in JSON form, whole or only what the model adds; of it only
-    max_batch_size, input, output, batch_input, batch_output, dynamic_batching, sequence_batching
-    (where `config` has no scheduler), a class's instance_group and model_transaction_policy count,
-    and of its parameters `batching_strategy`, `target_p99_ms`, `max_streams`, `min_instances`,
-    `max_instances`, `padding` and `engine`. What the author wrote (in `source`) stays, but for a
-    max_batch_size that the model raises.
+    These fields of `completed` are used: max_batch_size, input, output, batch_input, batch_output,
+    model_transaction_policy, dynamic_batching and sequence_batching (only if `config` has no
+    scheduler), instance_group (only of a class), and these parameters: `batching_strategy`,
+    `target_p99_ms`, `max_streams`, `min_instances`, `max_instances`, `padding` and `engine`. A
+    field in `source` is not replaced, except for a max_batch_size that the model raises.
 
-    Raises InvalidArgument, one line a conflict as `Source.check` writes it, where the model
-    contradicts it.
+    Args:
+        config: The configuration.
+        completed: A configuration in JSON form, complete or only with the model's additions.
+        source: The text of `config`.
+
+    Raises:
+        InvalidArgument: The model contradicts `config`. The message has one line per conflict, in
+            the format of `Source.check`.
     """
     given = {name: completed[name] for name in _COMPLETABLE if name in completed}
     parameters = completed.get("parameters") or {}
@@ -219,7 +234,7 @@ def merge_autocomplete(
             merged.parameters[name].CopyFrom(model.parameters[name])
     unwritten = not any(key[0] == "instance_group" for key in source.places)
     if config.backend == "native" and unwritten and model.instance_group:
-        # What `config` has of them was not written, but filled in.
+        # The instance groups in `config` are defaults, not the author's.
         merged.ClearField("instance_group")
         merged.instance_group.extend(model.instance_group)
     if not merged.batch_input:

@@ -12,15 +12,18 @@ from google.protobuf.message import Message
 from shmserve.errors import InvalidArgument, clip
 from shmserve.proto.model_config_pb2 import ModelConfig
 
-# ("output", 0, "name") is output[0].name; a map's member is named by `member`.
+# ("output", 0, "name") is output[0].name; `member` returns the element of a map's key.
 Key = tuple[str | int, ...]
 
 
 class Problem(NamedTuple):
     """A problem with the value of a key.
 
-    `needs` are further keys whose values the text is true of. `at` is a position ("12:7"); only
-    what could not be read has one of its own.
+    Attributes:
+        key: The key.
+        text: The message.
+        needs: Further keys whose values the message refers to.
+        at: The position ("12:7") of a value that could not be read; otherwise "".
     """
 
     key: Key
@@ -31,11 +34,13 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The text that a configuration comes from.
+    """The text that a configuration is read from.
 
-    `origin` names it ("m/config.pbtxt"; "" where nothing was written), `places` has the position
-    of every key in it, `problems` what of it could not be read. `beside` has what is not written
-    here: the class that completes a configuration.
+    Attributes:
+        origin: The name of the text ("m/config.pbtxt"); "" if there is no text.
+        places: The position of every key in the text.
+        problems: The problems of values that could not be read.
+        beside: The source of further keys: the class that completes a configuration.
     """
 
     origin: str = ""
@@ -44,7 +49,7 @@ class Source:
     beside: Source | None = None
 
     def refusing(self, key: Key, text: str) -> Source:
-        """This source, with one more value in it that is not used, for the reason `text`."""
+        """Return this source with one more value that could not be read, for the reason `text`."""
         problem = Problem(key, text, at=self.places.get(key, ""))
         return replace(self, problems=(*self.problems, problem))
 
@@ -54,12 +59,12 @@ class Source:
         problems: Iterable[Problem] = (),
         kind: type[InvalidArgument] = InvalidArgument,
     ) -> None:
-        """Raise `kind` with a line for each problem of the text and of `config`, if there are any.
+        """Raise `kind` if the text or `config` has problems, with one line per problem.
 
-        The line is `ORIGIN:LINE:COLUMN: KEY: TEXT`. What is missing has the position of what it is
-        missing in, and none when that is the whole text. What was not written in the text, but
-        completed, has neither origin nor position. A problem that may only follow from something
-        that could not be read is left out.
+        A line has the format `ORIGIN:LINE:COLUMN: KEY: TEXT`. A missing key has the position of the
+        message that lacks it, and no position if that is the whole text. A completed value, which
+        the text does not contain, has neither origin nor position. A problem that may result from
+        an unread value is omitted.
         """
         lines = [f"{located(self.origin, p.at)} {shown(p.key)}: {p.text}" for p in self.problems]
         gaps = _Gaps(self)
@@ -81,7 +86,7 @@ class Source:
         return f"{located(self.beside.origin, of_class[written[0]])} "
 
     def _place(self, key: Key, config: ModelConfig) -> str | None:
-        """Where `key`, or what it is missing in, is written; None when it is not of the text."""
+        """Return the position of `key` or of the message that lacks it; None if not in the text."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.places:
                 return self.places[key[:end]]
@@ -94,17 +99,17 @@ UNWRITTEN = Source()
 
 
 class _Gaps:
-    """The keys of a configuration that are not known, because they could not be read."""
+    """The keys of a configuration whose values could not be read."""
 
     def __init__(self, source: Source) -> None:
         self._places = source.places
         self._unread = {problem.key for problem in source.problems}
         self._incomplete = {key[:end] for key in self._unread for end in range(1, len(key))}
-        # Any field that is missing beside an unknown name may be what was meant by it.
+        # An unknown name may be a misspelling of any field that is missing beside it.
         self._misspelt_in = {key[:-1] for key in self._unread if key not in source.places}
 
     def concern(self, key: Key) -> bool:
-        """Whether the value of `key` may have been another in the text."""
+        """Check whether the unread parts of the text may contain a value for `key`."""
         enclosing = (key[:end] for end in range(1, len(key) + 1))
         return (
             key in self._incomplete
@@ -114,12 +119,12 @@ class _Gaps:
 
 
 def located(origin: str, at: str) -> str:
-    """The prefix of a line on a place: `ORIGIN:LINE:COLUMN:`, or `ORIGIN:` without a position."""
+    """Return the prefix of a line: `ORIGIN:LINE:COLUMN:`, or `ORIGIN:` without a position."""
     return f"{origin}:{at}:" if at else f"{origin}:"
 
 
 def shown(key: Key) -> str:
-    """A key as its author writes it: output[0].name."""
+    """Return a key in the notation of configurations: output[0].name."""
     parts = (
         f"[{part}]" if isinstance(part, int) else part if part[:1] == "[" else f".{clip(part)}"
         for part in key
@@ -128,12 +133,12 @@ def shown(key: Key) -> str:
 
 
 def member(name: str | int) -> str | int:
-    """A map's member as a part of a key: step[0].input_map["a"]."""
+    """Return a map's key as an element of a `Key`: step[0].input_map["a"]."""
     return name if isinstance(name, int) else f"[{json.dumps(name)}]"
 
 
 def repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]:
-    """Of keys with their values those whose value an earlier one has, and the first that has it."""
+    """Yield every key whose value an earlier key has: key, value, first key with that value."""
     first: dict[Any, Key] = {}
     for key, value in values:
         earlier = first.setdefault(value, key)
@@ -142,7 +147,7 @@ def repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]
 
 
 def _holds(config: ModelConfig, key: Key) -> bool:
-    """Whether there is a value at `key`; elements are named only where there are such."""
+    """Check whether the configuration has a value at `key`, whose list indices must exist."""
     found: Any = config
     for part in key:
         if isinstance(found, Message):

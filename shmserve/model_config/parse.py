@@ -1,5 +1,4 @@
-"""Parsing a configuration: config.pbtxt text, or the JSON of a load request; and where a class that
-is a model writes its own."""
+"""Parsers of configurations: config.pbtxt, JSON of load requests, and positions in a class."""
 
 from __future__ import annotations
 
@@ -25,11 +24,14 @@ from shmserve.proto.model_config_pb2 import ModelConfig
 
 
 def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig, Source]:
-    """The message that protobuf text says, as far as it can be read, and what is where in it.
+    """Return the configuration in a protobuf text as far as it can be read, and its source.
 
-    What does not fit the schema is among the problems of the source, for `validate` to tell beside
-    its own. Raises InvalidArgument for text that is not even well formed, with one line for the
-    place where reading stopped.
+    Values that do not fit the schema become problems of the source, so that `validate` reports them
+    together with its own.
+
+    Raises:
+        InvalidArgument: The text is malformed. The message has one line, for the position where the
+            parser stopped.
     """
     try:
         return _filled(Builder(), parse(text), file_name)
@@ -38,11 +40,17 @@ def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig,
 
 
 def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[ModelConfig, Source]:
-    """As `read_pbtxt`, of proto3 JSON, which is taken as leniently as protobuf's reader does:
-    snake_case or camelCase, numbers and booleans also as strings, one value for a list of one,
-    names without quotes, a comma behind the last member.
+    """Return the configuration in proto3 JSON as far as it can be read, and its source.
 
-    Positions are those in `value`, and none where that is no text but decoded already.
+    The reader is as lenient as protobuf's. It accepts snake_case and camelCase names, numbers and
+    booleans in strings, a single value for a list, names without quotes, and trailing commas.
+
+    Args:
+        value: JSON text, or a decoded object, whose keys have no positions.
+        origin: The name of the text in messages.
+
+    Raises:
+        InvalidArgument: `value` is not a JSON object.
     """
     text = value if isinstance(value, str) else ""
     try:
@@ -59,10 +67,11 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
 
 
 def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
-    """The message that protobuf text says.
+    """Return the configuration in a protobuf text.
 
-    Raises InvalidArgument with one line for each mistake, all of them at once:
-    `file_name:LINE:COLUMN: key.path[0]: what is wrong, what was found, the nearest known name`.
+    Raises:
+        InvalidArgument: The text has mistakes. Each has a line in the message:
+            `file_name:LINE:COLUMN: key.path[0]: problem, value found, nearest known name`.
     """
     config, source = read_pbtxt(text, file_name)
     source.check(config)
@@ -70,7 +79,7 @@ def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
 
 
 def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfig:
-    """The message that proto3 JSON says; refuses as `parse_pbtxt` does."""
+    """Return the configuration in proto3 JSON; see `read_json` and `parse_pbtxt`."""
     config, source = read_json(value, origin)
     source.check(config)
     return config
@@ -86,7 +95,7 @@ def _refusal(origin: str, malformed: Malformed) -> InvalidArgument:
     return InvalidArgument(f"{located(origin, malformed.at)} {malformed.message}")
 
 
-# Attribute or method -> the keys of a configuration that it makes; others are keys themselves.
+# The keys of a configuration that an attribute or method sets, if it is not a key itself.
 _KEYS: dict[str, tuple[Key, ...]] = {
     "instances": (("instance_group",),),
     "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),
@@ -99,7 +108,7 @@ _KEYS: dict[str, tuple[Key, ...]] = {
 
 
 def class_source(text: str, name: str, origin: str) -> Source:
-    """The places of a class `name` in the text of its file (pure); `origin` names the file."""
+    """Return the positions of the attributes of class `name` in the text of the file `origin`."""
     places: dict[Key, str] = {}
     for attribute, place in source_positions(text, name).items():
         for key in _KEYS.get(attribute, ((attribute,),)):

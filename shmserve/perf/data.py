@@ -1,9 +1,9 @@
-"""What is sent: inputs made by shape, or from values on the command line, a file, or a program.
+"""Request data: generated from shapes, or read from the command line, a file or a program.
 
-A file of JSON is as perf_analyzer's: {"data": [{"INPUT0": [1, 2], ...}, ...]}, of an input its
-elements, {"content": [...], "shape": [...]} or {"b64": "..."}; lists in it are sequences of
+JSON files have perf_analyzer's format: {"data": [{"INPUT0": [1, 2], ...}, ...]}. An input is a list
+of elements, {"content": [...], "shape": [...]}, or {"b64": "..."}. Nested lists are sequences of
 requests. A program is a Python file with a function `requests(inputs)`, which yields a mapping of
-arrays for each request; `inputs` are datatype and shape by name.
+arrays for each request; `inputs` maps names to datatype and shape.
 """
 
 from __future__ import annotations
@@ -25,16 +25,26 @@ from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, Transport, TransportError
 from shmserve.protocols.tensors import ModelTensor, encode, input_named, load, split_input
 
-_MOST = 1000  # requests, of a file or a program
+_MOST = 1000  # maximum number of requests from a file or a program
 _SEED = 0
-_LARGEST_NUMBER = 128  # of random integers: many models take indexes of something
+_LARGEST_NUMBER = (
+    128  # exclusive bound of random integers, small because many models use them as indices
+)
 
 Item = list[InputTensor]
 
 
 @dataclass(frozen=True)
 class ModelInterface:
-    """What a model takes and gives: `outputs` are datatype and shape of a row, -1 any size."""
+    """The interface of a model.
+
+    Attributes:
+        inputs: The inputs by name.
+        outputs: Datatype and row shape of each output; -1 is any size.
+        batches: Whether the model batches.
+        decoupled: Whether the model is decoupled.
+        steps: The models of an ensemble's steps.
+    """
 
     inputs: Mapping[str, ModelTensor]
     outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -45,7 +55,7 @@ class ModelInterface:
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line says of the data."""
+    """The command line's options for request data."""
 
     values: Sequence[str] = ()
     shapes: Sequence[str] = ()
@@ -57,7 +67,10 @@ class Given:
 def signature(
     transport: Transport, config: Mapping[str, Any], model: str, ver: str
 ) -> ModelInterface:
-    """As the server says; `config` is {} of one that tells none. Raises TransportError."""
+    """Return a model's interface from the server. Raises TransportError.
+
+    `config` is the model's configuration; {} if the server does not support the extension.
+    """
     steps = (config.get("ensemble_scheduling") or {}).get("step") or ()
     return ModelInterface(
         transport.inputs(model, ver),
@@ -75,8 +88,11 @@ def signature(
 
 
 def items(found: ModelInterface, given: Given) -> list[Item]:
-    """The requests that take turns. Raises InvalidArgument for what the model does not take,
-    or a file that is not what it must be."""
+    """Return the requests to send in turn.
+
+    Raises:
+        InvalidArgument: The data does not fit the model, or a file is invalid.
+    """
     if given.batch > 1 and not found.batches:
         raise InvalidArgument(f"--batch: {given.batch} rows, but the model takes no batches")
     shapes = dict(_shape(text, found) for text in given.shapes)
@@ -104,11 +120,11 @@ class _Maker:
     draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
 
     def tensor(self, name: str) -> ModelTensor:
-        """The model's input; raises InvalidArgument."""
+        """Return an input of the model; raise InvalidArgument."""
         return input_named(name, self.model.inputs)
 
     def shape(self, name: str, given: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Of an input as it is sent; `given`: of a row, where it is known."""
+        """Return the shape of an input as sent; `given` is the shape of a row, if known."""
         tensor = self.tensor(name)
         row = tensor.shape[1:] if self.model.batches else tensor.shape
         row = self.shapes.get(name, row) if given is None else tuple(given)
@@ -121,10 +137,10 @@ class _Maker:
         return (self.given.batch, *row) if self.model.batches else row
 
     def made(self, name: str) -> InputTensor:
-        """An input of zeros, or of random numbers or letters."""
+        """Return an input of zeros, or of random numbers or letters."""
         tensor, shape = self.tensor(name), self.shape(name)
         zero = self.given.source == "zero"
-        kind = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the half of that
+        kind = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
         if tensor.datatype == "BYTES":
             length = 0 if zero else self.given.text_length
             letters = self.draw.integers(97, 123, (element_count(shape), length), np.uint8)
@@ -139,13 +155,13 @@ class _Maker:
         return self.encoded(name, array)
 
     def encoded(self, name: str, value: Any) -> InputTensor:
-        """An input of a value, JSON or an array."""
+        """Return an input with a value: JSON or an array."""
         tensor = self.tensor(name)
         shape, raw = encode(tensor, value)
         return InputTensor(name, tensor.datatype, shape, raw)
 
     def of_elements(self, name: str, value: Any) -> InputTensor:
-        """An input as a file has it: its elements, in one list or nested."""
+        """Return an input from its elements in a file, as a flat or nested list."""
         parts = value if isinstance(value, dict) else {"content": value}
         shape = self.shape(name, parts.get("shape"))
         if "b64" in parts:
@@ -187,7 +203,7 @@ def _value(text: str, model: ModelInterface) -> tuple[str, InputTensor]:
 
 
 def entries(path: Path) -> list[Any]:
-    """The entries of a file of JSON: of its list, of "data" in it, or one a line (.jsonl)."""
+    """Return the entries of a JSON file: of a list, of its "data", or one per line (.jsonl)."""
     with refused(f"--data: cannot read '{path}'", "not text"):
         text = path.read_text()
     try:
@@ -214,7 +230,7 @@ def _file(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
 
 
 def yielded(path: Path, *arguments: Any) -> Iterator[Any]:
-    """What the function `requests` of a Python file yields."""
+    """Yield the values of the function `requests` of a Python file."""
     with refused(f"--data: cannot read '{path}'"), path.open():
         pass
     try:
@@ -224,7 +240,7 @@ def yielded(path: Path, *arguments: Any) -> Iterator[Any]:
         yield from function(*arguments)
     except InvalidArgument:
         raise
-    except Exception as error:  # of a program that is not ours
+    except Exception as error:  # any exception of the user's program
         raise InvalidArgument(f"--data: '{path}' failed: {type(error).__name__}: {error}") from None
 
 
@@ -240,7 +256,7 @@ def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
 
 
 def output_sizes(found: ModelInterface, batch: int, otherwise: int) -> dict[str, int]:
-    """Bytes of each output of a request; `otherwise` where the model does not say."""
+    """Return the bytes of each output of a request; `otherwise` for variable sizes."""
     sizes = {}
     for name, (datatype, dims) in found.outputs.items():
         known = ITEM_SIZE[datatype] and -1 not in dims
@@ -250,7 +266,7 @@ def output_sizes(found: ModelInterface, batch: int, otherwise: int) -> dict[str,
 
 
 def config_of(transport: Any, model: str, version: str) -> dict[str, Any]:
-    """A model's configuration, {} of a server that has no such extension."""
+    """Return a model's configuration, {} if the server does not support the extension."""
     try:
         return dict(transport.config(model, version))
     except TransportError:

@@ -1,8 +1,8 @@
-"""A load: slots that carry one request each, their schedule, and the records of their requests.
+"""A load: slots with one request each, their schedule, and the records of requests.
 
-closed loop    each slot begins its next request when one has ended
-open loop      a schedule says when; a request that finds no free slot waits, and its time counts
-               from when it was to be sent; schedules are offsets from the load's start
+closed loop    each slot sends its next request when the previous one has completed
+open loop      requests follow a schedule of offsets from the start. A request without a free
+               slot is queued; its latency counts from its scheduled time
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.protocols import Door, Lane
 from shmserve.protocols.connection import Poller
 
-_MOST_ERRORS = 20  # texts that are told apart
+_MOST_ERRORS = 20  # distinct error texts
 _OTHERS = "other errors"
 _LOOK_AROUND_NS = 1_000_000_000
-_MOST_LOADS = 1000  # of a sweep
+_MOST_LOADS = 1000  # in a sweep
 _NS = 1e9
 _clock = time.monotonic_ns
 
@@ -35,9 +35,19 @@ def _column() -> array[int]:
 
 @dataclass(slots=True)
 class Records:
-    """A row for each request that was answered well, in the order of their ends; times are
-    nanoseconds of one clock. `began`: when it was to be sent; `late`: how much later it was;
-    `first`: its first response; `gaps`: between two responses of any request."""
+    """A row for each successful request, in order of completion.
+
+    Times are nanoseconds of one clock.
+
+    Attributes:
+        began: The scheduled time.
+        late: The delay between the scheduled time and the sending.
+        first: The time of the first response.
+        ended: The time of completion.
+        responses: The number of responses.
+        gaps: The times between consecutive responses of any request.
+        errors: The number of failures by error text.
+    """
 
     began: array[int] = field(default_factory=_column)
     late: array[int] = field(default_factory=_column)
@@ -53,8 +63,15 @@ class Records:
 
 
 class Mark(NamedTuple):
-    """A moment of a load, between two windows: how many rows there are, and what this process has
-    used of a processor."""
+    """The counts at the boundary between two windows.
+
+    Attributes:
+        at_ns: The time.
+        requests: The number of successful requests.
+        gaps: The number of gaps recorded.
+        failed: The number of failed requests.
+        cpu_s: The CPU time of this process.
+    """
 
     at_ns: int
     requests: int
@@ -81,7 +98,7 @@ class LoadSlot:
         self.lane.send(next(self._requests))
 
     def responded(self) -> None:
-        """Record it, as `Heard` requires."""
+        """Record a response; implements `Heard`."""
         now = _clock()
         if self._responses:
             self._load.records.gaps.append(now - self._latest_ns)
@@ -91,7 +108,7 @@ class LoadSlot:
         self._responses += 1
 
     def ended(self, error: str = "", responses: int = -1) -> None:
-        """Record it, as `Heard` requires."""
+        """Record the completion of the request; implements `Heard`."""
         now = _clock()
         if error:
             self._load.failed(error)
@@ -106,7 +123,7 @@ class LoadSlot:
 
 
 class LoadGenerator:
-    """Slots in a closed loop, or with a schedule in an open one; ends with `finish`."""
+    """Slots in a closed loop, or in an open loop with a schedule; `finish` ends the load."""
 
     def __init__(
         self,
@@ -117,19 +134,18 @@ class LoadGenerator:
         schedule: Iterator[int] | None,
         patience_s: float,
     ) -> None:
-        """Raises Unavailable if the server cannot be reached. Slot n sends `requests(n)` in
-        turn."""
+        """Open the slots; slot n sends `requests(n)` in turn. Raises Unavailable."""
         self.records = Records()
         self._poller = poller
         self._patience_ns = int(patience_s * 1e9)
         self._schedule = schedule
         self._began_ns = 0
         self._due_ns = 0
-        self._waiting: deque[int] = deque()  # since when, for a slot
+        self._waiting: deque[int] = deque()  # scheduled times of requests without a free slot
         self._running = False
         self._free: list[LoadSlot] = []
         self._count = slots
-        self._last_ns = 0  # when something ended
+        self._last_ns = 0  # the time of the last completion
         for number in range(slots):
             slot = LoadSlot(self, requests(number))
             slot.lane = door.lane(slot)
@@ -148,8 +164,11 @@ class LoadGenerator:
             self._due_ns = now + next(self._schedule)
 
     def run(self, seconds: float) -> None:
-        """Run for this time, and until a request has ended. Raises Unavailable if the server stops
-        responding."""
+        """Run for this time, and until a request has completed.
+
+        Raises:
+            Unavailable: The server stops responding.
+        """
         ended = self._ended()
         end = _clock() + int(seconds * 1e9)
         while (now := _clock()) < end or self._ended() == ended:
@@ -227,10 +246,10 @@ class Probe:
         self.error: str | None = None
 
     def responded(self) -> None:
-        """Record it, as `Heard` requires."""
+        """Ignore a response; implements `Heard`."""
 
     def ended(self, error: str = "", responses: int = -1) -> None:
-        """Record it, as `Heard` requires."""
+        """Record the result; implements `Heard`."""
         self.error = error
 
 
@@ -267,7 +286,7 @@ def poisson(per_second: float, seed: int) -> Iterator[int]:
         yield round(at * _NS)
 
 
-# The schedules by their kinds: of a number of requests a second, and a seed.
+# The schedules by kind, as functions of the rate per second and a seed.
 KINDS: dict[str, Callable[[float, int], Iterator[int]]] = {
     "poisson": poisson,
     "constant": lambda per_second, _: constant(per_second),
@@ -275,8 +294,11 @@ KINDS: dict[str, Callable[[float, int], Iterator[int]]] = {
 
 
 def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]:
-    """Return the loads of a flag: "1,2,8", or "FIRST:LAST[:STEP]", both ends included. Raises
-    InvalidArgument for text that is no number above 0, and for too many loads."""
+    """Return the loads of a flag: "1,2,8", or "FIRST:LAST[:STEP]" with both ends included.
+
+    Raises:
+        InvalidArgument: A number is not above 0, or there are too many loads.
+    """
     refuse = partial(_refused, flag, text)
     try:
         if ":" not in text:

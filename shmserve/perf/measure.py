@@ -1,5 +1,4 @@
-"""One load of a sweep, measured: warmed up, in windows until these agree, with what the server
-counted meanwhile; and the statistics of windows (pure)."""
+"""Measurement of one load: warm-up, windows until these agree, statistics of the server."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ import numpy as np
 from shmserve.perf.load import LoadGenerator, Mark, Records
 from shmserve.protocols import TransportError
 
-AGREEING = 3  # windows in a row
+AGREEING = 3  # number of consecutive windows that must agree
 PERCENTILES = (50, 90, 95, 99, 99.9)
-# Student's t for 95 % on both sides, by degrees of freedom; the normal distribution's beyond.
+# The two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal quantile.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _NORMAL95 = 1.960
 
@@ -28,7 +27,7 @@ Values = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def rates(marks: Sequence[Mark]) -> list[float]:
-    """Requests a second in each window."""
+    """Return the requests per second in each window."""
     return [
         (after.requests - before.requests) * 1e9 / (after.at_ns - before.at_ns)
         for before, after in itertools.pairwise(marks)
@@ -36,7 +35,7 @@ def rates(marks: Sequence[Mark]) -> list[float]:
 
 
 def means(records: Records, marks: Sequence[Mark]) -> list[float]:
-    """The mean latency in each window, nanoseconds; 0 where none ended."""
+    """Return the mean latency in each window in nanoseconds; 0 for a window without completions."""
     found = []
     for before, after in itertools.pairwise(marks):
         taken = latencies(records, before, after)
@@ -45,13 +44,13 @@ def means(records: Records, marks: Sequence[Mark]) -> list[float]:
 
 
 def latencies(records: Records, before: Mark, after: Mark) -> Values:
-    """From when each request that ended between two marks was to be sent, nanoseconds."""
+    """Return the latencies, in nanoseconds, of requests that completed between two marks."""
     rows = slice(before.requests, after.requests)
     return np.array(records.ended[rows], np.int64) - np.array(records.began[rows], np.int64)
 
 
 def agree(values: Sequence[float], within: float) -> bool:
-    """Whether the last `AGREEING` values are all within this share of their mean."""
+    """Check whether the last `AGREEING` values are all within this share of their mean."""
     last = values[-AGREEING:]
     if len(last) < AGREEING:
         return False
@@ -60,8 +59,12 @@ def agree(values: Sequence[float], within: float) -> bool:
 
 
 def confidence(values: Sequence[float]) -> float:
-    """Half the width of the 95 % confidence interval of the mean, by the method of batch means: the
-    windows are taken for independent. Infinite for fewer than two."""
+    """Return half the width of the mean's 95 % confidence interval.
+
+    Infinite for less than two values.
+
+    The method is that of batch means: windows are assumed to be independent.
+    """
     degrees = len(values) - 1
     if degrees < 1:
         return math.inf
@@ -70,8 +73,7 @@ def confidence(values: Sequence[float]) -> float:
 
 
 def percentile(ordered: Values, percent: float) -> int:
-    """The smallest of these sorted values that so many percent of them do not exceed (nearest
-    rank); 0 of none."""
+    """Return a percentile of sorted values by the nearest-rank method; 0 if there are none."""
     if not ordered.size:
         return 0
     rank = math.ceil(round(percent / 100 * ordered.size, 6))
@@ -79,7 +81,7 @@ def percentile(ordered: Values, percent: float) -> int:
 
 
 def spread(values: Values) -> dict[str, float]:
-    """Mean, percentiles and maximum of nanoseconds, as milliseconds by name."""
+    """Return mean, percentiles and maximum of nanoseconds, in milliseconds by name."""
     ordered = np.sort(values)
     found = {"mean": float(ordered.mean()) if ordered.size else 0.0}
     found |= {f"p{percent:g}": percentile(ordered, percent) for percent in PERCENTILES}
@@ -94,7 +96,7 @@ Statistics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """How a load is measured; seconds. `within`: a share of the mean."""
+    """The parameters of a measurement in seconds; `within` is a share of the mean."""
 
     warm_up_s: float = 1.0
     window_s: float = 2.0
@@ -104,9 +106,13 @@ class MeasurementPlan:
 
 @dataclass
 class Point:
-    """What one load came to; times are milliseconds, those of the server microseconds.
+    """The result of one load. Times are in milliseconds, those of the server in microseconds.
 
-    `kind`: "concurrency" or "rate"; `value`: which; `settled`: the last windows agreed."""
+    Attributes:
+        kind: "concurrency" or "rate".
+        value: The concurrency or the rate.
+        settled: Whether the last windows agreed.
+    """
 
     kind: str
     value: float
@@ -130,7 +136,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Of the load."""
+        """Return the name of the load."""
         return f"{self.kind} {self.value:g}"
 
 
@@ -142,10 +148,10 @@ def measured(
     streams: bool,
     statistics: Callable[[], dict[str, Statistics]],
 ) -> Point:
-    """Run a load, and say what it came to. Raises Unavailable when the server is gone."""
+    """Run a load and return its result. Raises Unavailable if the server exits."""
     marks: list[Mark] = []
     asked: list[Future[dict[str, Statistics]]] = []
-    with ThreadPoolExecutor(1) as asking:  # beside the load, which must not wait for it
+    with ThreadPoolExecutor(1) as asking:  # in a thread, so that queries do not delay the load
 
         def mark() -> None:
             marks.append(load.mark())
@@ -214,8 +220,10 @@ def _add_responses(point: Point, records: Records, first: Mark, last: Mark) -> N
 
 
 def grown(before: Statistics, after: Statistics) -> dict[str, float]:
-    """What a server counted between two answers of its statistics: mean microseconds a request of
-    each part, and rows a batch. {} where nothing was."""
+    """Return the change between two statistics of a server, {} if there were no requests.
+
+    The result has the mean microseconds per request of each part, and the rows per batch.
+    """
 
     def count(found: Statistics, *path: str) -> int:
         value: Any = found
@@ -238,15 +246,15 @@ def grown(before: Statistics, after: Statistics) -> dict[str, float]:
 
 
 def statistics_of(transport: Any, models: Sequence[str], version: str) -> dict[str, Statistics]:
-    """What the server counts of a model, its version, and of its steps. Raises TransportError."""
+    """Return the server's statistics of a model version and of its steps. Raises TransportError."""
     found: dict[str, Statistics] = {}
     for number, model in enumerate(models):
         rows = transport.stats(model, "" if number else version)
-        if rows:  # of several versions the latest serves
+        if rows:  # requests use the latest version
             found[model] = max(rows, key=lambda row: int(row.get("version") or 0))
     return found
 
 
 def now() -> str:
-    """The time, for a report."""
+    """Return the current time, for a report."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,8 +1,7 @@
-"""Memory that is registered with the server, as any program of the protocol would: one region for
-all inputs, one for the outputs of all slots.
+"""Memory registered with the server through the protocol: one region each for inputs and outputs.
 
-    in     | request 0: input, input | request 1: ...          read by the server alone
-    out    | slot 0: output, output | slot 1: ...              written by it, read by nobody
+in     | request 0: input, input | request 1: ...          read by the server
+out    | slot 0: output, output | slot 1: ...              written by the server, never read
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class Regions:
 
     def __exit__(self, *error: object) -> None:
         for name, memory in self._memories.items():
-            with contextlib.suppress(TransportError):  # the server has gone, or knows it no more
+            with contextlib.suppress(TransportError):  # exited, or unregistered
                 self._transport.unregister(memory.kind, name)
             memory.close()
 

@@ -1,7 +1,7 @@
-"""What was measured, as a table, JSON, CSV and a picture, and beside an older report.
+"""Reports: a table, JSON, CSV, a chart, and a comparison with an older report.
 
-A picture is SVG, made without a library: latency over throughput of a sweep or of a search,
-percentiles of one load.
+A chart is SVG, drawn without a library. It shows latency over throughput for a sweep or a search,
+and percentiles for a single load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shmserve.perf.measure import PARTS, Point
 from shmserve.perf.search import Trial
 
 FORMAT = 1
-_BUSY = 0.9  # of a processor: from there on one measures the client
+_BUSY = 0.9  # CPU utilisation above which the client limits the result
 _WIDTH, _HEIGHT = 760, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 40, 50
 _COLOURS = {"p50": "#2a6fbb", "p90": "#2e8b57", "p99": "#c0392b", "latency": "#2a6fbb"}
@@ -30,7 +30,7 @@ _STEPS = (1, 2, 5)
 
 
 def table(points: Sequence[Point]) -> str:
-    """A row for each load, and what is to be known beside it."""
+    """Return a row for each load, followed by notes."""
     lines = [
         f"{'load':<18}{'requests/s':>12}{'±':>8}{'mean ms':>9}{'p50':>9}{'p90':>9}{'p95':>9}"
         f"{'p99':>9}{'p99.9':>9}{'errors':>8}{'client µs':>11}{'busy':>6}"
@@ -89,7 +89,7 @@ def _servers(points: Sequence[Point]) -> Iterator[str]:
 
 
 def notes(point: Point) -> list[str]:
-    """What makes a point's figures doubtful."""
+    """Return the reasons to doubt a point's figures."""
     found = []
     if not point.settled:
         found.append("the last windows do not agree: measure longer, or with less beside it")
@@ -98,20 +98,20 @@ def notes(point: Point) -> list[str]:
     if point.client_busy > _BUSY:
         found.append("the client itself was busy all the time: the server may do more")
     missing = point.value * point.seconds - point.requests - point.errors
-    # More than random arrivals explain, whose number has its root as standard deviation.
+    # Random arrivals cannot explain more, since the standard deviation is the root of their number.
     if point.kind == "rate" and missing > 3 * math.sqrt(point.value * point.seconds):
         found.append("the server did not keep up: the latencies grow with the time measured")
     return found
 
 
 def document(about: Mapping[str, Any], points: Sequence[Point]) -> str:
-    """The report as JSON."""
+    """Return the report as JSON."""
     made = {"format": FORMAT, **about, "points": [asdict(point) for point in points]}
     return json.dumps(made, indent=1, default=str)
 
 
 def rows(points: Sequence[Point]) -> str:
-    """The report as CSV: a line for each load; a nested figure is named by its path."""
+    """Return the report as CSV: a line for each load; nested figures are named by their path."""
     flat = [dict(_flat(asdict(point))) for point in points]
     names = list(dict.fromkeys(name for row in flat for name in row))
     text = io.StringIO()
@@ -130,7 +130,7 @@ def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def older(path: str) -> list[Point]:
-    """The points of a report in JSON. Raises InvalidArgument for a file that is none."""
+    """Return the points of a JSON report; raise InvalidArgument if the file is not a report."""
     with refused(f"--compare: cannot read '{path}'", "not text"):
         text = Path(path).read_text()
     try:
@@ -143,8 +143,10 @@ def older(path: str) -> list[Point]:
 
 
 def comparison(old: Sequence[Point], new: Sequence[Point]) -> str:
-    """New figures over old ones, of the loads that both have; "~" where the intervals of confidence
-    of the throughput overlap."""
+    """Return the ratios of new to old figures for loads in both reports.
+
+    "~" marks overlapping confidence intervals of the throughput.
+    """
     before = {point.name: point for point in old}
     both = [(before[point.name], point) for point in new if point.name in before]
     if not both:
@@ -163,7 +165,7 @@ def comparison(old: Sequence[Point], new: Sequence[Point]) -> str:
 
 
 class Line(NamedTuple):
-    """A line of points, each with a word beside it; or the points alone."""
+    """A series of points with a label each, joined by a line or not."""
 
     name: str
     points: list[tuple[float, float]]
@@ -172,7 +174,7 @@ class Line(NamedTuple):
 
 
 def draw(title: str, points: Sequence[Point]) -> str:
-    """The picture."""
+    """Return the chart of a sweep or of a load."""
     if len(points) > 1:
         lines = [
             Line(
@@ -189,8 +191,7 @@ def draw(title: str, points: Sequence[Point]) -> str:
 
 
 def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
-    """The picture of a search: p99 over throughput of each run, numbered in their order, and the
-    target."""
+    """Return the chart of a search: p99 over throughput of each numbered run, and the target."""
     lines = []
     numbered = [(str(n + 1), trial) for n, trial in enumerate(trials) if trial.per_second]
     for name in ("within", "above"):
@@ -262,7 +263,7 @@ def _text(x: float, y: float, text: str, anchor: str, line: str = "") -> str:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between the two."""
+    """Return 1, 2 and 5 times powers of ten between the two numbers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [
         step * 10.0**power for power in powers for step in _STEPS if low <= step * 10**power <= high
@@ -270,7 +271,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _round_steps(right: float) -> list[float]:
-    """About five round numbers up to there, from 0."""
+    """Return about five round numbers from 0 to `right`."""
     rough = right / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(each * power for each in (*_STEPS, 10) if each * power >= rough)

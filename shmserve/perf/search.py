@@ -1,12 +1,13 @@
-"""The search for a configuration that answers most requests a second within a latency target, in
-few runs (pure: `measure` runs one).
+"""The search for the configuration with the highest throughput within a latency target (pure).
 
-Coordinate descent (Wright, Coordinate descent algorithms, 2015): instances, then the ways to make
-batches and to use threads, and once more where that gained anything. For each point of these it
-finds the largest batch within the target by exponential and binary search (Bentley and Yao, An
-almost optimal algorithm for unbounded searching, 1976): with as many requests in flight as batches
-have room for, latency and throughput both grow with the batch. So a batch that is too slow and does
-not answer more than the best that is known ends its search: smaller ones answer less.
+The method is coordinate descent (Wright, Coordinate descent algorithms, 2015): over the number of
+instances, then over the batching methods and thread counts, and again if that gained anything. For
+each such point, the largest batch within the target is found by exponential and binary search
+(Bentley and Yao, An almost optimal algorithm for unbounded searching, 1976).
+
+With as many requests in flight as fit into the batches, latency and throughput both grow with the
+batch size. A batch size that misses the target without exceeding the best throughput therefore ends
+its search, since smaller batches have a lower throughput.
 """
 
 from __future__ import annotations
@@ -21,25 +22,30 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_settings import STRATEGY, TARGET, Strategy
 
-_GAIN = 1.02  # what is less is noise
-_NEAR = 1.04  # sizes of batches that need not be told apart
-_FALL = 0.9  # of the throughput, after which larger batches are not tried
+_GAIN = 1.02  # smaller gains are noise
+_NEAR = 1.04  # ratio of batch sizes that are considered equal
+_FALL = 0.9  # share of the best throughput below which larger batches are not tried
 _SWEEPS = 2
-# The parameter that says how many threads an instance has, by backend.
+# The parameter for the number of threads per instance, by backend.
 _THREADS = {"pytorch": "INTRA_OP_THREAD_COUNT", "onnxruntime": "intra_op_thread_count"}
-_DELAYS = (0.02, 0.1)  # parts of the target
-_DEPTHS = (1, 2, 4)  # of what does not batch
+_DELAYS = (0.02, 0.1)  # queue delays as shares of the target
+_DEPTHS = (1, 2, 4)  # requests in flight per instance of models that do not batch
 
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A configuration, and how it is loaded.
+    """A configuration and the load to measure it with.
 
-    `batch` 0: it does not batch; `strategy` "": what the model has; `threads` 0: as many as it has.
-    `depth`: requests in flight for each row of a batch: 1 where a batch waits until it is full, 2
-    where the next one is to fill while one is executed.
+    Attributes:
+        instances: The number of instances.
+        batch: The maximum batch size; 0: no batching.
+        strategy: The batching strategy; "": the model's own.
+        delay_us: The maximum queue delay.
+        threads: The number of threads per instance; 0: the model's own.
+        depth: Requests in flight per row of a batch: 1 if a batch waits until it is full, 2 if the
+            next batch fills while one is executed.
     """
 
     instances: int
@@ -51,12 +57,12 @@ class Candidate:
 
     @property
     def in_flight(self) -> int:
-        """The requests that it is measured with."""
+        """Return the number of requests in flight during the measurement."""
         return self.instances * max(self.batch, 1) * self.depth
 
 
 class Trial(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     candidate: Candidate
     per_second: float
@@ -66,8 +72,13 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What may be tried: numbers of instances, ascending; ways to make batches, or to use threads,
-    as fields of a candidate; and sizes of batches, up to the largest."""
+    """The search space.
+
+    Attributes:
+        instances: Numbers of instances, ascending.
+        ways: Batching methods or thread counts, as fields of a candidate.
+        largest_batch: The largest batch size.
+    """
 
     instances: Sequence[int]
     ways: Sequence[Mapping[str, Any]]
@@ -75,11 +86,11 @@ class Space:
 
 
 class _Spent(Exception):
-    """There have been as many runs as there may be."""
+    """The limit of runs is reached."""
 
 
 class Search:
-    """One search. `trials` are its runs, in their order."""
+    """A search; `trials` are its runs in order."""
 
     def __init__(
         self, measure: Callable[[Candidate], Trial], target_ms: float, space: Space, most_runs: int
@@ -91,18 +102,21 @@ class Search:
         self._most_runs = most_runs
 
     def holds(self, trial: Trial) -> bool:
-        """Whether it is within the target."""
+        """Check whether a run meets the target without errors."""
         return trial.p99_ms <= self._target_ms and not trial.errors
 
     @property
     def best(self) -> Trial | None:
-        """What answers most within the target; None where nothing is."""
+        """Return the run with the highest throughput within the target, or None."""
         within = filter(self.holds, self.trials.values())
         return max(within, key=lambda trial: trial.per_second, default=None)
 
     def run(self, start: Candidate) -> Trial | None:
-        """Search from `start`, which is measured first; the best, measured once more. None: nothing
-        that was tried is within the target."""
+        """Search from `start`, which is measured first.
+
+        Returns:
+            The best run, measured a second time; None if no run meets the target.
+        """
         try:
             self._largest_batch(start)
             for _ in range(_SWEEPS):
@@ -131,7 +145,7 @@ class Search:
             self._largest_batch(replace(self._from(start), **way))
 
     def _climb(self, start: Candidate, ahead: Sequence[int]) -> bool:
-        """Take these numbers of instances while that gains; whether it did."""
+        """Increase the number of instances while that gains; return whether it did."""
         for taken, number in enumerate(ahead):
             before = self._reached
             self._largest_batch(replace(self._from(start), instances=number))
@@ -140,7 +154,7 @@ class Search:
         return bool(ahead)
 
     def _largest_batch(self, at: Candidate) -> None:
-        """Try batches, from that of `at`, for the largest within the target."""
+        """Search for the largest batch within the target, starting with that of `at`."""
         low, high, size, peak = 0, self._space.largest_batch + 1, at.batch, 0.0
         while True:
             trial, known = self._try(replace(at, batch=size)), self._reached
@@ -158,8 +172,12 @@ class Search:
                 return
 
     def _between(self, low: int, high: int) -> int:
-        """The size to try next where `low` is within the target (0: none is known), and `high` is
-        not, or more than may be; 0: none."""
+        """Return the batch size to try next; 0: the search is finished.
+
+        Args:
+            low: The largest size known to meet the target; 0: none.
+            high: The smallest size that misses the target or exceeds the maximum.
+        """
         most = self._space.largest_batch
         if not low:
             return high // 2
@@ -177,7 +195,7 @@ class Search:
         return self.trials[candidate]
 
     def _confirmed(self) -> Trial | None:
-        """The best that is within the target once more."""
+        """Return the best run that meets the target a second time."""
         while (best := self.best) is not None:
             again = self.trials[best.candidate] = self._measure(best.candidate)
             if self.holds(again):
@@ -186,8 +204,11 @@ class Search:
 
 
 def start(config: Config) -> Candidate:
-    """The candidate that a configuration in force is. Raises InvalidArgument for a model whose
-    requests are not for any instance, or that has none."""
+    """Return the candidate of the current configuration.
+
+    Raises:
+        InvalidArgument: The model cannot be tuned.
+    """
     name = config["name"]
     for wrong, why in (
         (config.get("sequence_batching"), "its sequences belong to instances"),
@@ -212,7 +233,7 @@ def start(config: Config) -> Candidate:
 def space(
     config: Config, target_ms: float, processors: int, most_instances: int, largest_batch: int
 ) -> Space:
-    """What may be tried of a model; `largest_batch` 0: the configuration's."""
+    """Return the search space of a model; `largest_batch` 0: the configuration's."""
     batch = int(config.get("max_batch_size", 0))
     ways: list[Mapping[str, Any]] = []
     if batch:
@@ -230,7 +251,7 @@ def space(
 
 
 def configured(config: Config, candidate: Candidate, target_ms: float) -> dict[str, Any]:
-    """The configuration of a candidate: that of the model, but for what is tuned."""
+    """Return the model's configuration with a candidate's settings."""
     made = copy.deepcopy(dict(config))
     parameters = made.setdefault("parameters", {})
     groups = made["instance_group"]
@@ -252,7 +273,7 @@ def configured(config: Config, candidate: Candidate, target_ms: float) -> dict[s
 
 
 def described(candidate: Candidate) -> str:
-    """A candidate in a few words."""
+    """Return a short description of a candidate."""
     words = [f"{candidate.instances} instances"]
     if candidate.batch:
         words.append(f"batch {candidate.batch}")
@@ -266,7 +287,7 @@ def described(candidate: Candidate) -> str:
 
 
 def table(trials: Sequence[Trial], target_ms: float) -> str:
-    """A row for each run, in their order."""
+    """Return a row for each run, in order."""
     lines = [f"{'requests/s':>12}{'p99 ms':>10}{'in flight':>11}  configuration"]
     for trial in trials:
         late = "" if trial.p99_ms <= target_ms else "  above the target"
@@ -279,7 +300,7 @@ def table(trials: Sequence[Trial], target_ms: float) -> str:
 
 
 def recommendation(config: Config, trials: Sequence[Trial], best: Trial, target_ms: float) -> str:
-    """What to write into config.pbtxt, and in comments the figures that say why."""
+    """Return the recommended fields for config.pbtxt, with the measurements as comments."""
     before = trials[0]
     lines = [
         f"# {config['name']}, p99 within {target_ms:g} ms: {best.per_second:,.1f} requests/s, p99 "
@@ -303,7 +324,7 @@ def _fields(made: Mapping[str, Any], candidate: Candidate) -> Iterator[str]:
         yield f"instance_group {{ kind: {group['kind']} count: {group['count']}{gpus} }}"
     for name in (STRATEGY, TARGET, *_THREADS.values()):
         text = _parameter(made, name)
-        if text and text != Strategy.PREFER_BATCH:  # which is the default
+        if text and text != Strategy.PREFER_BATCH:  # the default is omitted
             yield f'parameters {{ key: "{name}" value {{ string_value: {json.dumps(text)} }} }}'
 
 
@@ -312,5 +333,5 @@ def _parameter(config: Config, name: str) -> str:
 
 
 def _ladder(most: int) -> list[int]:
-    """1, 2, 4, ... and the most."""
+    """Return 1, 2, 4, ... and `most`."""
     return sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most})

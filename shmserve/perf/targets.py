@@ -1,4 +1,4 @@
-"""What a command line asks to be loaded: the door, and the requests of each slot."""
+"""Targets: the door that a command line selects, and the requests of each slot."""
 
 from __future__ import annotations
 
@@ -23,13 +23,20 @@ from shmserve.protocols.connection import Poller
 
 _WORDS = "time year people way day man thing woman life child world school state family".split()  # noqa: SIM905
 
-Requests = Callable[[int], Sequence[Any]]  # of a slot, encoded
+Requests = Callable[[int], Sequence[Any]]  # the encoded requests of a slot
 
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """What is asked. `requests(n)` are those of n slots; `statistics()` what the server counts, by
-    model; `where` is what a report calls it."""
+    """The target of a load.
+
+    Attributes:
+        door: The protocol's door.
+        requests: Returns the requests of the slots, for a number of slots.
+        statistics: Returns the server's statistics by model.
+        streams: Whether the model is decoupled.
+        where: The target's name in reports.
+    """
 
     door: Door
     requests: Callable[[int], Requests]
@@ -39,8 +46,12 @@ class LoadTarget:
 
 
 def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
-    """What the flags say; what is opened for it is closed by the stack. Raises InvalidArgument
-    and Unavailable."""
+    """Return the target that the flags select, with its resources on the stack.
+
+    Raises:
+        InvalidArgument: A flag is invalid.
+        Unavailable: The server is unreachable.
+    """
     if args.openai:
         return _openai(args, poller, stack)
     address = servers.address(args.url) if args.url else None
@@ -70,8 +81,11 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
 
 
 def _teller(args: argparse.Namespace, address: Address | None) -> Any:
-    """Who tells of models and their statistics: of a server on this host its listener, or, if it
-    has none, shared memory, which tells less."""
+    """Return the transport for metadata and statistics.
+
+    For a server on this host this is its listener; without one it is shared memory, which offers
+    less information.
+    """
     try:
         return servers.admin_transport(args)
     except Unavailable:
@@ -98,7 +112,7 @@ def _native(
             datatype,
         )
         for name, (datatype, dims) in model.outputs.items()
-        if datatype != "BYTES"  # those are decoded, and have no place
+        if datatype != "BYTES"  # BYTES outputs are decoded and have no range
     }
     return NativeDoor(run_dir, poller, streams=model.decoupled, device=device, output_specs=specs)
 
@@ -126,7 +140,7 @@ def _requests(
     placed: Regions | None,
     slots: int,
 ) -> Requests:
-    """Of so many slots, the encoded requests of each: they share them where these are the same."""
+    """Return the encoded requests of each slot, which slots share if they are identical."""
     rooms = placed.outputs(sizes, slots) if placed is not None and sizes else None
     length = args.sequence_length
     first_sequence = random.getrandbits(62) + 1
@@ -154,15 +168,15 @@ def _requests(
 
 
 def _turned(requests: Sequence[Any], slot: int) -> Sequence[Any]:
-    """Of a slot, whose first is another than its neighbour's."""
+    """Return the requests rotated for a slot, so that neighbouring slots start differently."""
     first = slot % len(requests)
     return [*requests[first:], *requests[:first]]
 
 
 def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any) -> None:
-    """Raise what is wrong with the requests before many of them are sent."""
+    """Send one request, and raise its error before the load starts."""
     if args.sequence_length:
-        return  # it would begin a sequence
+        return  # it would start a sequence
     error = probe(poller, door, request, args.patience)
     if error:
         if args.shared_memory != "none":
@@ -187,7 +201,7 @@ def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStac
 
 
 def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The bodies of requests: those of --data, with what they leave out; or made-up prompts."""
+    """Yield the bodies of requests: from --data, completed with defaults, or generated prompts."""
     usual: dict[str, Any] = {"model": args.model, "max_tokens": args.max_tokens, "stream": True}
     usual["stream_options"] = {"include_usage": True}
     path = Path(args.data)
@@ -199,7 +213,7 @@ def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {**usual, **entry}
         return
     draw = random.Random(args.seed)
-    for _ in range(16):  # different ones, so that no prefix cache has them all
+    for _ in range(16):  # different prompts, so that prefix caches do not serve all
         prompt = " ".join(draw.choices(_WORDS, k=args.prompt_words))
         chat = {"messages": [{"role": "user", "content": prompt}]}
         yield {**usual, **(chat if args.openai == "chat" else {"prompt": prompt})}

@@ -46,8 +46,15 @@ class RegionPart:
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input on the wire: bytes, little-endian and row-major, or the part of a region that holds
-    them (then `raw` is empty)."""
+    """An input on the wire, little-endian and row-major.
+
+    Attributes:
+        name: The input's name.
+        datatype: The datatype.
+        shape: The shape.
+        raw: The bytes; empty if they are in a region.
+        part: The part of a region that contains the bytes.
+    """
 
     name: str
     datatype: str
@@ -92,8 +99,7 @@ class Credentials:
     client_key: str | None = None
 
     def tls(self) -> ssl.SSLContext:
-        """Return the TLS context of the files. Raises InvalidArgument for a file that is
-        invalid."""
+        """Return the TLS context of the files. Raises InvalidArgument if a file is invalid."""
         with refused(f"--root-cert: cannot use '{self.root_cert}'"):
             context = ssl.create_default_context(cafile=self.root_cert)
         if self.client_cert:
@@ -127,8 +133,10 @@ class Transport(Protocol):
         """Return the inputs of a model by name. Raises TransportError."""
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """Yield each response as a JSON object, with outputs as nested lists. Raises
-        TransportError."""
+        """Yield each response as a JSON object, with outputs as nested lists.
+
+        Raises TransportError.
+        """
 
     def close(self) -> None:
         """Close the connection."""
@@ -148,8 +156,10 @@ class AdminTransport(Transport, Protocol):
         """Return the index of the repository."""
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
-        """Load or reload a model, with `config` instead of its own configuration if given. Return
-        once the model is loaded."""
+        """Load or reload a model and wait until it is loaded.
+
+        `config`, if given, replaces the model's own configuration.
+        """
 
     def unload(self, model: str) -> None:
         """Unload a model."""
@@ -164,8 +174,10 @@ class AdminTransport(Transport, Protocol):
         """Return the registered regions of system memory and of CUDA devices."""
 
     def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
-        """Register memory of a kind, "system" or "cuda", as a region. The fields have the names of
-        the protocol; the handle of "cuda" is bytes."""
+        """Register memory of a kind, "system" or "cuda", as a region.
+
+        The fields have the names of the protocol; the handle of "cuda" is bytes.
+        """
 
     def unregister(self, kind: str, name: str) -> None:
         """Unregister a region."""
@@ -178,8 +190,10 @@ class Heard(Protocol):
         """Record a response to a request that may have many."""
 
     def ended(self, error: str = "", responses: int = -1) -> None:
-        """Record the end of a request, and its error if it failed. `responses` is the number of
-        responses, if the server reports it."""
+        """Record the end of a request, and its error if it failed.
+
+        `responses` is the number of responses, if the server reports it.
+        """
 
 
 class Lane(Protocol):

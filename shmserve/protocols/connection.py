@@ -53,8 +53,7 @@ class Poller:
         self._soon.append(call)
 
     def turn(self, wait_ns: int) -> None:
-        """Wait until a descriptor is ready or the time is over, and call the handlers of all ready
-        descriptors."""
+        """Wait until a descriptor is ready or the time has expired, and call all ready handlers."""
         calls, self._soon = self._soon, []
         for call in calls:
             call()
@@ -67,7 +66,7 @@ class Poller:
         coarse = max(wait_ns // _COARSE_NS - 1, 0) * _COARSE_NS  # the rest is the next turn's
         for fd, events in self._epoll.poll(coarse / 1e9):
             handler = self._handlers.get(fd)
-            if handler is not None:  # else another one of this turn has forgotten it
+            if handler is not None:  # else another handler of this turn has removed it
                 handler(events)
 
     def close(self) -> None:
@@ -117,7 +116,7 @@ class ClientConnection:
             sent = 0
         except OSError as error:
             self.close()
-            # Later: who hears of it may send the next, which it is in the middle of now.
+            # Deferred, because a callback may send the next request, which is in progress here.
             self._poller.soon(partial(self._lose, error.strerror or "it failed"))
             return
         if sent < len(data):
@@ -158,7 +157,7 @@ class ClientConnection:
                 self._lose("the server closed it")
                 return
             self._receiver.received(data)
-            if not self._tls:  # which may have more than the descriptor says
+            if not self._tls:  # TLS may buffer more than the descriptor reports
                 return
 
     def _lose(self, reason: str) -> None:

@@ -1,9 +1,9 @@
-"""Clients of gRPC (the extra `grpc`): `GrpcTransport` blocks and uses grpcio; the lanes of
-`GrpcDoor` never block, and serve the load generator.
+"""Clients of gRPC (the extra `grpc`): `GrpcTransport` and `GrpcDoor`.
 
-Lanes implement the part of HTTP/2 that a client of gRPC needs. A unary call is judged by its
-trailers; messages of a stream are parsed only as far as their ends show. Some lanes share a
-connection, and what they send in one turn of the loop is one write.
+`GrpcTransport` blocks and uses grpcio. The lanes of `GrpcDoor` never block, and serve the load
+generator. They implement the part of HTTP/2 that a gRPC client needs. A unary call is judged by its
+trailers, and messages of a stream are parsed only to find their ends. Several lanes share a
+connection, and their output in one turn of the loop is one write.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _failing() -> Iterator[None]:
 
 
 def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
-    credentials.tls()  # says what is wrong with a file, which gRPC does not
+    credentials.tls()  # gRPC's own error does not name the invalid file
     files = (credentials.root_cert, credentials.client_key, credentials.client_cert)
     return grpc.ssl_channel_credentials(
         *(Path(file).read_bytes() if file else None for file in files)
@@ -235,8 +235,10 @@ def _response(found: Any) -> dict[str, Any]:
 
 
 class GrpcDoor:
-    """A door for ModelInfer, or for ModelStreamInfer with one stream per lane and one request at a
-    time."""
+    """A door for ModelInfer or ModelStreamInfer.
+
+    With ModelStreamInfer, each lane has one stream, with one request at a time.
+    """
 
     def __init__(
         self, address: Address, credentials: Credentials, poller: Poller, *, streams: bool
@@ -332,7 +334,7 @@ class GrpcLane:
         elif _IS_FINAL not in message:
             self.heard.responded()
         else:
-            # Of no outputs, if it is the end alone.
+            # A final response without outputs only marks the end.
             if pb.ModelStreamInferResponse.FromString(message).infer_response.outputs:
                 self.heard.responded()
             self._busy = False

@@ -1,8 +1,9 @@
-"""Clients of HTTP/1.1: `HttpTransport` blocks, one connection per exchange; the lanes of `HttpDoor`
-and its subclasses never block, and serve the load generator.
+"""Clients of HTTP/1.1: `HttpTransport`, and `HttpDoor` with its subclasses.
 
-Both send every tensor as binary. A lane encodes a request once and reads no more of a response than
-its length, except of errors and of server-sent events (`generate_stream`, the routes of OpenAI).
+`HttpTransport` blocks and uses a connection per exchange. The lanes of the doors never block, and
+serve the load generator. Both send all tensors as binary data. A lane encodes a request once. Of a
+response it parses only the length, except for errors and server-sent events (`generate_stream`, the
+routes of OpenAI).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _LONGEST_ERROR = 300
 OPENAI = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _JSON = {"Content-Type": "application/json"}
 
-# Text that is not empty: the first chunk of a chat says who speaks, and nothing yet.
+# Non-empty text: the first chunk of a chat has only the role.
 _has_text = re.compile(rb'"(?:content|text|reasoning_content)" ?: ?"(?!")').search
 _completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 
@@ -181,8 +182,11 @@ class HttpTransport:
         accept: str = "",
         known: Container[int] = (http.HTTPStatus.OK,),
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield an unread response with a `known` status. Raises TransportError for another status
-        and without a response."""
+        """Yield an unread response with a `known` status.
+
+        Raises:
+            TransportError: There is no response, or it has another status.
+        """
         headers = dict(self._headers)
         if header_length is not None:
             headers[HEADER_LENGTH] = str(header_length)
@@ -212,8 +216,10 @@ def model_path(model: str, version: str) -> str:
 
 
 def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
-    """Return the JSON header of a request, which the bytes of inputs follow. If `binary`, the
-    request asks for outputs as bytes."""
+    """Return the JSON header of a request, to which the bytes of inputs are appended.
+
+    If `binary`, the request asks for outputs as bytes.
+    """
     parameters: dict[str, Any] = {}
     if request.timeout_us:
         parameters["timeout"] = request.timeout_us
@@ -342,7 +348,7 @@ class HttpLane:
         self._rest = b""  # of a head, or of a chunk's first line
         self._ok = True
         self._closing = False
-        self._error = b""  # what the server says that is wrong
+        self._error = b""  # the server's error message
 
     def send(self, request: bytes) -> None:
         """Send a request."""
@@ -495,8 +501,10 @@ class GenerateDoor(HttpDoor):
 
 
 class OpenAIDoor(HttpDoor):
-    """A door for text generation by the routes of OpenAI. Each chunk with text is a response; usage
-    at the end gives the number of tokens."""
+    """A door for text generation by the routes of OpenAI.
+
+    Each chunk with text is a response. The usage at the end contains the number of tokens.
+    """
 
     streams = True
 

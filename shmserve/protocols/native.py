@@ -1,5 +1,7 @@
-"""Clients on the server's host: `NativeTransport` blocks in `shmserve.client`; the lanes of
-`NativeDoor` drive its channel in the loop of the load generator.
+"""Clients on the server's host: `NativeTransport` and `NativeDoor`.
+
+`NativeTransport` blocks and uses `shmserve.client`. The lanes of `NativeDoor` use its channel in
+the event loop of the load generator.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _WELCOME_WITHIN_S = 10.0
 
 
 class NativeTransport:
-    """The server of a run directory. Raises Disconnected when there is none."""
+    """A transport to the server of a run directory. Raises Disconnected if there is no server."""
 
     def __init__(self, run_dir: Path) -> None:
         self.where = str(run_dir)
@@ -103,8 +105,10 @@ class NativeRequest(NamedTuple):
 
 
 class NativeDoor:
-    """A door for a program on the server's host. Tensors are in a region on the `device` "cpu" or
-    "cuda:0"; with "" they are copied."""
+    """A door for a program on the server's host.
+
+    Tensors are in a region on the `device` "cpu" or "cuda:0"; with "" they are copied.
+    """
 
     def __init__(
         self,
@@ -140,8 +144,7 @@ class NativeDoor:
         self.channel.flush()
 
     def encode(self, request: OutgoingRequest) -> NativeRequest:
-        """Return the arrays of a request; with a device, in a region that has space for the
-        outputs."""
+        """Return the arrays of a request; with a device, in a region with space for the outputs."""
         arrays: Any = {tensor.name: array_of(tensor, request.model) for tensor in request.inputs}
         options = options_of(
             *(request.id, None, 0, request.timeout_us / 1e6 if request.timeout_us else None),

@@ -26,8 +26,7 @@ def transport(args: argparse.Namespace) -> Transport:
 
 
 def admin_transport(args: argparse.Namespace) -> AdminTransport:
-    """Return the transport for every operation. Raises InvalidArgument, or Disconnected without a
-    server."""
+    """Return the transport for all operations; raise InvalidArgument, or Disconnected."""
     given = credentials(args)
     return transport_at(address(args.url), given) if args.url else _discovered(args, given)
 

@@ -1,5 +1,4 @@
-"""Conversion of tensors for the shell's client: values on its command line, and bytes of
-outputs."""
+"""Conversion of tensors for the shell's client: command-line values and the bytes of outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _Array = np.ndarray[Any, Any]
 
 _MOST_DIMENSIONS = 32  # of numpy's arrays
 
-# What JSON elements of a datatype must be, and how a message calls them.
+# The required type of JSON elements of a datatype, and its name in messages.
 _INTEGER = (int, "integers")
 _NUMBER = ((int, float), "numbers")
 _ELEMENTS: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -54,8 +53,10 @@ def split_input(text: str) -> tuple[str, str]:
 
 
 def load(name: str, text: str) -> Any:
-    """Return the value of a text: JSON, or after @ the array of a .npy file or the content of
-    another file as one text. Raises InvalidArgument."""
+    """Return the value of a text: JSON, or a file named after @. Raises InvalidArgument.
+
+    A .npy file is read as an array, and any other file as one string.
+    """
     if text.startswith("@"):
         return _load_array(name, Path(text[1:]))
     try:
@@ -73,7 +74,7 @@ def _load_array(name: str, path: Path) -> _Array:
             if path.suffix not in (".npy", ".npz"):
                 return np.array(file.read(), np.object_)
             array = np.load(file, allow_pickle=False)
-    except Exception as error:  # whatever numpy makes of a file that is none of its own
+    except Exception as error:  # any exception of numpy for an invalid file
         raise InvalidArgument(f"input '{name}': cannot read {path}: {error}") from error
     if not isinstance(array, np.ndarray):
         raise InvalidArgument(f"input '{name}': {path} holds several arrays, not one")
@@ -81,11 +82,13 @@ def _load_array(name: str, path: Path) -> _Array:
 
 
 def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
-    """Return the shape and the bytes on the wire of a value (JSON or an array) for an input.
+    """Return the shape and the wire bytes of a value (JSON or an array) for an input.
 
-    A value with exactly one dimension less than the model takes, where the model's first is of any
-    size, becomes a batch of one; a single value becomes the one element that a model takes. Raises
-    InvalidArgument if the elements are not of the datatype.
+    A value with exactly one dimension less than the input becomes a batch of one if the first
+    dimension of the input is variable. A scalar becomes a tensor with one element.
+
+    Raises:
+        InvalidArgument: The elements are not of the datatype.
     """
     if tensor.datatype not in ITEM_SIZE:
         raise InvalidArgument(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
@@ -140,7 +143,7 @@ def _from_json(tensor: ModelTensor, value: Any) -> _Array:
 
 
 def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
-    wanted = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # of BF16 the upper half is taken
+    wanted = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
     if wanted.kind in "iu":
         limits = np.iinfo(wanted)
         for element in elements:

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class Health:
     """The health of the server.
 
-    The server is ready after its start and before its end, while every model that should serve does
-    (only if `strict`). It is live unless its start failed.
+    The server is ready between its start and its drain. With `strict`, all models that should serve
+    must also be ready. The server is live unless its start failed.
     """
 
     def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:

@@ -60,7 +60,7 @@ _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.infli
 # Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
 # which there is one a graph.
 _SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
-_STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature", "StepTimes")
+_STATIC = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signature", "StepTimes")
 
 
 class Scheduler:

@@ -70,7 +70,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler.instances": ("ipc.*", "scheduler.*"),
     "scheduler.generative": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),
-    "scheduler.ensemble.steps": ("ipc.*", "scheduler.*"),
     "scheduler.hosting": ("ipc.*", "common", "scheduler.*"),
     "scheduler": ("ipc.*", "common", "scheduler.*"),
     # a gateway's process: no listener knows another one, and what they share knows none

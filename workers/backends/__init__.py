@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 GROUP = "shmserve.backends"
-# Known without a look at what is installed, which takes longer than the import.
+# Resolved without scanning the installed packages, which takes longer than the import.
 _BUILT_IN = {
     "ascend": "shmserve.workers.backends.ascend:AscendBackend",
     "llm": "shmserve.workers.backends.llm:LlmBackend",
@@ -41,26 +41,25 @@ _BUILT_IN = {
     "python": "shmserve.workers.backends.python:PythonBackend",
     "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
 }
-# Triton's older `platform` field for the same.
+# The backends of Triton's older `platform` field.
 _PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}
 
 
 class Backend(ABC):
-    """Runs one kind of model. One object an instance, used from one thread.
+    """The base class of backends: runs one kind of model.
 
-    The order of calls is complete_config (perhaps), load, execute (many), unload.
+    Each instance has one object, used by one thread.
 
-    `strict_outputs`: an output must have the datatype and shape that the configuration says.
-    Triton's Python backend lets any pass to the client as it is, and so must whoever runs its
-    models.
+    The order of calls is complete_config (optional), load, execute (repeated), unload.
 
-    `device_inputs`: inputs in clients' device memory are given as they are, as tensors of uint8 on
-    whatever device they are; else as copies in host memory.
-
-    `read_only_inputs`: arrays over shared memory, as `Input.numpy` gives them, cannot be written. A
-    request that fails with them is run again with copies: perhaps its model writes into its inputs.
-
-    `checks_ready`, set in `load`: the model itself says whether it is ready.
+    Attributes:
+        strict_outputs: Whether outputs must have the configured datatype and shape. Triton's Python
+            backend accepts any output, and so must a backend that runs its models.
+        device_inputs: Whether inputs in clients' device memory are passed as uint8 tensors on that
+            device; otherwise they are copied to host memory.
+        read_only_inputs: Whether arrays over shared memory (`Input.numpy`) are read-only. A request
+            that fails with them is retried with copies, since its model may write to its inputs.
+        checks_ready: Set in `load` if the model implements a readiness check.
     """
 
     strict_outputs = True
@@ -73,10 +72,15 @@ class Backend(ABC):
         self._report: Callable[[bool], None] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """`config`, as `GET /v2/models/NAME/config` shows it, completed with what the model's files
-        say; may run the user's code.
+        """Return a configuration completed with the information in the model's files.
 
-        Raises ShmserveError, or anything: the model fails to load with its text.
+        This may run the user's code.
+
+        Args:
+            config: The configuration, as `GET /v2/models/NAME/config` shows it.
+
+        Raises:
+            Exception: Any exception makes the load fail with its message.
         """
         return config
 
@@ -84,38 +88,40 @@ class Backend(ABC):
     def load(self, config: ModelSpec) -> None:
         """Make the instance ready.
 
-        Raises ShmserveError, or anything: the model fails to load with its text.
+        Raises:
+            Exception: Any exception makes the load fail with its message.
         """
 
     @abstractmethod
     def execute(self, requests: list[Request]) -> list[Response]:
-        """Run one batch, and return one response for each request, in order.
+        """Execute one batch, and return one response for each request, in order.
 
-        An exception of the model must be passed on: the batch is then run again one by one, or with
-        inputs that may be written. The error of a single request is its response. Outputs may be
-        views of inputs or of the backend's buffers; they are copied before the next call.
+        An exception of the model must be passed on. The batch is then retried request by request,
+        or with writable inputs. The error of a single request is its response. Outputs may be views
+        of inputs or of the backend's buffers; they are copied before the next call.
         """
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
-        """Run one batch of a decoupled model: the responses to each `stream.request`, any number of
-        them, are sent by its stream, from any thread, also after this has returned.
+        """Execute one batch of a decoupled model.
 
-        Every stream needs an end: the last `send`, `fail`, or `abandon`. What is raised ends those
-        that have none yet; nothing is run again. Without one of its own a backend gives one
-        response to each request.
+        The responses to each `stream.request` are sent by its stream, from any thread, also after
+        this method has returned. Each stream must be ended by the last `send`, by `fail` or by
+        `abandon`. An exception ends the streams that have no end yet; nothing is retried. The
+        default implementation sends one response to each request.
         """
         responses = self.execute([stream.request for stream in streams])
         for stream, response in zip(streams, responses, strict=True):
             stream.send(response, final=True)
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable | None:
-        """The messages of its scheduler that a backend serves which knows more than batches, or
-        something else; None: batches, through `execute` and `execute_decoupled`.
+        """Return the handlers of scheduler messages for a backend with its own protocol.
 
-        `writer.link` is the way to the scheduler. Of each `opened` request that a message brings,
-        `unpacker.request(opened.work)` is what a backend is asked (raises as it says), and
-        `ResponseStream(writer, opened, request)` takes the responses. A handler runs in the
-        instance's only loop, which must get on: nothing else is received meanwhile.
+        None: batches.
+
+        `writer.link` is the link to the scheduler. For each `opened` request of a message,
+        `unpacker.request(opened.work)` returns the backend's request, and `ResponseStream(writer,
+        opened, request)` accepts its responses. Handlers run in the instance's only loop and must
+        not block it.
         """
         return None
 
@@ -129,11 +135,11 @@ class Backend(ABC):
         return None
 
     def report_metrics_by(self, report: Callable[[bool], None]) -> None:
-        """Register the function that reports changed metrics, once an instance serves."""
+        """Register the function that reports changed metrics once an instance serves."""
         self._report = report
 
     def metrics_changed(self, at_once: bool) -> None:
-        """Have `metrics` called and reported: in this thread, or `at_once` False, by a timer."""
+        """Report changed metrics, `at_once` in this thread or later by a timer."""
         if self._report is not None:
             self._report(at_once)
 
@@ -145,7 +151,7 @@ class Backend(ABC):
         return True
 
     def unload(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let the model clean up, because the instance ends."""
+        """Release the model's resources at the end of the instance."""
 
 
 def backend_name(config: ModelSpec) -> str:

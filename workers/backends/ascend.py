@@ -1,9 +1,9 @@
 """Backend `ascend`: offline models (`.om`) on Ascend devices, through CANN's pyACL.
 
-The file is `default_model_filename` (model.om) in the version folder; its shapes are static. With
-a `max_batch_size` the first dimension of every tensor is the batch. A smaller batch runs with stale
-rows behind its own, whose results are ignored. The device is the instance's; for an instance of
-KIND_CPU (where torch does not know the device) it is the parameter "device_id" (0).
+The file is `default_model_filename` (model.om) in the version folder; its shapes are static. With a
+`max_batch_size` the first dimension of every tensor is the batch. A smaller batch leaves stale rows
+after its own, whose results are ignored. The device is the instance's. For an instance of KIND_CPU
+(if torch does not support the device) it is the parameter "device_id" (0).
 
 All device memory is allocated at load, in two allocations, because all shapes are fixed. The sizes
 of tensors are known once the model is in the first allocation.
@@ -14,8 +14,8 @@ of tensors are known once the model is in the first allocation.
     init, device, context ─> sizes ─> memory ─> model in it ─> description ─> memory ─> datasets
     finalize  <── in the reverse order ────────────────────────────────────────────────────┘
 
-Written by the documentation of CANN 8 and tested against a recorded sequence of calls; untested on
-hardware.
+This backend follows the documentation of CANN 8. It is tested against a recorded sequence of calls,
+but not on hardware.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
 from shmserve.workers.tensor_specs import as_model_sees
 
-_ALIGNMENT = 512  # what the device's memory has to be aligned to
+_ALIGNMENT = 512  # required by the device's memory
 _MIB = 1024 * 1024
 
 
@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 _HUGE_PAGES_FIRST = 0
 _TO_DEVICE, _TO_HOST = 1, 2
-# ACL's numbers of the datatypes.
+# ACL's numbers of datatypes.
 _DATATYPES = {
     0: "FP32",
     1: "FP16",
@@ -119,12 +119,12 @@ def import_acl() -> Any:
 
 
 class OfflineModel:
-    """A model on device `device_id`, for the thread that has made it.
+    """A model on device `device_id`, usable in the thread that created it.
 
     Raises:
         Unavailable: pyACL is missing.
-        InvalidArgument: A tensor cannot be served.
-        AclError: The library has refused a call. Nothing is left on the device.
+        InvalidArgument: A tensor has no datatype of the protocol.
+        AclError: A call of the library failed. No resources remain on the device.
     """
 
     def __init__(self, path: Path, device_id: int) -> None:
@@ -245,7 +245,7 @@ class OfflineModel:
     ) -> None:
         def end() -> None:
             error = undo(*given)
-            if error:  # go on: the rest wants to be given back, too
+            if error:  # continue, to release the remaining resources
                 logger.warning("%s failed with error %d", call, error)
 
         stack.callback(end)
@@ -254,14 +254,14 @@ class OfflineModel:
 class AscendBackend(Backend):
     """An offline model on one device."""
 
-    read_only_inputs = False  # they are copied to the device
+    read_only_inputs = False  # inputs are copied to the device
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._model: OfflineModel | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Add the inputs and outputs of the file."""
+        """Add the inputs and outputs of the file to the configuration."""
         model = self._open(ModelSpec.of(config))
         batched = config.get("max_batch_size", 0) > 0
         completed = dict(config)

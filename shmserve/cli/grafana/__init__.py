@@ -1,5 +1,4 @@
-"""`shmserve grafana`: a Grafana dashboard of the server's metrics (dashboard.json), and alert rules
-for Prometheus (alerts.yaml)."""
+"""`shmserve grafana`: a Grafana dashboard (dashboard.json) and alert rules (alerts.yaml)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`shmserve kserve`: the manifest of a ServingRuntime, by which KServe runs servers
-(runtime.yaml)."""
+"""`shmserve kserve`: the manifest of a KServe ServingRuntime (runtime.yaml)."""
 
 from __future__ import annotations
 

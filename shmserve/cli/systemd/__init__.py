@@ -1,4 +1,4 @@
-"""`shmserve systemd`: writes, shows and removes the units of a host.
+"""`shmserve systemd`: installs, shows and removes a host's systemd units.
 
 units.py             the files, their texts and purposes (pure)
 *.conf config.yaml   the texts
@@ -24,7 +24,7 @@ _HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the verb's arguments to its parser."""
     parser.add_argument("verb", choices=("install", "show", "remove"))
     parser.add_argument("--user", action="store_true", help="for this user's own manager")
     parser.add_argument("--root", type=Path, help="for the system in this folder, an image")
@@ -37,9 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command; returns its exit status, 1 where a changed file stood in the way.
+    """Carry out the command.
 
-    Raises InvalidArgument for what cannot work, or cannot be read or written.
+    Returns:
+        The exit status; 1 if a modified file was left in place.
+
+    Raises:
+        InvalidArgument: The arguments are invalid, or a file cannot be read or written.
     """
     if arguments.user and arguments.root:
         raise InvalidArgument("--root: an image has no user's manager; leave out --user")
@@ -64,7 +68,7 @@ def _host(arguments: argparse.Namespace, root: Path) -> Installation:
         home = (config, data)
     has_gpu = (root / "dev/nvidiactl").exists()
     place = Installation((), home)
-    if arguments.verb == "remove":  # works also where what was installed cannot
+    if arguments.verb == "remove":  # must succeed even if the installation is broken
         return place
     return Installation(
         program=_program(arguments),
@@ -94,7 +98,7 @@ def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _version(root: Path) -> int:
-    """That of the systemd of a system, 0 where none is found: its library's name has it."""
+    """Return the system's systemd version, from the name of its library; 0 if unknown."""
     found = [
         re.search(r"-shared-(\d+)", path.name)
         for folder in ("lib", "lib64", "lib/*-linux-*")
@@ -113,7 +117,7 @@ def _below(root: Path, path: Path) -> Path:
 
 
 class _Change:
-    """What is done to the files of a host, and said about it."""
+    """A change of a host's files, with its report."""
 
     def __init__(self, host: Installation, root: Path, arguments: argparse.Namespace) -> None:
         self._host = host
@@ -193,7 +197,7 @@ class _Change:
                 path.parent.rmdir()
 
     def _remove_links(self) -> None:
-        # Of `systemctl enable`, also those of shmserve@NAME.
+        # Links made by `systemctl enable`, including those of shmserve@NAME.
         for link in sorted(_below(self._root, self._host.units).glob("*.wants/shmserve[.@-]*")):
             if link.is_symlink():
                 print(f"removed    {link}")
@@ -201,7 +205,7 @@ class _Change:
                     link.unlink()
 
     def _remove_folders(self) -> None:
-        # Those of tmpfiles.d, where nothing is in them.
+        # The empty folders created by tmpfiles.d.
         models = self._host.models
         for folder in (models, models.parent, *(() if self._host.home else (_RUN,))):
             path = _below(self._root, folder)
@@ -232,7 +236,7 @@ class _Change:
                 )
 
     def _command(self, *words: str, may_fail: bool = False) -> None:
-        # Where no manager runs, as in an image, the next start does it.
+        # Without a running manager, as in an image, the next boot applies the change.
         if self._live:
             print(f"run        {' '.join(words)}", flush=True)
             if not self._dry and subprocess.run(words, check=False).returncode and not may_fail:

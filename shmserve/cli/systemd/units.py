@@ -1,4 +1,4 @@
-"""What `shmserve systemd` writes: the files of a host, their texts and what each is for (pure)."""
+"""The files of `shmserve systemd`: their paths, texts and purposes (pure)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 
 SERVICES = ("shmserve.service", "shmserve@.service")
 DEVICES = ("cpu", "nvidia")
-# Socket unit -> the name by which the server knows it, its port, and its unix socket's name.
+# Each socket unit: the server's name for it, its port, and its unix socket's name.
 _SOCKETS = {
     "shmserve.socket": ("http", 8000, "http.sock"),
     "shmserve-grpc.socket": ("grpc", 8001, "grpc.sock"),
     "shmserve-metrics.socket": ("metrics", 8002, ""),
     "shmserve-local.socket": ("local", 0, "local.sock"),
 }
-_PACKETS = "local.sock"  # for shmserve.client
-# Those of the further servers, by the names of the first one's.
+_PACKETS = "local.sock"  # of local clients (shmserve.client)
+# The template units of further servers, by the units of the first server.
 _TEMPLATES = {unit: unit.replace(".", "@.") for unit in _SOCKETS}
 UNITS = (*SERVICES, *_SOCKETS, *_TEMPLATES.values(), "shmserve.slice")
 _STOP_MARGIN_S = 10
-_KNOWS_RELOADS = 253  # the version from which on `systemctl reload` waits for their end
+_KNOWS_RELOADS = 253  # since this version `systemctl reload` waits for completion
 _RELOADS = "Type=notify-reload"
 _IS_SIGNALLED = "Type=notify\nExecReload=/bin/sh -c 'kill -HUP $MAINPID'"
 _MARK = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
@@ -32,35 +32,43 @@ _MARK = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """Where the units are for: the system's manager, or with `home` that of a user, whose
-    configuration and data are in these folders."""
+    """The target of the units: the system's manager, or a user's.
+
+    Attributes:
+        program: The command line that starts shmserve.
+        home: The folders of the user's configuration and data; None: the system's manager.
+        device: The accelerator of the units.
+        token: Whether clients need a token.
+        exit_timeout_s: The server's exit timeout.
+        version: The version of systemd; 0: unknown.
+    """
 
     program: tuple[str, ...]
     home: tuple[Path, Path] | None = None
     device: str = "cpu"
     token: bool = False
     exit_timeout_s: int = 30
-    version: int = 0  # systemd's, where it is known
+    version: int = 0  # of systemd; 0: unknown
 
     @property
     def units(self) -> Path:
-        """The folder of units."""
+        """Return the folder of units."""
         return self.home[0] / "systemd/user" if self.home else Path("/etc/systemd/system")
 
     @property
     def settings(self) -> Path:
-        """The folder of the configuration file, and of tokens."""
+        """Return the folder of the configuration file and of tokens."""
         return self.home[0] / "shmserve" if self.home else Path("/etc/shmserve")
 
     @property
     def models(self) -> Path:
-        """The repository that a new configuration file names."""
+        """Return the model repository of a new configuration file."""
         data = self.home[1] if self.home else Path("/var/lib")
         return data / "shmserve/models"
 
     @property
     def tmpfiles(self) -> Path:
-        """The file of the folders that must be there."""
+        """Return the tmpfiles.d file that creates the required folders."""
         folder = self.home[0] / "user-tmpfiles.d" if self.home else Path("/etc/tmpfiles.d")
         return folder / "shmserve.conf"
 
@@ -70,7 +78,14 @@ SYSUSERS = Path("/etc/sysusers.d/shmserve.conf")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of ours; `text` None: not on this host. `own`: the operator changes it in place."""
+    """An installed file.
+
+    Attributes:
+        path: Its path.
+        purpose: Its purpose.
+        text: Its text; None: not installed on this host.
+        own: Whether the operator edits the file in place.
+    """
 
     path: Path
     purpose: str
@@ -79,7 +94,7 @@ class File:
 
 
 def files(host: Installation) -> list[File]:
-    """All that may be there, in the order in which it is written."""
+    """Return all files that may be installed, in the order of writing."""
     return [
         File(path, purpose, None if body is None else stamped(body, own), own)
         for path, purpose, body, own in _bodies(host)
@@ -167,7 +182,7 @@ def _socket(name: str, listen: list[str], instance: str) -> str:
 
 def _credential(user: bool) -> str:
     file = "%E/shmserve/token"
-    if user:  # its manager may read the file for nobody else
+    if user:  # only its own manager reads the file
         return f"Environment=SHMSERVE_FLAGS=--auth-token-file={file}"
     flags = "Environment=SHMSERVE_FLAGS=--auth-token-file=%d/token"
     return f"LoadCredential=token:{file}\n{flags}"
@@ -180,7 +195,7 @@ def _filled(template: str, /, **words: object) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word of a command line of systemd's, which means this text."""
+    """Return a word quoted for a systemd command line."""
     word = word.replace("%", "%%").replace("$", "$$")
     if re.fullmatch(r"[\w%$@:=,./+-]+", word):
         return word
@@ -188,15 +203,14 @@ def quoted(word: str) -> str:
 
 
 def stamped(body: str, own: bool) -> str:
-    """A file's text: `body` behind a line that says who wrote it, and by which it is seen whether
-    somebody has changed it since."""
+    """Return a file's text: `body` after a line with its origin and its hash, to detect changes."""
     digest = hashlib.sha256(body.encode()).hexdigest()
     advice = "it is yours to change" if own else "change it by drop-ins, systemctl edit"
     return f"# Written by `shmserve systemd install` (sha256 {digest}); {advice}.\n{body}"
 
 
 def untouched(text: str) -> bool:
-    """Whether it is as some `install` wrote it."""
+    """Check whether a text is unchanged since `install` wrote it."""
     head, _, body = text.partition("\n")
     found = _MARK.match(head)
     return found is not None and found[1] == hashlib.sha256(body.encode()).hexdigest()

@@ -1,13 +1,12 @@
-"""Memory that a program allocates on a CUDA device and the server's workers use there.
+"""Memory that a program allocates on a CUDA device for use by the server's workers.
 
     allocation   |###### a region's tensors, each on 64 bytes ######|     exported by one handle
 
-What is written to it must have reached the device before a request is made (synchronise the stream
-that wrote); what a model wrote is there when the response comes. cuda-bindings is imported by those
-alone who allocate.
+The program must synchronise the stream that writes inputs before it sends a request. Outputs are
+complete when the response arrives. cuda-bindings is imported only by programs that allocate.
 
-What torch, cupy, jax and numpy take as it is are DLPack capsules, of version 0.x, whose layout is
-that of DLPack's C header: https://dmlc.github.io/dlpack/latest/c_api.html
+Torch, cupy, jax and numpy exchange tensors as DLPack capsules (version 0.x), whose layout is that
+of DLPack's C header: https://dmlc.github.io/dlpack/latest/c_api.html
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ class _Managed(ctypes.Structure):
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-# What consumers hold: the address of a structure -> it, its shape and what keeps the memory.
+# Capsules in use: the address of a structure -> the structure, its shape, and the owner of its
+# memory.
 _held: dict[int, tuple[Any, ...]] = {}
 
 _python = ctypes.pythonapi
@@ -77,7 +77,7 @@ def _delete(address: int) -> None:
 
 
 def _capsule_ended(capsule: int) -> None:
-    # A consumer has renamed it, and calls the deleter itself.
+    # A consumer renames the capsule and calls the deleter itself.
     if _is_valid(capsule, _NAME):
         _held.pop(_pointer(capsule, _NAME), None)
 
@@ -85,16 +85,21 @@ def _capsule_ended(capsule: int) -> None:
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _callbacks = _CALLBACK(_delete), _CALLBACK(_capsule_ended)
 _DELETER, _DESTRUCTOR = (ctypes.cast(function, ctypes.c_void_p) for function in _callbacks)
-# Tensors may outlive this module, at the program's end.
+# Kept alive, because tensors may outlive this module at interpreter exit.
 _python.Py_IncRef(ctypes.py_object(_callbacks))
 
 
 def capsule(
     pointer: int, shape: tuple[int, ...], datatype: str, device: tuple[int, int], owner: object
 ) -> Any:
-    """A capsule over `pointer`, row-major; `owner` is kept until its consumer is done with it.
+    """Return a DLPack capsule over row-major memory at `pointer`.
 
-    `device` is (CPU or CUDA, its number).
+    Args:
+        pointer: The address of the memory.
+        shape: The tensor's shape.
+        datatype: The tensor's datatype.
+        device: DLPack's device type (CPU or CUDA) and the device's number.
+        owner: An object that is kept alive until the consumer has finished.
     """
     code, bits = TYPES[datatype]
     dims = (ctypes.c_int64 * len(shape))(*shape)
@@ -111,8 +116,11 @@ def capsule(
 
 
 def device_number(device: object) -> int | None:
-    """Which CUDA device "cuda:1" or "cuda" means, or a `torch.device` of that name; None for "cpu".
-    Raises InvalidArgument."""
+    """Return the CUDA device of "cuda:1", "cuda" or a `torch.device`; None for "cpu".
+
+    Raises:
+        InvalidArgument: The name is none of these.
+    """
     name = str(device)
     if name == "cpu":
         return None
@@ -123,10 +131,10 @@ def device_number(device: object) -> int | None:
 
 
 class DeviceSegment:
-    """One allocation, as the server knows it; what `Segment` is for host memory."""
+    """A device allocation that is shared with the server: the counterpart of `Segment`."""
 
     def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
-        """Allocate; raises as `DeviceAllocation` does."""
+        """Allocate the memory; see `DeviceAllocation` for errors."""
         allocation = DeviceAllocation(cuda, device, byte_size)
         self._allocation: DeviceAllocation | None = allocation
         self._handle = allocation.handle
@@ -136,37 +144,37 @@ class DeviceSegment:
         self.memory: Memory | None = None
 
     def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
-        """The message that makes it known to a server, and the descriptors that go with it."""
+        """Return the message that shares the segment with a server, and the descriptors to pass."""
         handle = self._handle
         return m.ShareDeviceMemory(number, self.size, handle.raw, handle.device, handle.uuid), ()
 
     def shared(self, memory: bytes) -> None:
-        """Take the server's description of the memory."""
+        """Store the server's description of the memory."""
         self.memory = unpack_memory(memory)
 
     def place(self, offset: int, byte_size: int) -> Place:
-        """The place of these bytes, for the server."""
+        """Return the range of these bytes in the form sent to the server."""
         assert self.memory is not None
         return Place(self.memory, offset, byte_size)
 
     def view(
         self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease
     ) -> DeviceView:
-        """The tensor at `offset`. Raises Released."""
+        """Return the tensor at `offset`. Raises Released."""
         if self._allocation is None:
             raise Released("this client is closed")
         return DeviceView(self, self._allocation, offset, tuple(shape), datatype, lease)
 
     def close(self) -> None:
-        """Give the memory back once the last view of it is gone."""
+        """Free the memory once its last view is gone."""
         self._allocation = None
 
 
 @dataclass(eq=False, repr=False)
 class DeviceView:
-    """A tensor in a region on a device. `torch()`, or DLPack, gives one to compute with.
+    """A tensor in a region on a device; `torch()` or DLPack returns a tensor for computations.
 
-    It raises Released once the region was released; what was made of it before keeps the memory.
+    A released view raises Released. Tensors made before the release keep the memory alive.
     """
 
     segment: DeviceSegment
@@ -182,7 +190,7 @@ class DeviceView:
 
     @property
     def device(self) -> str:
-        """As torch names it."""
+        """Return torch's name of the device."""
         return f"cuda:{self._allocation.device}"
 
     def _check(self) -> None:
@@ -190,19 +198,22 @@ class DeviceView:
             raise Released("this memory was released: copy what should stay")
 
     def place(self) -> Place:
-        """Its place, for the server. Raises Released."""
+        """Return the tensor's range in the form sent to the server. Raises Released."""
         self._check()
         return self.segment.place(self.offset, self.nbytes)
 
     def torch(self) -> Any:
-        """A torch tensor over the same memory. Raises Released, Unavailable without torch."""
+        """Return a torch tensor over the same memory.
+
+        Raise Released, or Unavailable without torch.
+        """
         torch = sys.modules.get("torch")
         if torch is None:
             raise Unavailable("import torch before a tensor is made of device memory")
         return torch.from_dlpack(self)
 
     def numpy(self) -> Array:
-        """A copy in host memory, BF16 as uint16, once the device has done what it was asked to do.
+        """Return a copy in host memory (BF16 as uint16) after pending device work.
 
         Raises Released.
         """
@@ -214,8 +225,14 @@ class DeviceView:
         return copy
 
     def fill(self, values: Any) -> None:
-        """Copy an array to it, of its shape and type or what numpy makes that of; it is there on
-        return. Raises Released, InvalidArgument."""
+        """Copy an array, converted to this shape and datatype, to the device.
+
+        The copy is complete on return.
+
+        Raises:
+            Released: The region was released.
+            InvalidArgument: The array cannot be converted.
+        """
         self._check()
         try:
             array = np.asarray(values, dtype_of(self.datatype))
@@ -253,7 +270,7 @@ class DeviceView:
 
 
 def exporting() -> Exporting:
-    """The driver. Raises Unavailable where the package or a GPU lacks."""
+    """Return the CUDA driver. Raises Unavailable without cuda-bindings or a GPU."""
     try:
         return Driver()
     except Unavailable as error:

@@ -1,4 +1,4 @@
-"""Memory that a program allocates for its tensors, and the server uses in place."""
+"""Regions: memory that a program allocates for tensors, and that the server uses in place."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, da
 
 
 class Region(Mapping[str, Any]):
-    """Memory for tensors, by name, that the server reads and writes in place.
+    """Memory for named tensors that the server reads and writes in place.
 
-    `region["image"]` is an array to fill or to read (on a device, a `DeviceView`);
-    `infer(model, region)` takes those of its tensors that the model takes, and has the others
-    written where they lie.
+    `region["image"]` is an array (on a device, a `DeviceView`). `infer(model, region)` uses those
+    tensors of the region that are inputs of the model, and writes the outputs to the others.
     """
 
     def __init__(
@@ -37,10 +36,13 @@ class Region(Mapping[str, Any]):
         tensors: Specs,
         make: Callable[[int], AnySegment] | None = None,
     ) -> None:
-        """Allocate, in what `make(byte_size)` gives if that is no usual segment. Raises
-        InvalidArgument for a shape or a datatype, Unavailable without memory.
+        """Allocate the memory, by `make(byte_size)` if given.
 
         >>> Region(memories, {"image": ((8, 1, 8, 8), "FP32")})  # doctest: +SKIP
+
+        Raises:
+            InvalidArgument: A shape or a datatype is invalid.
+            Unavailable: There is not enough memory.
         """
         self._templates = _templates(tensors)
         total = sum(aligned(max(1, template.byte_size)) for template in self._templates.values())
@@ -56,7 +58,7 @@ class Region(Mapping[str, Any]):
         for template in self._templates.values():
             self._offsets[template.name] = at
             at += aligned(max(1, template.byte_size))
-        # The schema and data of a request of a model with these tensors.
+        # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -69,18 +71,22 @@ class Region(Mapping[str, Any]):
         return len(self._templates)
 
     def remember(self, model: ClientModel, request: Packed) -> None:
-        """Keep what a request of `model` comes to; nothing of models that are not there any more,
-        as after each reload."""
+        """Cache the packed request for `model`, and remove those of models that are closed."""
         for known in [known for known in list(self.requests) if known.closed]:
             self.requests.pop(known, None)
         self.requests[model] = request
 
     def view(self, name: str, shape: Shape | None = None) -> Any:
-        """The array (`View`, on a device `DeviceView`) of a tensor; with a smaller `shape` (fewer
-        rows, say) of its first bytes.
+        """Return a tensor as an array (a `View`, or a `DeviceView` on a device).
 
-        Raises KeyError, Released, or InvalidArgument when the shape is none, or has more than there
-        is.
+        Args:
+            name: The tensor's name.
+            shape: A smaller shape, for instance with fewer rows, which uses the first bytes.
+
+        Raises:
+            KeyError: The region has no such tensor.
+            Released: The region was released.
+            InvalidArgument: The shape is invalid or exceeds the tensor's memory.
         """
         template = self._templates[name]
         if self.lease.released:
@@ -94,28 +100,32 @@ class Region(Mapping[str, Any]):
         return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 
     def ref(self, name: str) -> TensorRef:
-        """The tensor as it travels. Raises Released."""
+        """Return the tensor in the form of a message. Raises Released."""
         template = self._templates[name]
         return template.ref(self.place(name))
 
     def room(self, name: str, signature: Signature) -> Place:
-        """The place for an output of a model. Raises Released, or InvalidArgument when another type
-        was allocated."""
+        """Return the range for an output of a model.
+
+        Raises:
+            Released: The region was released.
+            InvalidArgument: The memory was allocated for another datatype.
+        """
         check_room(name, self._templates[name].datatype, signature)
         return self.place(name)
 
     def place(self, name: str) -> Place:
-        """The place of a tensor, for the server. Raises Released."""
+        """Return the range of a tensor in the form sent to the server. Raises Released."""
         if self.lease.released:
             raise Released("this region was released")
         place: Place = self.segment.place(self._offsets[name], self._templates[name].byte_size)
         return place
 
     def release(self) -> None:
-        """Give the memory back; arrays over it raise from now on. A second time is fine."""
+        """Free the memory; arrays over it raise Released from now on. This method is idempotent."""
         self.lease.released = True
         self.requests.clear()
-        # The memory itself goes with the last array over it, and what is in flight.
+        # The memory itself is freed with the last array over it and the last request in flight.
         self.lease = MemoryLease(nothing)
         self.lease.released = True
         self._memories.settle()
@@ -128,9 +138,9 @@ class Region(Mapping[str, Any]):
 
 
 def check_room(name: str, given: str, signature: Signature) -> None:
-    """Raise InvalidArgument when an output is of another type than `given`, its room's."""
+    """Raise InvalidArgument if an output has another datatype than `given`, its memory's."""
     spec = signature.outputs.get(name)
-    # Strings are bytes of any tensor, which the response decodes.
+    # The response decodes strings from the bytes of any tensor.
     if spec is not None and spec.datatype not in (given, "BYTES"):
         raise InvalidArgument(
             f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "

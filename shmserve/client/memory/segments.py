@@ -1,11 +1,12 @@
-"""The client's own memory: sealed memfds that the server's workers map. What lies on a device
-(cuda.py) is kept in the same list.
+"""The client's shared memory: an allocator over sealed memfds, which workers map.
+
+Device memory (cuda.py) is managed in the same list.
 
     Segment    |## region ##|### slot ###|### slot ###|......... free .........|
                              inputs, each on 64 bytes | outputs
 
-Only the client allocates here. A block that a request uses comes back when the server has answered
-and nobody holds an array over it any more.
+Only the client allocates. A request's block is freed once the server has responded and no array
+refers to it.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def aligned(byte_size: int) -> int:
-    """`byte_size`, rounded up to where the next tensor may begin."""
+    """Return `byte_size` rounded up to the next tensor's alignment."""
     return -(-byte_size // ALIGNMENT) * ALIGNMENT
 
 
 class Segment:
-    """One memfd, mapped; `memory` is how the connected server knows it."""
+    """A mapped memfd; `memory` is the connected server's description of it."""
 
-    fd = -1  # until there is one
+    fd = -1  # until the memfd exists
 
     def __init__(self, byte_size: int, *, pin: bool = False, huge_pages: bool = False) -> None:
-        """Reserve the memory. Raises Unavailable when the machine has none left."""
+        """Reserve the memory. Raises Unavailable if the machine has not enough."""
         self._pin = pin
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
         try:
             self.fd = os.memfd_create("shmserve-client", flags)
-        except OSError as error:  # a kernel without huge pages, or no descriptor is left
+        except OSError as error:  # no huge pages, or no free descriptor
             raise Unavailable("shared memory cannot be had") from error
         page = os.fstatvfs(self.fd).f_bsize
         self.size = -(-byte_size // page) * page
@@ -61,7 +62,7 @@ class Segment:
             os.posix_fallocate(self.fd, 0, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except BaseException as error:  # also where a program is interrupted, as this may take long
+        except BaseException as error:  # includes KeyboardInterrupt, since this may take long
             self.close()
             if not isinstance(error, OSError):
                 raise
@@ -69,57 +70,62 @@ class Segment:
             if huge_pages:
                 text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
             raise Unavailable(text) from error
-        # numpy keeps this object and no more: it is unmapped with the last array over it.
+        # numpy keeps only a reference to this object, so the memory is unmapped with the last
+        # array.
         self.bytes = memoryview(mapped)
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free = FreeList(self.size)
         self.memory: Memory | None = None
 
     def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
-        """The message that makes it known to a server, and the descriptors that go with it."""
+        """Return the message that shares the segment with a server, and the descriptors to pass."""
         return m.ShareMemory(number, self.size, self._pin), (self.fd,)
 
     def shared(self, memory: bytes) -> None:
-        """Take the server's description of the memory."""
+        """Store the server's description of the memory."""
         self.memory = unpack_memory(memory)
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
-        """The tensor at `offset`."""
+        """Return the tensor at `offset`."""
         return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
 
     def place(self, offset: int, byte_size: int) -> Place:
-        """The place of these bytes, for the server."""
+        """Return the range of these bytes in the form sent to the server."""
         assert self.memory is not None
         return Place(self.memory, offset, byte_size)
 
     def close(self) -> None:
-        """Give the memory back once the last array over it is gone. A second time is fine."""
+        """Unmap the memory once its last array is gone. This method is idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()  # nobody has it, since its program was interrupted
+        self.close()  # after an interruption the segment has no other owner
 
 
 AnySegment = Segment | DeviceSegment
 
 
 class MemoryBlock:
-    """Bytes [offset, offset + size) of a segment. One that nobody gives back, since its program was
-    interrupted, goes back when it is collected."""
+    """Bytes [offset, offset + size) of a segment.
+
+    A block whose program was interrupted is freed when it is collected.
+    """
 
     __slots__ = ("_memories", "offset", "segment", "size")
 
     def __init__(self, segment: Any, offset: int, size: int, memories: Memories) -> None:
-        self.segment = segment  # most are a Segment, with `bytes`
+        self.segment = segment  # usually a Segment, with `bytes`
         self.offset = offset
         self.size = size
         self._memories: Memories | None = memories
 
     def give_back(self) -> None:
-        """Nothing uses it any more. It is free from the next `settle` on, so this may run at any
-        moment: where the last array over it is collected. A second time is fine."""
+        """Mark the block unused; the next `settle` frees it. This method is idempotent.
+
+        It may be called at any time, such as by the garbage collector.
+        """
         memories, self._memories = self._memories, None
         if memories is not None:
             memories.returned.append((self.segment, self.offset))
@@ -132,15 +138,18 @@ class BlockOwner(Protocol):
     """An owner of blocks that may be idle."""
 
     def give_up(self) -> None:
-        """Give back those that are."""
+        """Free the idle blocks."""
 
 
 @dataclass(eq=False)
 class Memories:
-    """The allocator of a client, over all its segments; for any thread.
+    """A client's allocator over all its segments; thread-safe.
 
-    `share(segment)` makes one known to the server, `withdraw(segment)` unknown; `nudge()` has
-    somebody call `settle_if_free`.
+    Args:
+        _limit: The maximum number of bytes.
+        _share: Shares a segment with the server.
+        _withdraw: Withdraws a segment.
+        _nudge: Schedules a call of `settle_if_free`.
     """
 
     _limit: int
@@ -148,8 +157,8 @@ class Memories:
     _withdraw: Callable[[AnySegment], None]
     _nudge: Callable[[], None] = nothing
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
-    # Held in the middle of a step: a signal's handler that our own thread runs may find it so,
-    # and then gets memory of its own.
+    # Held during a step. A signal handler that interrupts its own thread's step finds it locked and
+    # allocates a separate segment.
     _steps: threading.Lock = field(init=False, default_factory=threading.Lock)
     _segments: list[AnySegment] = field(init=False, default_factory=list)
     returned: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
@@ -158,9 +167,10 @@ class Memories:
     )
 
     def allocate(self, byte_size: int, *, alone: bool = False) -> MemoryBlock:
-        """A block, in a segment of its own if `alone`.
+        """Return a block, in a segment of its own if `alone`.
 
-        Raises Unavailable when that were more than the client may use, or than there is.
+        Raises:
+            Unavailable: The client's limit would be exceeded, or the machine has not enough memory.
         """
         with self._lock:
             if self._steps.locked():
@@ -174,7 +184,7 @@ class Memories:
                     if found is not None:
                         return found
                     used = self._used()
-                    # Room for others too, as far as there is any.
+                    # With space for further blocks, within the limit.
                     roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
                     size = byte_size if alone else max(byte_size, roomy)
                     block = self._in_another(size, None if alone else byte_size)
@@ -182,7 +192,7 @@ class Memories:
         return block
 
     def _in_another(self, size: int, byte_size: int | None = None) -> MemoryBlock:
-        """A block in a new segment, or all of it."""
+        """Return a block of `byte_size` bytes (None: all) in a new segment of `size` bytes."""
         self._check_limit(self._used(), size)
         made = Segment(size)
         return self._first_block(made, made.size if byte_size is None else byte_size)
@@ -190,17 +200,21 @@ class Memories:
     def _found(self, byte_size: int) -> MemoryBlock | None:
         for segment in self._segments:
             if segment.memory is None:
-                continue  # the server does not know it yet
+                continue  # not shared with the server yet
             offset = segment.free.allocate(byte_size)
             if offset is not None:
                 return MemoryBlock(segment, offset, byte_size, self)
         return None
 
     def _make_room(self, byte_size: int) -> bool:
-        """Take back what is kept for later requests, if so much more were too much."""
+        """Free idle blocks if `byte_size` more bytes would exceed the limit.
+
+        Returns:
+            Whether idle blocks were requested.
+        """
         if self._used() + byte_size <= self._limit:
             return False
-        # As they are now: a signal's handler may ask in the middle of this, and be another one.
+        # A copy, because a signal handler may allocate and add an owner during the loop.
         for reference in self._keepers.keyrefs():
             keeper = reference()
             if keeper is not None:
@@ -209,12 +223,15 @@ class Memories:
         return True
 
     def serve(self, keeper: BlockOwner) -> None:
-        """Register an owner of idle blocks, which is asked for them when memory is short."""
+        """Register an owner of idle blocks, which frees them when memory is short."""
         with self._lock:
             self._keepers[keeper] = None
 
     def add(self, segment: AnySegment) -> MemoryBlock:
-        """The whole of a segment that was made elsewhere, as a block; raises as `allocate` does."""
+        """Add a segment that was created elsewhere; return it as one block.
+
+        Raises like `allocate`.
+        """
         with self._lock:
             if not self._steps.locked():
                 with self._steps:
@@ -249,7 +266,7 @@ class Memories:
         return MemoryBlock(segment, offset, byte_size, self)
 
     def _tell(self, segment: AnySegment) -> None:
-        # Without the lock: the response is read by a thread that may want memory itself.
+        # Without the lock, since the thread that reads the response may allocate memory itself.
         try:
             self._share(segment)
         except BaseException:
@@ -261,12 +278,12 @@ class Memories:
         self.settle()
 
     def part_with(self, block: MemoryBlock) -> None:
-        """Give a whole segment back: the server, and the machine, have it soon."""
+        """Free a block that is a whole segment, soon also on the server."""
         block.give_back()
         self._nudge()
 
     def settle_if_free(self) -> None:
-        """`settle`, in a thread that must not wait: whoever is in the way does it."""
+        """Call `settle` unless another thread holds the lock, which then does it."""
         if self._lock.acquire(blocking=False):
             try:
                 self.settle()
@@ -274,14 +291,14 @@ class Memories:
                 self._lock.release()
 
     def settle(self) -> None:
-        """Take back what was given back."""
+        """Free the blocks that were given back."""
         with self._lock:
             if not self._steps.locked():
                 with self._steps:
                     self._settle()
 
     def _settle(self) -> None:
-        returned = self.returned  # a signal's handler may close this, which puts another one there
+        returned = self.returned  # a signal handler may replace the attribute by close()
         while returned:
             segment, offset = returned[0]
             segment.free.free(offset)
@@ -289,11 +306,11 @@ class Memories:
                 self._segments.remove(segment)
                 self._withdraw(segment)
                 segment.close()
-            # Last: who is interrupted before does it again.
+            # Removed last, so that an interrupted step is repeated.
             returned.popleft()
 
     def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
-        """The segment, and the offset in it, of memory at an address of this process."""
+        """Return the segment, and the offset in it, of memory at an address of this process."""
         for segment in tuple(self._segments):
             offset = address - segment.address
             if offset >= 0 and offset + byte_size <= segment.size:
@@ -301,21 +318,21 @@ class Memories:
         return None
 
     def any_within(self, arrays: Sequence[np.ndarray]) -> bool:
-        """Whether one of the arrays lies in a segment."""
+        """Check whether any of the arrays lies in a segment."""
         if not self._segments:
             return False
         return any(self.find(array.ctypes.data, array.nbytes) for array in arrays)
 
     def share_again(self, share: Callable[[AnySegment], None]) -> None:
-        """Make everything known, by `share`, to a server that has started anew."""
+        """Share all segments with a restarted server by `share`."""
         with self._lock:
             for segment in tuple(self._segments):
                 share(segment)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         with self._lock:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self.returned = deque(maxlen=0)  # what comes back yet is kept by nobody
+            self.returned = deque(maxlen=0)  # discards blocks that are given back later

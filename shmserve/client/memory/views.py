@@ -1,4 +1,4 @@
-"""Arrays over shared memory: they keep it while they live, and raise once it was given back."""
+"""Arrays over shared memory, which keep it alive and raise Released after its release."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from shmserve.client.errors import Released
 
 
 def nothing() -> None:
-    """The end of what holds no memory."""
+    """Do nothing, as the end of a lease without memory."""
 
 
 class MemoryLease:
-    """A block on loan to whoever holds arrays over it: `on_end` runs when the last is gone.
+    """A reference to a block by the arrays over it.
 
-    `released`: it was given back by hand, and the arrays raise.
+    Attributes:
+        on_end: Called when the last array is gone.
+        released: Whether the program released the memory explicitly; the arrays then raise.
     """
 
     __slots__ = ("__weakref__", "on_end", "released")
@@ -32,9 +34,9 @@ class MemoryLease:
 
 
 class View(np.ndarray[Any, Any]):
-    """An array over shared memory, which raises Released once that was given back.
+    """An array over shared memory, which raises Released after the memory's release.
 
-    What numpy makes of it is a plain array; a plain view of it keeps the memory, whatever happens.
+    Results of numpy functions are plain arrays. A plain view of the same memory keeps it alive.
     """
 
     _lease: MemoryLease | None
@@ -48,7 +50,7 @@ class View(np.ndarray[Any, Any]):
         dtype: np.dtype[Any],
         lease: MemoryLease,
     ) -> View:
-        """The tensor at `offset` of `memory`."""
+        """Return the tensor at `offset` of `memory`."""
         made: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
         made._lease = lease
         return made
@@ -57,12 +59,12 @@ class View(np.ndarray[Any, Any]):
         self._lease = getattr(source, "_lease", None)
 
     def plain(self) -> np.ndarray[Any, Any]:
-        """The same memory as a plain array. Raises Released."""
+        """Return the same memory as a plain array. Raises Released."""
         self.check()
         return np.ndarray.view(self, np.ndarray)
 
     def check(self) -> None:
-        """Raise Released once the memory was."""
+        """Raise Released if the memory was released."""
         if self._lease is not None and self._lease.released:
             raise Released("this memory was released: copy what should stay")
 
@@ -101,12 +103,12 @@ class View(np.ndarray[Any, Any]):
         return self.plain().__dlpack__(**options)
 
     def copy(self, order: Any = "C") -> Any:
-        """A plain array of its own. Raises Released."""
+        """Return a copy as a plain array. Raises Released."""
         return self.plain().copy(order)
 
     @property
     def flat(self) -> Any:
-        """The elements one after the other. Raises Released."""
+        """Return an iterator over the elements. Raises Released."""
         return self.plain().flat
 
     def __copy__(self) -> Any:
@@ -120,7 +122,7 @@ class View(np.ndarray[Any, Any]):
 
 
 def lease_of(array: object) -> MemoryLease | None:
-    """The lease of the memory that an array lies in, if it is a view of a `View`, or is one."""
+    """Return the lease of a `View`, or of the `View` that an array is a view of; else None."""
     while isinstance(array, np.ndarray):
         if isinstance(array, View):
             return array._lease
@@ -139,9 +141,9 @@ def _checked(name: str) -> Callable[..., Any]:
     return call
 
 
-# The methods that numpy implements past __array_function__, and reductions, which would keep the
-# array for good when __array_ufunc__ raises. What takes the bytes by the buffer protocol, or by
-# their address, is told of nothing.
+# Methods that numpy implements without __array_function__, and reductions, which would leak the
+# array when __array_ufunc__ raises. Access by the buffer protocol or by address cannot be
+# intercepted.
 for _name in (
     *("__bool__", "__complex__", "__float__", "__format__", "__index__", "__int__"),
     *("argpartition", "astype", "byteswap", "choose", "compress", "conj", "conjugate", "diagonal"),

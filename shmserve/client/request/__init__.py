@@ -1,1 +1,1 @@
-"""A program's tensors to a request, and a response to its tensors."""
+"""Conversion of a program's tensors to a request, and of a response to tensors."""

@@ -1,6 +1,6 @@
-"""Tensors as programs have them, and as they travel: numpy, torch, anything with DLPack, lists.
+"""Conversion of numpy and torch arrays, DLPack tensors and lists to the protocol's datatypes.
 
-Torch is never imported here: a program that passes torch tensors has done it.
+Torch is never imported here: a program that passes torch tensors has imported it.
 """
 
 from __future__ import annotations
@@ -17,32 +17,37 @@ from shmserve.ipc.tensors.arrays import NUMPY, to_bf16
 Array = np.ndarray[Any, Any]
 
 _DATATYPES = {dtype: name for name, dtype in NUMPY.items() if name != "BYTES"}
-BF16 = np.dtype(np.uint16)  # numpy has none: its bit patterns
+BF16 = np.dtype(np.uint16)  # numpy has no BF16; uint16 holds its bit patterns
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
-    """The numpy type of a protocol's datatype, BF16 as uint16."""
+    """Return the numpy type of a datatype; BF16 as uint16."""
     return NUMPY.get(datatype, BF16)
 
 
 def datatype_of(array: Array, wanted: str) -> str:
-    """The protocol's datatype of an array of numbers, "" if there is none; uint16 is BF16 where
-    that is wanted."""
+    """Return the datatype of a numeric array, or ""; uint16 is BF16 if that is `wanted`."""
     if wanted == "BF16" and array.dtype == BF16:
         return wanted
     return _DATATYPES.get(array.dtype, "")
 
 
 def is_torch(value: object) -> bool:
-    """Whether this is a torch tensor."""
+    """Check whether `value` is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str]:
-    """(C-contiguous array, datatype) of what a program passes; no copy where that is possible.
+    """Return a C-contiguous array and its datatype, without a copy if possible.
 
-    `spec` decides what lists become, and that uint16 may be BF16. Raises InvalidArgument.
+    Args:
+        value: An array, a tensor, or lists.
+        spec: The model's input, which determines the datatype of lists and whether uint16 is BF16.
+        name: The input's name, for messages.
+
+    Raises:
+        InvalidArgument: The value has no datatype of the protocol.
     """
     wanted = spec.datatype if spec is not None else ""
     if type(value) is not np.ndarray:
@@ -59,7 +64,7 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
 
 
 def _contiguous(array: Array) -> Array:
-    # Numpy's own makes one dimension of none.
+    # numpy.ascontiguousarray turns a scalar into a vector.
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
@@ -76,14 +81,14 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
             if value.dtype == torch.bfloat16:
                 return value.view(torch.uint16).numpy(), "BF16"
             return value.numpy(), ""
-        except (RuntimeError, TypeError) as error:  # sparse, quantized, or of a type of its own
+        except (RuntimeError, TypeError) as error:  # sparse, quantized, or an unsupported dtype
             raise InvalidArgument(f"input '{name}' cannot be taken from torch: {error}") from error
     if isinstance(value, np.ma.MaskedArray):
         raise InvalidArgument(
             f"input '{name}' is a masked array, and no tensor has a mask: fill it, or take its data"
         )
     if isinstance(value, np.ndarray):
-        plain = getattr(value, "plain", None)  # a view that may be released
+        plain = getattr(value, "plain", None)  # a `View`, which may be released
         return (value.view(np.ndarray) if plain is None else plain()), ""
     if hasattr(value, "__dlpack__"):
         try:
@@ -112,10 +117,10 @@ def _from_lists(value: Any, wanted: str) -> tuple[Array, str]:
 
 
 def to_torch(array: Array, datatype: str) -> Any:
-    """A torch tensor over the same memory. BYTES stay an object array."""
+    """Return a torch tensor over the same memory. BYTES remain an object array."""
     if datatype == "BYTES":
         return array
-    if not isinstance(array, np.ndarray):  # on a device
+    if not isinstance(array, np.ndarray):  # a `DeviceView`
         return array.torch()
     torch = sys.modules["torch"]
     tensor = torch.from_numpy(array)

@@ -1,5 +1,7 @@
-"""The options of a request, besides its tensors, checked: a message whose fields have other types
-than they should is dropped by the server, and would not be answered."""
+"""Validation of a request's options.
+
+The server drops a message whose fields have wrong types, so such a request would get no response.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.trace import TraceContext
 
-_FOREVER_S = 2e6  # a timeout from here on is none: epoll knows no longer one
-_INTEGERS = range(-(1 << 63), 1 << 64)  # what travels
+_FOREVER_S = 2e6  # longer timeouts mean none, since epoll has a limit
+_INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
 
 
 class Options(NamedTuple):
-    """The options of a call, besides its tensors; most have none."""
+    """The options of a call, besides its tensors; usually all defaults."""
 
     request_id: str = ""
     parameters: Mapping[str, Any] | None = None
@@ -49,10 +51,7 @@ def options_of(
     end: bool = False,
     traceparent: str = "",
 ) -> Options:
-    """The options of a call; the same object whenever there are none.
-
-    Raises InvalidArgument for what a request cannot have.
-    """
+    """Return the options of a call; PLAIN if all are defaults. Raises InvalidArgument."""
     flags = SEQUENCE_START * bool(start) | SEQUENCE_END * bool(end)
     few = not request_id and not parameters and not priority
     if few and timeout_s is None and not sequence and not flags and not traceparent:
@@ -73,7 +72,7 @@ def options_of(
 
 
 def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
-    """The trace of a request whose times are wanted, or which is part of one; "" for others."""
+    """Return the trace context of a request that is traced or explained; otherwise ""."""
     if traceparent:
         caller = TraceContext.of_header(_text("traceparent", traceparent))
         if caller is None:
@@ -107,7 +106,7 @@ def _timeout_us(timeout_s: float | None) -> int:
         return 0
     if not isinstance(timeout_s, Real) or math.isnan(timeout_s):
         raise InvalidArgument(f"timeout must be a number of seconds, got {timeout_s!r}")
-    if timeout_s <= 0:  # over already; -inf too, which no number of microseconds is
+    if timeout_s <= 0:  # already expired, including -inf, which cannot be converted
         return 1
     return max(1, round(timeout_s * 1e6)) if timeout_s < _FOREVER_S else 0
 

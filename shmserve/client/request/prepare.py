@@ -1,8 +1,8 @@
-"""A program's tensors -> a request that can be sent.
+"""Conversion of a program's tensors to a request.
 
 inputs seen before         by a template of requests (prepared.py)
-inputs in a region         where they are: nothing is copied
-strings, and mixtures      packed as they come
+inputs in a region         used in place, without a copy
+strings, and mixtures      packed individually
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, RequestedOutput
 
-_ELSEWHERE = np.empty(0, np.uint8)  # stands for what is not in host memory
+_ELSEWHERE = np.empty(0, np.uint8)  # placeholder of arrays that are not in host memory
 
 
 class PackedRequest(NamedTuple):
-    """A request that can be sent; `end` gives back the memory that it uses until its response."""
+    """A request that is ready to be sent; `end` frees its memory after the response."""
 
     model: ClientModel
     schema: bytes
@@ -39,8 +39,8 @@ class PackedRequest(NamedTuple):
     slot: Buffer | None = None
     as_torch: bool = False
     end: Callable[[], None] = nothing
-    segments: tuple[AnySegment, ...] = ()  # where its outputs may lie
-    holders: tuple[Any, ...] = ()  # of each: the lease, or the program's tensor, that keeps it
+    segments: tuple[AnySegment, ...] = ()  # segments that may contain its outputs
+    holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive
 
 
 def prepare(
@@ -50,10 +50,18 @@ def prepare(
     outputs: Sequence[str] | Mapping[str, Any] | None,
     options: Options,
 ) -> PackedRequest:
-    """A request of `model`. `outputs`: the names that are wanted, or a region or arrays of one
-    where they are to be written.
+    """Return a request to `model`.
 
-    Raises InvalidArgument when it does not fit the model, Unavailable when memory is short.
+    Args:
+        memories: The client's memory.
+        model: The model.
+        inputs: The inputs: a mapping or a region.
+        outputs: The names of the requested outputs, or a region or arrays of one to write them to.
+        options: The options.
+
+    Raises:
+        InvalidArgument: The request does not fit the model.
+        Unavailable: There is not enough memory.
     """
     if type(inputs) is Region and outputs is None:
         return _in_place(model, inputs, options)
@@ -78,7 +86,7 @@ def prepare(
         arrays.append(array)
         large += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
-    # What is large may lie in a region, which only its address tells.
+    # Only its address shows whether a large array lies in a region.
     if alike and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         prepared = model.prepared.find(tuple(key))
@@ -152,7 +160,7 @@ def _encoded(array: Array, name: str) -> bytes:
 
 
 class _Loose:
-    """A request that follows from no prepared one."""
+    """A request without a template."""
 
     def __init__(
         self,
@@ -192,12 +200,12 @@ class _Loose:
         return view.place()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Have the request keep memory of the program's until its response."""
+        """Keep memory of the program alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
 
     def _found(self, value: Any, array: Array) -> Place | None:
-        """Where an array is if it lies in our memory already."""
+        """Return the range of an array that lies in the client's memory; otherwise None."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
         found = self._memories.find(array.ctypes.data, array.nbytes)
@@ -209,14 +217,14 @@ class _Loose:
 
     @property
     def plain(self) -> bool:
-        """Whether a prepared request can serve it."""
+        """Check whether a template can serve requests like this one."""
         strings = any(template.datatype == "BYTES" for template in self._templates)
         return not strings and not any(self._places)
 
     def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> RequestTemplate:
-        """Prepare a request for all that are like it."""
+        """Create a template for requests like this one."""
         model = self._model
-        # Each of many responses would go over the one before it.
+        # Each response of a decoupled model would overwrite the previous one.
         rooms = not model.decoupled
         prepared = RequestTemplate(
             model.signature, tuple(self._templates), outputs, self._memories, rooms=rooms
@@ -224,7 +232,7 @@ class _Loose:
         return self._model.remember(key, prepared)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
-        """The request, packed as it is."""
+        """Return the packed request."""
         signature = self._model.signature
         asked = [self._output(name, outputs) for name in outputs or ()]
         pairs = list(zip(self._templates, self._arrays, self._places, strict=True))

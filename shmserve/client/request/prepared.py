@@ -1,12 +1,11 @@
-"""Templates of requests: the same names, types and shapes again, with other numbers.
+"""Templates of requests with the same names, datatypes and shapes, but other values.
 
-    small inputs    travel in the message, behind the schema that such requests share
-    large inputs    a ring of slots in shared memory, each with its data packed beforehand
-
+    small inputs    in the message, after the schema that such requests share
+    large inputs    in a ring of slots in shared memory, each with its data packed in advance
     slot    | input | input | output | output |      each on 64 bytes
 
-A slot has space for outputs of known size when they are large together. Other outputs travel in
-the message, or are copied out of the worker's memory.
+A slot has space for outputs of known size if they are large in total. Other outputs are in the
+response, or are copied from the worker's memory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _NOWHERE = Memory(0, 0, 0, 0, LARGEST, True)
 
 
 class TensorTemplate(NamedTuple):
-    """A tensor without its numbers."""
+    """The name, datatype and shape of a tensor."""
 
     name: str
     datatype: str
@@ -45,7 +44,7 @@ class TensorTemplate(NamedTuple):
     byte_size: int
 
     def ref(self, data: bytes | Place) -> TensorRef:
-        """The tensor with these bytes."""
+        """Return the tensor with this data."""
         return TensorRef(self.name, self.datatype, self.shape, data)
 
 
@@ -164,18 +163,18 @@ class RequestTemplate:
         return Buffer(self, block, arrays, inputs, outputs)
 
     def take_back(self, slot: Buffer) -> None:
-        """A slot is free again; at any moment, in any thread."""
+        """Return a slot to the ring; safe in any thread and at any time."""
         self._ring.append(slot)
         if self._closed:
             self.close()
 
     def close(self) -> None:
-        """Give the slots back; those in use follow when they end."""
+        """Free the slots; slots in use follow when their requests end."""
         self._closed = True
         self.give_up()
 
     def give_up(self) -> None:
-        """Give the slots back that are not in use; at any moment, in any thread."""
-        with contextlib.suppress(IndexError):  # somebody else may be at it
+        """Free the unused slots; safe in any thread and at any time."""
+        with contextlib.suppress(IndexError):  # another thread may take the last one
             while True:
                 self._ring.popleft().block.give_back()

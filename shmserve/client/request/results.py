@@ -1,4 +1,4 @@
-"""A server's response -> tensors for the program."""
+"""Conversion of a server's response to tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 
 class Result(Mapping[str, Any]):
-    """A response: its outputs by name, numpy arrays or torch tensors as the inputs were.
+    """A response: its outputs by name, as numpy arrays or, if the inputs were, torch tensors.
 
-    Large outputs lie in shared memory, and stay as long as an array over them does; `release` (or
-    the end of a `with`) gives them back at once, and what is used then raises Released.
+    Large outputs lie in shared memory, which remains allocated as long as an array refers to it.
+    `release`, or the end of a `with`, frees it immediately; its arrays then raise Released.
     """
 
     __slots__ = ("_lease", "_outputs", "parameters")
@@ -51,7 +51,7 @@ class Result(Mapping[str, Any]):
         return f"Result({self._outputs!r})"
 
     def release(self) -> None:
-        """Give the outputs' memory back."""
+        """Free the memory of the outputs."""
         if self._lease is not None:
             self._lease.released = True
             self._lease = None
@@ -83,18 +83,22 @@ class Reader(Protocol):
     built: PackedRequest
 
     def copied(self, place: Place) -> bytes:
-        """A copy of what is in a worker's memory."""
+        """Return a copy of a range in a worker's memory."""
 
     def release(self, release: Release) -> None:
-        """Tell a worker that its outputs have been read."""
+        """Notify a worker that its outputs have been read."""
 
 
 def read(reader: Reader, message: Finished) -> Result:
-    """The result in the only response of a request.
+    """Return the result of the single response to a request.
 
-    The request's memory is given back, or kept by the arrays over it. Raises Unavailable when the
-    worker's memory is gone, Unsupported when only the server's own user may read it, Internal where
-    the model has not made what was asked for; the request has its memory still then.
+    The request's memory is freed, or kept by the arrays over it.
+
+    Raises:
+        Unavailable: The worker's memory is gone.
+        Unsupported: Only the server's own user may read the memory.
+        Internal: The model returned no requested output. After all errors the request still has its
+            memory.
     """
     built = reader.built
     lease = None if built.slot is None else MemoryLease(nothing)
@@ -104,7 +108,7 @@ def read(reader: Reader, message: Finished) -> Result:
     if lease is None or not placed:
         built.end()
     else:
-        lease.on_end = built.end  # it ends with the last array
+        lease.on_end = built.end  # the lease ends with the last array
     return result
 
 
@@ -117,12 +121,15 @@ def _check_whole(built: PackedRequest, result: Result) -> None:
 
 
 def read_one_of_many(reader: Reader, message: Responded) -> Result:
-    """Return the result in one of many responses: unlike `read`, the request keeps its memory."""
+    """Return the result of one of many responses.
+
+    Unlike `read`, this keeps the request's memory.
+    """
     return _read(reader, message, None)[0]
 
 
 def discard(reader: Reader, message: Finished | Responded) -> None:
-    """Release the outputs of a response that nobody reads."""
+    """Release the outputs of a response that is not read."""
     for left in unread(message.data, _own(reader.built)):
         reader.release(left)
 
@@ -173,7 +180,7 @@ def _placed(
 
 
 def _own(built: PackedRequest) -> set[int]:
-    """The ids of the memory of a request's own."""
+    """Return the ids of the memory that belongs to a request."""
     return {segment.memory.id for segment in built.segments if segment.memory is not None}
 
 
@@ -196,7 +203,7 @@ def _segment(built: PackedRequest, memory: Memory) -> Any:
 
 
 def _region_lease(built: PackedRequest, segment: AnySegment) -> MemoryLease:
-    # Outputs come after inputs.
+    # Outputs follow inputs, so the search runs backwards.
     for other, holder in zip(built.segments[::-1], built.holders[::-1], strict=True):
         if other is segment and isinstance(holder, MemoryLease):
             return holder

@@ -1,5 +1,5 @@
-"""The server as a client knows it.
+"""The server from the client's point of view.
 
-discovery.py      where it is
-state.py          what it has told: models, losses, and who is to hear of them
+discovery.py      the server's run directory
+state.py          the published state: models, losses, and the channels to wake
 """

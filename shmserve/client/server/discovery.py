@@ -1,4 +1,4 @@
-"""Discovery of the server: a run directory that may be trusted."""
+"""Discovery of the server: a trusted run directory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ VARIABLE = "SHMSERVE_RUN_DIR"
 
 
 def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> Path:
-    """The run directory: the one given, else $SHMSERVE_RUN_DIR, else that of this user's server;
-    of several, the one found `latest`.
+    """Return the server's run directory.
 
-    A directory that was not named must belong to this user or to root: a stranger's server is not
-    talked to by accident. Raises Disconnected when there is none, InvalidArgument for a stranger's,
-    or where several run.
+    This is `run_dir`, else $SHMSERVE_RUN_DIR, else that of this user's server. If several servers
+    run, the one found `latest` is preferred. A discovered directory must belong to this user or to
+    root, so that a program never connects to a stranger's server by accident.
+
+    Raises:
+        Disconnected: There is no server.
+        InvalidArgument: The directory is a stranger's, or several servers run.
     """
     named = run_dir or os.environ.get(VARIABLE)
     if named:
@@ -57,7 +60,7 @@ def _ended(run_dir: Path) -> Disconnected:
 
 
 def _candidates(usual: Path) -> Iterator[Path]:
-    """This user's run directories that nobody has to name."""
+    """Yield this user's default run directories."""
     for path in [usual, *sorted(usual.parent.glob(endpoints.beside(usual, "*").name))]:
         with contextlib.suppress(OSError):
             status = path.lstat()
@@ -66,19 +69,19 @@ def _candidates(usual: Path) -> Iterator[Path]:
 
 
 def _is_locked(run_dir: Path) -> bool:
-    """Whether a server has a run directory now; one that was killed may have left its files."""
+    """Check whether a running server locks the directory; a killed server may leave its files."""
     try:
         with (run_dir / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # locked, or root's
+    except OSError:  # locked, or not readable
         return True
     return False
 
 
 def addresses(run_dir: Path) -> list[str]:
-    """The URLs where the server listens for HTTP and gRPC; none where it does not say."""
+    """Return the URLs of the server's HTTP and gRPC listeners, if it publishes them."""
     try:
         return endpoints.addresses(run_dir).read_text().split()
     except OSError:

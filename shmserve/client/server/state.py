@@ -1,5 +1,4 @@
-"""The state of the server by its listener: the models that may be called, losses, and the memory of
-its workers."""
+"""The state that the server's listener publishes: models, lost schedulers, workers' memory."""
 
 from __future__ import annotations
 
@@ -19,20 +18,20 @@ from shmserve.ipc.tensors.signature import Signature
 
 _MOST_PREPARED = 64
 _MOST_RESPONSES = 64
-# Losses remembered: a thread may sleep through some.
+# Losses are kept for threads that have not processed them yet.
 _MOST_LOST = 4096
 
 
 class ClientModel:
-    """One version of a model: where its scheduler is, and what it takes.
+    """One version of a model: its scheduler and its signature.
 
     Attributes:
-        prepared: Templates of the requests that the client has made.
-        responses: The schemas of the responses that it has read.
+        prepared: Templates of the client's requests.
+        responses: The schemas of received responses.
         source: The models that this model belongs to.
-        decoupled: The model gives any number of responses to a request.
-        may_lack: A response may lack outputs that were requested.
-        closed: The version was withdrawn, or has another scheduler.
+        decoupled: Whether the model sends any number of responses to a request.
+        may_lack: Whether a response may lack requested outputs.
+        closed: Whether the version was withdrawn or has another scheduler.
     """
 
     def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
@@ -51,28 +50,28 @@ class ClientModel:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Its name and version."""
+        """Return name and version."""
         return self.name, self.version
 
     def remember(self, key: Any, prepared: RequestTemplate) -> RequestTemplate:
-        """Keep a prepared request; gives the one that is used, which another thread may have made
-        meanwhile."""
+        """Store a template; return the one to use, which another thread may have stored before."""
         used = self.prepared.share(key, prepared)
         if self.closed:
             self.close()
         return used
 
     def close(self) -> None:
-        """Forget the prepared requests; their memory comes back."""
+        """Remove the templates and free their memory."""
         self.closed = True
         self.prepared.clear()
 
 
 class ClientModels:
-    """(name, version) -> model; version "" is the latest. One thread writes, any may read.
+    """The models by (name, version); version "" is the latest. One thread writes, any may read.
 
-    `on_demand` are the names of those that are loaded for a request, loaded or not. `ready`: the
-    server is; as long as it is not, models may be on their way.
+    Attributes:
+        on_demand: The names of models that are loaded on request, loaded or not.
+        ready: Whether the server is ready; before that, models may still be loading.
     """
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class ClientModels:
         self.ready = True
 
     def publish(self, message: ModelPublished) -> None:
-        """A version may be called, or changed."""
+        """Add a version, or replace it after a change."""
         key = (message.name, message.version)
         old = self._models.get(key)
         model = self._models[key] = ClientModel(message, self)
@@ -92,7 +91,7 @@ class ClientModels:
             self._models[message.name, ""] = model
 
     def withdraw(self, name: str, version: str) -> None:
-        """A version must not be called any more; "": the model is not on demand."""
+        """Remove a version; "": the model is no longer loaded on demand."""
         if not version:
             self.on_demand.discard(name)
             return
@@ -103,20 +102,25 @@ class ClientModels:
             del self._models[name, ""]
 
     def find(self, name: str, version: str) -> ClientModel | None:
-        """A model, if it is there."""
+        """Return a model, or None."""
         return self._models.get((name, version))
 
     def has(self, name: str) -> bool:
-        """Whether any version of a model may be called."""
+        """Check whether any version of a model is available."""
         return any(key[0] == name for key in list(self._models))
 
     def awaits_load(self, name: str, version: str) -> bool:
-        """Whether a model does not serve, and is loaded for whoever asks for it."""
+        """Check whether a version is not available but its model can be loaded on demand."""
         return name in self.on_demand and (name, version) not in self._models
 
     def resolve(self, name: str, version: str) -> ClientModel:
-        """A model. Raises NotFound, with Triton's texts, Unavailable when it may come yet, or
-        InvalidArgument for a version that is no string."""
+        """Return a model.
+
+        Raises:
+            NotFound: The model is unknown; the message is Triton's.
+            Unavailable: The model may still be loading.
+            InvalidArgument: The version is not a string.
+        """
         return self._models.get((name, version)) or self._absent(name, version)
 
     def _absent(self, name: str, version: str) -> Never:
@@ -133,12 +137,15 @@ class ClientModels:
         raise NotFound(f"{unknown} version {version} is not found")
 
     def names(self) -> list[tuple[str, str]]:
-        """Name and version of each, in order; without a version those that are not loaded yet."""
+        """Return name and version of each model, sorted.
+
+        Unloaded on-demand models have no version.
+        """
         loaded = [key for key in list(self._models) if key[1]]
         return sorted([*loaded, *((n, "") for n in self.on_demand - {name for name, _ in loaded})])
 
     def close(self) -> None:
-        """Forget all."""
+        """Remove all models."""
         for model in list(self._models.values()):
             model.close()
         self._models.clear()
@@ -146,35 +153,43 @@ class ClientModels:
 
 
 class Wakeable(Protocol):
-    """A channel that looks around when it is woken."""
+    """A channel that can be woken to check for changes."""
 
     def wake(self) -> None:
-        """Have whoever waits look around; for any thread."""
+        """Wake the waiting thread or loop; safe in any thread."""
 
 
 class ServerState:
-    """`models`, `lost` (endpoint -> successor or "") and `alive` are written by one thread, and
-    read by all: the channels that have joined are woken when something is lost."""
+    """The models, lost endpoints and liveness of a server.
+
+    One thread writes the attributes and all threads read them. The joined channels are woken after
+    each loss.
+
+    Attributes:
+        models: The available models.
+        lost: The successor of each lost endpoint, or "".
+        alive: Whether the connection is alive.
+    """
 
     def __init__(self) -> None:
         self.models = ClientModels()
         self.lost: dict[str, str] = {}
         self.losses = 0
         self.alive = True
-        self.leaving = False  # another server is to have new requests
+        self.leaving = False  # new requests must go to another server
         self.identity = ""
         self.mappings = Mappings()
         self._names = itertools.count(1)
         self._channels: set[Wakeable] = set()
-        # Again in one thread, because `nudge` may come from where an object is collected.
+        # Reentrant, since `nudge` may be called by the garbage collector in the same thread.
         self._lock = threading.RLock()
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether the connection has ended, though nobody may have seen that yet."""
+        """Check whether the connection has ended, even if no thread has processed that yet."""
 
     def lose(self, endpoint: str, successor: str) -> None:
-        """The scheduler at `endpoint` is gone."""
+        """Record that the scheduler at `endpoint` is gone."""
         if len(self.lost) >= _MOST_LOST:
             del self.lost[next(iter(self.lost))]
         self.lost[endpoint] = successor
@@ -182,26 +197,25 @@ class ServerState:
         self.wake_all()
 
     def copied(self, place: Place) -> bytes:
-        """A copy of bytes in a worker's own memory. Raises Unavailable where it cannot be had."""
-        # Without a lock: a signal's handler that asks in the middle of this waits for our thread,
-        # which may be about to copy, too.
+        """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
+        # No lock: a signal handler would deadlock with its own thread if that were copying.
         return bytes(self.mappings.view(place))
 
     # --- channels
 
     def next_link_name(self) -> int:
-        """A number that tells the links of this connection apart."""
+        """Return a number that identifies a link of this connection."""
         return next(self._names)
 
     def join(self, channel: Wakeable) -> None:
-        """Have a channel woken when something is lost."""
+        """Register a channel to be woken after losses."""
         with self._lock:
             self._channels.add(channel)
             if not self.alive:
                 channel.wake()
 
     def part(self, channel: Wakeable) -> None:
-        """Forget a channel, whose owner has closed it; with the last one goes the rest."""
+        """Remove a closed channel; the last one frees the mappings of a closed connection."""
         with self._lock:
             self._channels.discard(channel)
             last = not self._channels and not self.alive
@@ -209,13 +223,13 @@ class ServerState:
             self.mappings.drop_all()
 
     def wake(self, channel: Wakeable) -> None:
-        """Have whoever waits for a channel look around, if it is not closed; in any thread."""
+        """Wake a channel unless it is closed; safe in any thread."""
         with self._lock:
             if channel in self._channels:
                 channel.wake()
 
     def wake_all(self) -> None:
-        """Have whoever waits for any channel look around."""
+        """Wake all channels."""
         with self._lock:
             for channel in self._channels:
                 channel.wake()

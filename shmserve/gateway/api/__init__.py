@@ -1,1 +1,1 @@
-"""The APIs beside inference, for every protocol; no HTTP or gRPC type in here."""
+"""The APIs besides inference for all protocols, without any HTTP or gRPC types."""

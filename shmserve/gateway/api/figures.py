@@ -1,8 +1,8 @@
-"""The figures of now, for who watches a server: rates, quantiles and reasons, made of the reports
-that the metrics are made of, by the difference of the last seconds (pure).
+"""Current figures for monitoring: rates, quantiles and problems, from schedulers' reports (pure).
 
-A row has totals since the model was loaded, gauges of now, and in `recent` what happened within the
-window: rates a second, and times in ms. Models are ranked by what `hurts`, and `because` says it.
+The figures are differences between the reports of the last seconds, which are those of the metrics.
+A row has totals since the model was loaded, current gauges and, in `recent`, the rates per second
+and times in ms within the window. Models are ranked by `hurts`; `because` is the reason.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _GENERATION_TIMES = {
     "first_token_ms": "first_token_seconds",
     "inter_token_ms": "inter_token_seconds",
 }
-_LONG_MS = 1.0  # in the queue, on average: less hurts nobody
+_LONG_MS = 1.0  # mean queueing time below which a model is healthy
 
 Report = Mapping[str, Any]
 Row = dict[str, Any]
 
 
 class Figures:
-    """Rows by "NAME/VERSION", each look compared with that of a window ago."""
+    """Rows by "NAME/VERSION", from the difference between a report and that of a window ago."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, dict[str, Report]]] = deque()
 
     def rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
-        """The rows of what schedulers report at `now_s` (monotonic)."""
+        """Return the rows of the schedulers' reports at `now_s` (monotonic)."""
         found = {f"{each['name']}/{each['version']}": each["shmserve"] for each in reports}
         while len(self._looks) > 1 and self._looks[1][0] <= now_s - WINDOW_S:
             self._looks.popleft()
@@ -48,7 +48,7 @@ class Figures:
 
 
 def row(now: Report, before: Report | None, seconds: float) -> Row:
-    """A model's row; without `recent` where it was not looked at `seconds` ago."""
+    """Return a model's row; without an earlier report it has no `recent`."""
     made: Row = {name: now[name] for name in _TOTALS}
     made |= {name: _but_zeros(now[key]) for name, key in _COUNTS.items()}
     made["sequences"] = now["open_sequences"]
@@ -88,7 +88,7 @@ def _recent(now: Report, before: Report, seconds: float) -> Row:
 
 
 def _phases(grown: Mapping[str, int]) -> Row:
-    """The mean time of each phase of a request, in ms."""
+    """Return the mean time of each phase of a request in ms."""
     executed = grown["success"] - grown["cache_hit"]
     counts = {phase: grown["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
@@ -99,8 +99,11 @@ def _phases(grown: Mapping[str, int]) -> Row:
 
 
 def _request_ms(now: Report, before: Report) -> list[float]:
-    """The quantiles of requests' times: where summaries are counted those of the last minute, which
-    are exact within half a percent, else by the histogram's buckets."""
+    """Return the quantiles of request times.
+
+    With summaries enabled they are those of the last minute, exact within 0.5 %; otherwise they are
+    estimated from the histogram.
+    """
     exact = dict(now["quantiles"].get("request", ()))
     found = [exact.get(quantile) for quantile in _QUANTILES]
     if None not in found:
@@ -118,8 +121,13 @@ def _added(now: Report, before: Report) -> list[int]:
 
 
 def quantile(q: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
-    """The quantile of a histogram with these upper bounds, one fewer than counts: linear within a
-    bucket, as Prometheus's histogram_quantile has it; the last bound where it is beyond."""
+    """Return a quantile of a histogram, interpolated like Prometheus's histogram_quantile.
+
+    Args:
+        q: The quantile.
+        bounds: The upper bounds of all buckets but the last, whose quantiles are the last bound.
+        counts: The counts of the buckets.
+    """
     rank, below = q * sum(counts), 0
     for at, reached in enumerate(accumulate(counts)):
         if reached >= rank and counts[at] and at < len(bounds):
@@ -130,7 +138,7 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _pain(made: Row, now: Report, before: Report | None) -> tuple[float, str]:
-    """How much a model hurts, and why: dead workers before failures before waiting."""
+    """Return the rank and the problem of a model: dead workers, then failures, then queueing."""
     recent = made.get("recent", {})
     lost = now["workers_lost"] - before["workers_lost"] if before else 0
     fail_rate, rate = recent.get("fail_rate", 0), recent.get("rate", 0)

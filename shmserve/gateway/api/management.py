@@ -1,8 +1,8 @@
 """The management operations of all protocols: everything but inference and shared memory.
 
-Health, metadata and configurations of the server and its models; log and trace settings; the model
-repository; statistics. The supervisor has the log and trace settings, and performs the operations
-on the repository. It completes an operation even if the client disconnects.
+These operations cover health, metadata and configurations, log and trace settings, the model
+repository, and statistics. The supervisor stores the log and trace settings and performs the
+operations on the repository. It completes an operation even if the client disconnects.
 """
 
 from __future__ import annotations

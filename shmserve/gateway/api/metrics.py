@@ -1,9 +1,9 @@
-"""The Prometheus exporter: a page of metrics, made for each scrape of what the schedulers report.
+"""The Prometheus exporter: a page of metrics, created for each scrape from the schedulers' reports.
 
-Nothing is kept on disk, and nothing is lost with a gateway. The families of models are tables of
-counters and gauges, histograms, and summaries with the quantiles of the last minute. Names and
-labels of nv_* are Triton's; what Triton does not have is called shmserve_*, of models that generate
-text shmserve_llm_* (shmserve/scheduler/statistics.py has what is counted).
+No state is kept on disk or in a gateway. The families of models are tables of counters, gauges,
+histograms, and summaries with the quantiles of the last minute. Names and labels of nv_* are
+Triton's. Other metrics are called shmserve_*, and those of generative models shmserve_llm_*
+(shmserve/scheduler/statistics.py documents the counters).
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from shmserve.ipc.model_settings import FIRST_RESPONSE_FAMILY
 logger = logging.getLogger(__name__)
 
 
-# What a report has of each model, by its labels.
+# The report of each model, with its labels.
 Reports = list[tuple[dict[str, str], dict[str, Any]]]
 
-# Triton writes these behind the labels that say what was measured, which are sorted.
+# Triton appends these labels to the others, which are sorted.
 _OF_A_DISTRIBUTION = ("le", "quantile")
 
 
 @dataclass(slots=True)
 class Metric:
-    """A family of samples as the page has it. prometheus_client is not used to write it: it would
-    append _total to the names of Triton's counters, and take twice the time."""
+    """A metric family of the page.
+
+    prometheus_client is not used: it appends _total to the names of Triton's counters and takes
+    twice the time.
+    """
 
     name: str
     text: str
@@ -53,8 +56,15 @@ class Metric:
 
 
 class ReportFamily(NamedTuple):
-    """A family with a sample for each model: the number at `path` of its report ("cache.bytes"),
-    nanoseconds as microseconds; with a `label` there are numbers, by that label's values."""
+    """A family with a sample for each model.
+
+    Attributes:
+        kind: The Prometheus type.
+        name: The family's name.
+        path: The path of the number in a report ("cache.bytes"); nanoseconds become microseconds.
+        text: The help text.
+        label: The label whose values the numbers are keyed by; "": a single number.
+    """
 
     kind: str
     name: str
@@ -64,11 +74,11 @@ class ReportFamily(NamedTuple):
 
     @property
     def is_latency(self) -> bool:
-        """Whether it is a time, which settings can switch off."""
+        """Return whether the family is a latency, which settings can disable."""
         return self.path.endswith("_ns")
 
     def metric(self, reports: Reports) -> Metric:
-        """The family with its samples."""
+        """Return the family with its samples."""
         plain = self.kind != "counter" or self.name.startswith("nv_")
         name = self.name if plain else f"{self.name}_total"
         family = Metric(name, self.text, self.kind)
@@ -92,7 +102,7 @@ _ALL = "inference requests, all batch sizes"
 _EXECUTED = "(does not include cached requests)"
 _CACHED = "(includes cached requests)"
 _LATENCIES = (
-    # name, text, the counter of the same time
+    # name, text, the counter with the same duration
     ("request", f"inference request duration in microseconds {_CACHED}", "success"),
     ("queue", f"inference queuing duration in microseconds {_CACHED}", "queue"),
     ("compute_input", f"compute input duration in microseconds {_EXECUTED}", "compute_input"),
@@ -122,7 +132,7 @@ _TRITONS = _families(
         "Instantaneous number of pending requests awaiting execution per-model.",
     ),
 )
-# Of models that have a response cache.
+# Families of models with a response cache.
 _OF_CACHE = _families(
     ("counter", "nv_cache_num_hits_per_model", "cache_hit", "Number of cache hits per model"),
     ("counter", "nv_cache_num_misses_per_model", "cache_miss", "Number of cache misses per model"),
@@ -176,8 +186,10 @@ _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
 def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
-    """Triton's counters and gauges, of the response cache where a model has one; times only with
-    `latencies`."""
+    """Yield Triton's counters and gauges; durations only with `latencies`.
+
+    The families of the response cache are included if a model has one.
+    """
     for family in _TRITONS:
         if latencies or not family.is_latency:
             yield family.metric(reports)
@@ -194,7 +206,7 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
 
 
 def ours(reports: Reports) -> Iterator[Metric]:
-    """Histograms, counters and gauges that Triton does not have."""
+    """Yield histograms, counters and gauges that Triton does not have."""
     for name, text in _HISTOGRAMS:
         yield histogram(f"shmserve_{name}", name, text, reports)
     for family in _OURS:
@@ -203,8 +215,11 @@ def ours(reports: Reports) -> Iterator[Metric]:
 
 
 def summaries(reports: Reports) -> Iterator[Metric]:
-    """Triton's latencies of all that succeeded, with the quantiles of those of the last minute; of
-    a model with a response cache not those of whole requests."""
+    """Yield Triton's latency summaries of successful requests.
+
+    The quantiles are those of the last minute. Models with a response cache have no summary of
+    whole requests.
+    """
     cached = _with_cache(reports)
     uncached = [each for each in reports if not each[1].get("cache")]
     for name, text, counter in _LATENCIES:
@@ -217,8 +232,7 @@ def summaries(reports: Reports) -> Iterator[Metric]:
 
 
 def first_responses(reports: Reports) -> Iterator[Metric]:
-    """The histogram of times to the first response of each decoupled model; nothing where there is
-    none."""
+    """Yield the histogram of times to first response, if there are decoupled models."""
     text = "Duration from request to first response in milliseconds"
     family = Metric(FIRST_RESPONSE_FAMILY, text, "histogram")
     for labels, report in reports:
@@ -255,7 +269,7 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
 
 
 def histogram(name: str, path: str, text: str, reports: Reports) -> Metric:
-    """A histogram with the one that each model's report has at `path`."""
+    """Return a histogram family from the histogram at `path` of each report."""
     family = Metric(name, text, "histogram")
     for labels, report in reports:
         raw = report[path]
@@ -268,13 +282,12 @@ def histogram(name: str, path: str, text: str, reports: Reports) -> Metric:
 
 
 def _cumulative(raw: dict[str, Any]) -> Iterator[tuple[float | str, int]]:
-    """The upper bounds of a histogram's buckets, the last "+Inf", and how many are below each."""
+    """Return pairs of upper bound (the last is "+Inf") and cumulative count."""
     return zip([*raw["buckets"], "+Inf"], accumulate(raw["counts"]), strict=True)
 
 
 def _padding(reports: Reports) -> Iterator[Metric]:
-    """Two counters for each padded input of a model; the share of the second in the first is what
-    padding wastes."""
+    """Yield two counters for each padded input; their ratio is the share of padding."""
     for at, (name, text) in enumerate(_PADDING):
         family = Metric(f"{name}_total", text, "counter")
         for labels, report in reports:
@@ -331,7 +344,7 @@ _GENERATIVE_HISTOGRAMS = (
 
 
 def generative(reports: Reports) -> Iterator[Metric]:
-    """The families of those models that generate text; nothing where there is none."""
+    """Yield the families of generative models, if there are any."""
     found = [
         (labels, {**report, **_derived(report)})
         for labels, report in reports
@@ -359,14 +372,14 @@ def _derived(report: dict[str, Any]) -> dict[str, Any]:
 
 
 class MetricsExporter:
-    """Makes the page of a gateway's metrics."""
+    """The exporter of a gateway's metrics page."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._cpu = CpuUtilization()
 
     async def page(self) -> bytes:
-        """The text of a scrape: what the schedulers report now, and the state of this host."""
+        """Return the page of a scrape: the schedulers' current reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect(gateway, gateway.models.all())
         families = list(_Families(gateway, reports, self._cpu.read()).collect())
@@ -411,7 +424,7 @@ class _Families:
         ]
 
     def collect(self) -> Iterator[Metric]:
-        """Every family."""
+        """Yield all families."""
         settings = self._gateway.settings
         tagged = [
             ({**labels, **self._tags(labels["model"], labels["version"])}, report)
@@ -460,7 +473,7 @@ class _Families:
         )
         yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
-        # There is no such pool here: memory is pinned where it lies.
+        # This server has no such pool: it pins memory in place.
         for part in ("total", "used"):
             text = f"Pinned memory pool {part} memory size, in bytes"
             yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)

@@ -1,8 +1,8 @@
-"""The shared memory extensions: register, status, unregister; for every listener.
+"""The shared memory extensions: register, status, unregister; for all listeners.
 
-A CUDA region is registered by the IPC handle of an allocation: 64 bytes that name it, of another
-process. A gateway passes them on and never opens them. On a host without a CUDA device nothing can
-be registered so.
+A CUDA region is registered by the IPC handle of an allocation, which consists of 64 bytes and
+belongs to another process. A gateway forwards handles and never opens them. A host without a CUDA
+device rejects CUDA regions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_NAME = f"a shared memory region's name must have 1 to {_LONGEST_NAME} printa
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidArgument for what cannot be a region's name."""
+    """Raise InvalidArgument if a region cannot have this name."""
     if not _can_be_name(name):
         raise InvalidArgument(_NO_NAME)
 
@@ -56,10 +56,17 @@ def register(
     leased: bool = False,
     pin: bool = False,
 ) -> Awaitable[dict[str, Any]]:
-    """Have a POSIX object of `peer` registered; raises why it is refused.
+    """Register a POSIX object of `peer`, or raise the reason for the rejection.
 
-    `leased`: its connection's end is the region's, see `lease`. `pin`: workers on CUDA devices lock
-    its pages.
+    Args:
+        gateway: The gateway.
+        peer: The client's user.
+        name: The region's name.
+        key: The object's name.
+        offset: The region's offset in the object.
+        byte_size: The region's size.
+        leased: The region ends with the client's connection; see `lease`.
+        pin: Workers on CUDA devices pin the pages.
     """
     return gateway.supervisor.ask(
         *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups), leased, pin)
@@ -69,9 +76,10 @@ def register(
 async def lease(
     gateway: Gateway, client: ClientIdentity, registered: Awaitable[dict[str, Any]]
 ) -> None:
-    """Wait until a region is registered, which is unregistered when the client's connection ends.
+    """Wait for the registration of a region that ends with the client's connection.
 
-    A client that leaves meanwhile has abandoned the region as soon as it is there.
+    If the client disconnects before the registration has completed, the region is unregistered
+    immediately afterwards.
     """
 
     def there(task: asyncio.Future[dict[str, Any]]) -> None:
@@ -87,8 +95,10 @@ async def lease(
 def visible(
     gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
 ) -> list[GatewayRegion]:
-    """The regions of a kind that are the client's user's, or the one of this name; raises
-    NotFound."""
+    """Return the regions of a kind that the client's user may see, or the one of this name.
+
+    Raises NotFound.
+    """
     peer = client.administrator() if client.listener.shm else NOBODY
     return gateway.regions.visible(name, peer, cuda=cuda)
 
@@ -96,8 +106,7 @@ def visible(
 async def unregister(
     gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
 ) -> None:
-    """Have a region of the client's user unregistered, all of them for "", of one kind; an unknown
-    name is fine."""
+    """Unregister a region of the client's user, or all of a kind for ""; ignore an unknown name."""
     peer = client.administrator()
     await gateway.supervisor.ask(UnregisterRegion, name, peer.uid, list(peer.groups), cuda)
 
@@ -107,7 +116,7 @@ _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")
 
 
 def decode_handle(text: str) -> bytes:
-    """A handle from its base64; raises InvalidArgument for what is not exactly 64 bytes."""
+    """Decode a handle from base64; raise InvalidArgument unless it has exactly 64 bytes."""
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -118,7 +127,10 @@ def decode_handle(text: str) -> bytes:
 
 
 def decode_uuid(text: str) -> bytes:
-    """The 16 bytes of a device's UUID, as nvidia-smi or torch writes it; raises InvalidArgument."""
+    """Return the 16 bytes of a device's UUID in nvidia-smi's or torch's notation.
+
+    Raises InvalidArgument.
+    """
     match = _UUID.fullmatch(text)
     if match is None:
         raise InvalidArgument(
@@ -137,12 +149,24 @@ async def register_cuda(
     byte_size: int,
     exporter_pid: int = 0,
 ) -> None:
-    """Register [offset, offset + byte_size) of what `handle` opens on the server's device, for
-    `peer`.
+    """Register [offset, offset + byte_size) of the allocation of `handle` for `peer`.
 
-    Returns when every listener knows it. `exporter_pid`: the process at the other end of a local
-    socket, 0 where that is not known; with it the region ends. Raises InvalidArgument,
-    AlreadyExists, or Unavailable where the server lacks what opens handles.
+    The call returns when every listener has the region.
+
+    Args:
+        gateway: The gateway.
+        peer: The client's user.
+        name: The region's name.
+        handle: The IPC handle, opened on the server's device.
+        offset: The region's offset in the allocation.
+        byte_size: The region's size.
+        exporter_pid: The process at the other end of a local socket, whose exit ends the region; 0
+            if unknown.
+
+    Raises:
+        InvalidArgument: An argument is invalid.
+        AlreadyExists: The name is in use.
+        Unavailable: The server cannot open handles.
     """
     if not _can_be_name(name):
         raise InvalidArgument(f"{CUDA_INVALID} ({_NO_NAME})")

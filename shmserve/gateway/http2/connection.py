@@ -1,10 +1,10 @@
 """A server's HTTP/2 connection without IO: bytes in, events out (RFC 9113).
 
-`receive` takes bytes and gives what they mean to whoever handles streams; what is to be sent is in
-`sending.ready`. It does no more at once than others can wait for: the rest it has `pending`, and
-goes on with `receive(b"")`.
+`receive` parses bytes and returns events; the bytes to send are in `sending.ready`. The work of one
+call is bounded, so that other connections are not delayed. If frames are left, `pending` is true
+and `receive(b"")` continues.
 
-A stream's life:
+The states of a stream:
 
     HEADERS ──> open ── its END_STREAM ──> ended ──┐
                  └──── all of ours is sent ────────┴──> closed
@@ -50,18 +50,18 @@ from shmserve.gateway.http2.incoming import (
 from shmserve.gateway.http2.limits import Budget, Limits
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
-_MOST_REMEMBERED = 1024  # streams that we have ended, whose clients may not know it yet
-_RESET_DEBT = 4  # of a stream that is given up, beside a frame of no use
-_EARNED = 4  # frames of control for each call that is begun, and for each frame of data sent
-# Bytes of data sent that earn one, too: a frame may have many messages, and there are clients that
-# grant more with each that their program takes, long after they have come.
+_MOST_REMEMBERED = 1024  # streams reset by us whose clients may still send frames
+_RESET_DEBT = 4  # debt of a reset stream, relative to that of a useless control frame
+_EARNED = 4  # control frames earned per call, and per frame of data sent
+# Bytes of sent data that earn one more control frame: a frame may hold many messages, and some
+# clients send a window update for each message, long after its arrival.
 _EARNING = 32
 _MOST_SAVED = 1 << 16
 _NOTHING = memoryview(b"")
 
 
 class Http2Connection(FrameReader[T]):
-    """One connection. `read_head` makes of a request's fields what its receiver wants to know."""
+    """An HTTP/2 connection; `read_head` converts the header fields of a request."""
 
     def __init__(
         self,
@@ -75,15 +75,15 @@ class Http2Connection(FrameReader[T]):
         self._control = Budget(limits.control, limits.control_per_s, clock, "frames of no use")
         self.sending = Outgoing(self._finished)
         self.streams: dict[int, Stream] = {}
-        self.last = 0  # the highest stream that the client has begun
-        self.acknowledged = False  # the client has acknowledged ours
-        self._paid_for = 0, 0  # frames and bytes of data that have earned what they earn
-        self._saved = 0  # what they have earned, and is not needed yet
-        self.pings = 0  # of the client, in all
-        self._refusing = False  # no new streams: we have said so
-        self._promised = STREAM_BITS  # the highest stream that may be served, as the client knows
-        self._left: dict[int, None] = {}  # ended by us while the client was not done
-        self._window = LARGEST_WINDOW  # of all streams together
+        self.last = 0  # the highest stream that the client has opened
+        self.acknowledged = False  # the client has acknowledged our SETTINGS
+        self._paid_for = 0, 0  # frames and bytes of data already credited to the budget
+        self._saved = 0  # earned control frames, not needed yet
+        self.pings = 0  # total number of PINGs from the client
+        self._refusing = False  # GOAWAY was sent: no new streams
+        self._promised = STREAM_BITS  # the last stream id of our GOAWAY
+        self._left: dict[int, None] = {}  # streams reset by us before the client had finished
+        self._window = LARGEST_WINDOW  # the receive window of the connection
         self.sending.ready.append(
             frames.settings(
                 {
@@ -97,8 +97,10 @@ class Http2Connection(FrameReader[T]):
         )
 
     def receive(self, data: Bytes) -> Sequence[Event[T]]:
-        """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
-        the connection is `closing`."""
+        """Process these bytes and any pending frames.
+
+        A client that violates the protocol receives a GOAWAY, and the connection is `closing`.
+        """
         events = super().receive(data)
         if self.sending.grown:
             self.sending.resume()
@@ -106,14 +108,14 @@ class Http2Connection(FrameReader[T]):
 
     @property
     def debt(self) -> int:
-        """What the client has had us do that nobody needed grows this."""
+        """Return the amount of useless work that the client has caused."""
         return -self._control.left - _RESET_DEBT * self._resets.left
 
     # --- data
 
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         self._window -= size
-        if self._window < LARGEST_WINDOW // 2:  # so it is never used up
+        if self._window < LARGEST_WINDOW // 2:  # early, so that the window is never exhausted
             more, self._window = LARGEST_WINDOW - self._window, LARGEST_WINDOW
             self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, pack_long(more)))
         stream = self.streams.get(number)
@@ -139,12 +141,12 @@ class Http2Connection(FrameReader[T]):
                 self._give(stream, _NOTHING, events)
 
     def _is_as_said(self, stream: Stream) -> bool:
-        """Whether a DATA frame that begins agrees with the content-length of its request."""
+        """Check whether a DATA frame that begins conforms to the request's content-length."""
         stream.said -= self.arriving
         return stream.said == 0 if self._piece_ends else stream.said >= 0
 
     def _pad(self, stream: Stream, size: int) -> None:
-        """Padding used up so much of a stream's window, which its receiver knows nothing of."""
+        """Account for padding, which uses the stream's window but is not passed to its receiver."""
         stream.padding += size
         if stream.padding > self._limits.window // 4:
             padding, stream.padding = stream.padding, 0
@@ -227,8 +229,11 @@ class Http2Connection(FrameReader[T]):
         events.append(Data(stream, _NOTHING, True))
 
     def _check_closed(self, number: int, stream: Stream | None) -> None:
-        """Data or a header block for a stream that takes none: fine if we have ended it, and the
-        client may not have known."""
+        """Check a frame for a stream that accepts none.
+
+        The frame is permitted if this server has ended the stream and the client may not have been
+        notified yet.
+        """
         if number > self.last or not number & 1:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a frame of a stream not begun")
         if stream is not None or number not in self._left:
@@ -263,7 +268,7 @@ class Http2Connection(FrameReader[T]):
     def _reset_by_client(self, number: int, payload: bytes, events: list[Event[T]]) -> None:
         frames.parse_long(payload, "RST_STREAM")
         stream = self.streams.get(number)
-        if stream is None:  # it crosses our end
+        if stream is None:  # it crossed our end of the stream
             self._check_begun(number, "RST_STREAM")
             self._control.spend()
             return
@@ -284,7 +289,7 @@ class Http2Connection(FrameReader[T]):
                 raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "an acknowledgement with values")
             self.acknowledged = True
             return
-        settings = dict(frames.parse_settings(payload))  # the last of each is what holds
+        settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
         window = settings.get(frames.INITIAL_WINDOW_SIZE)
         if window is not None:
             self.sending.change_initial_window(window, self.streams.values())
@@ -303,10 +308,10 @@ class Http2Connection(FrameReader[T]):
         self.pings += 1
         self.sending.ready.append(frames.frame(PING, ACK, 0, payload))
 
-    # --- ends
+    # --- ends of streams and of the connection
 
     def _fail_stream(self, number: int, code: FaultCode, events: list[Event[T]]) -> None:
-        """The client has broken a rule on this stream."""
+        """Reset a stream on which the client has violated the protocol."""
         self._resets.spend()
         stream = self.streams.get(number)
         if number > self.last:
@@ -339,12 +344,12 @@ class Http2Connection(FrameReader[T]):
             del self._left[next(iter(self._left))]
 
     def _finished(self, stream: Stream) -> None:
-        """All of ours is sent."""
+        """Close a stream of which everything is sent."""
         if stream.ended:
             self.streams.pop(stream.id, None)
         else:
-            # Nobody wants the rest of the request (RFC 9113, 8.1); a client that has not taken its
-            # response is told in a way that it hears without taking it.
+            # The rest of the request is not needed (RFC 9113, 8.1). If the response was cut short,
+            # CANCEL reports that even to a client that does not read.
             self.reset(stream, FaultCode.CANCEL if stream.cut else FaultCode.NO_ERROR)
         if stream.on_sent is not None:
             stream.on_sent()
@@ -357,15 +362,17 @@ class Http2Connection(FrameReader[T]):
             self.sending.ready.append(update)
 
     def fail(self, code: FaultCode, text: str = "") -> None:
-        """Tell the client to go, and end."""
+        """Send GOAWAY and close the connection."""
         if not self.closing:
             super().fail(code, text)
             last = min(self.last, self._promised)
             self.sending.ready.append(frames.goaway(last, code, text))
 
     def refuse_more(self, *, finally_: bool) -> None:
-        """Tell the client to begin no more streams: first those that are on their way are still
-        served, then, finally, none above the last that came."""
+        """Send GOAWAY.
+
+        The first one permits streams in flight; the final one permits none above the last received.
+        """
         if finally_ and not self._refusing:
             self._refusing = True
             self._promised = self.last

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-# Kinds of frames.
+# Frame types.
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE = range(6)
 PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(6, 10)
 
@@ -19,7 +19,7 @@ PADDED = 0x8
 HAS_PRIORITY = 0x20
 
 HEAD_SIZE = 9
-# Of a frame: the upper two bytes of its size, the lowest one, its kind, its flags, its stream.
+# A frame header: the upper two bytes of the length, the lowest one, type, flags, stream.
 HEAD = struct.Struct(">HBBBI")
 STREAM_BITS = 0x7FFFFFFF
 LARGEST_WINDOW = 2**31 - 1
@@ -34,7 +34,7 @@ _LONG = struct.Struct(">I")
 
 
 class FaultCode(IntEnum):
-    """Why a stream or a connection ends (RFC 9113, 7)."""
+    """An error code of a stream or a connection (RFC 9113, 7)."""
 
     NO_ERROR = 0x0
     PROTOCOL_ERROR = 0x1
@@ -50,7 +50,7 @@ class FaultCode(IntEnum):
 
 
 class ConnectionFault(Exception):
-    """The client breaks a rule that the whole connection stands on: it ends with this code."""
+    """A protocol violation that ends the connection with this code."""
 
     def __init__(self, code: FaultCode, text: str) -> None:
         super().__init__(text)
@@ -59,7 +59,7 @@ class ConnectionFault(Exception):
 
 
 class StreamFault(Exception):
-    """The client breaks a rule on one stream: that ends with this code."""
+    """A protocol violation that ends one stream with this code."""
 
     def __init__(self, code: FaultCode) -> None:
         super().__init__(code.name)
@@ -67,30 +67,30 @@ class StreamFault(Exception):
 
 
 def head(size: int, kind: int, flags: int, stream: int) -> bytes:
-    """The first nine bytes of a frame whose payload has `size` bytes."""
+    """Return the header of a frame whose payload has `size` bytes."""
     return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A frame."""
+    """Return a frame."""
     return head(len(payload), kind, flags, stream) + payload
 
 
-pack_long = _LONG.pack  # a number of 32 bits, as windows, error codes and streams are
+pack_long = _LONG.pack  # a 32-bit integer: a window, an error code or a stream id
 
 
 def goaway(last: int, code: FaultCode, text: str = "") -> bytes:
-    """GOAWAY: streams above `last` are not served, for this reason."""
+    """Return a GOAWAY frame: streams above `last` are not processed, for this reason."""
     return frame(GOAWAY, 0, 0, pack_long(last) + pack_long(code) + text.encode())
 
 
 def settings(values: dict[int, int]) -> bytes:
-    """SETTINGS."""
+    """Return a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*item) for item in values.items()))
 
 
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
-    """The values of a SETTINGS frame; raises ConnectionFault for one that is out of range."""
+    """Yield the values of a SETTINGS frame; raise ConnectionFault for one that is out of range."""
     if len(payload) % _SETTING.size:
         raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "SETTINGS of a broken size")
     for key, value in _SETTING.iter_unpack(payload):
@@ -106,7 +106,7 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
 
 
 def parse_long(payload: bytes, what: str) -> int:
-    """The number that is a frame's whole payload; raises ConnectionFault."""
+    """Return the integer that is a frame's whole payload; raise ConnectionFault."""
     if len(payload) != _LONG.size:
         raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{what} of a wrong size")
     number: int = _LONG.unpack(payload)[0]

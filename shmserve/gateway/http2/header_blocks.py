@@ -1,10 +1,10 @@
-"""Header blocks (HPACK, RFC 7541): a cached decoder of requests, and literal blocks for responses.
+"""Header blocks (HPACK, RFC 7541): a cached decoder of requests, and literal response blocks.
 
-Programs send the same head again and again, which a client's encoder writes in the same few bytes
-once its table knows the fields. So what a block means is kept, as long as the table stays as it is.
+Clients send the same headers repeatedly, and the encoder writes identical bytes once its dynamic
+table contains the fields. Decoded blocks are therefore cached until the table changes.
 
-This stands on `dynamic_entries` of the table of the package `hpack`, which is not in its
-documentation: without it nothing is kept.
+The cache depends on the undocumented attribute `dynamic_entries` of the package `hpack`. Without
+that attribute nothing is cached.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from shmserve.gateway.http2.frames import ConnectionFault, FaultCode, StreamFaul
 
 
 class Head(Protocol):
-    """What a receiver makes of a request's fields."""
+    """The headers of a request, as converted by its receiver."""
 
     @property
     def data_size(self) -> int:
-        """How many bytes of data the request says that it has; -1: it does not."""
+        """Return the content-length of the request; -1: none is given."""
 
 
 T = TypeVar("T", bound=Head)
 Read = TypeVar("Read")
 Fields = Sequence[tuple[bytes, bytes]]
 
-# Its debug lines have every header, and some of those are secrets.
+# hpack's debug messages contain all headers, including secrets.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
 _MOST_KNOWN = 64
 _LONGEST_KNOWN = 512
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
-_LONG_UPDATE = 0x1F  # in its first byte: more of its number follow
-_MOST_UPDATES = 2  # of the table's size in a block
+_LONG_UPDATE = 0x1F  # in the first byte: the integer continues
+_MOST_UPDATES = 2  # of the table's size per block
 _LONGEST_LENGTH = 19  # digits
 
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
@@ -51,8 +51,7 @@ _is_broken = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
 
 
 class HeaderDecoder(Generic[Read]):
-    """The decoder of a connection's header blocks. `read` makes of a request's fields, which are
-    checked, what its receiver wants to know of them."""
+    """The decoder of a connection's header blocks; `read` converts the validated fields."""
 
     def __init__(self, read: Callable[[Fields], Read], largest: int) -> None:
         self._decoder = Decoder(largest)
@@ -61,7 +60,10 @@ class HeaderDecoder(Generic[Read]):
         self._keeps = hasattr(self._decoder.header_table, "dynamic_entries")
 
     def request(self, block: bytes) -> Read:
-        """The head of a request; raises StreamFault for a malformed one, and ConnectionFault."""
+        """Return the head of a request.
+
+        Raise StreamFault if it is malformed, or ConnectionFault.
+        """
         known = self._known.get(block)
         if known is not None:
             return known
@@ -75,17 +77,18 @@ class HeaderDecoder(Generic[Read]):
         return found
 
     def trailers(self, block: bytes) -> None:
-        """Decode the trailers of a request, of which only that they are well-formed matters; raises
-        as `request`."""
+        """Decode and validate the trailers of a request; raise like `request`."""
         check_trailers(self._decode(block)[0])
 
     def skip(self, block: bytes) -> None:
-        """Decode a block that nobody wants, for the table's sake; raises ConnectionFault."""
+        """Decode a block only to update the table; raise ConnectionFault."""
         self._decode(block)
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
-        """The fields of a block, and whether it means the same the next time. Raises
-        ConnectionFault, behind which no block can be decoded."""
+        """Return the fields of a block, and whether an identical block will decode identically.
+
+        Raises ConnectionFault, after which no further block can be decoded.
+        """
         table = self._decoder.header_table
         entries: Sequence[object] = table.dynamic_entries if self._keeps else ()
         count, newest = len(entries), entries[0] if entries else None
@@ -105,8 +108,10 @@ class HeaderDecoder(Generic[Read]):
 
 
 def _check_updates(block: bytes) -> None:
-    """Raise ConnectionFault for more updates of the table's size than mean anything (RFC 7541,
-    4.2): no limit on header lists counts them."""
+    """Raise ConnectionFault for more table size updates than RFC 7541, 4.2 permits.
+
+    The limits on header lists do not count these updates.
+    """
     at = count = 0
     while at < len(block) and block[at] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
         count += 1
@@ -149,8 +154,7 @@ def _check_field(name: bytes, value: bytes) -> None:
 
 
 def content_length(fields: Fields) -> int:
-    """The size in bytes that a request says its data has, -1 if it does not; raises StreamFault for
-    what is no number, or more than one."""
+    """Return the content-length of a request, -1 if none; raise StreamFault if it is invalid."""
     found = {value for name, value in fields if name == b"content-length"}
     if not found:
         return -1
@@ -161,18 +165,18 @@ def content_length(fields: Fields) -> int:
 
 
 def encode(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A block of literal fields, which no table keeps: it is the same for every client."""
+    """Return a block of literal fields that are not indexed, so it is the same for every client."""
     return b"".join(
         b"\0%b%b%b%b" % (_integer(len(name)), name, _integer(len(value)), value)
         for name, value in fields
     )
 
 
-STATUS_200 = b"\x88"  # ":status: 200", which is in the table that never changes
+STATUS_200 = b"\x88"  # ":status: 200" in the static table
 
 
 def _integer(value: int) -> bytes:
-    """With a prefix of seven bits (RFC 7541, 5.1)."""
+    """Encode an integer with a prefix of seven bits (RFC 7541, 5.1)."""
     if value < 127:
         return bytes((value,))
     rest = value - 127

@@ -1,8 +1,7 @@
-"""Frames out of bytes: how what comes is cut, whatever it means (RFC 9113, 3.4, 4 and 6.10), and
-the events that are made of them for whoever handles streams.
+"""Parsing of frames (RFC 9113, 3.4, 4 and 6.10), and the events of a connection.
 
-Data is given piece by piece as it comes, never collected here; everything else is handled when the
-whole frame is here, a header block when all its frames are.
+Data is passed on in pieces as it arrives and is never collected here. All other frames are
+processed once they are complete, and header blocks once all their frames have arrived.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from shmserve.gateway.http2.outgoing import Stream
 
 Bytes = bytes | memoryview
 
-_LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
-_CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody else
-_SIZE_SHIFT = 4  # so many bytes of it, as a power of two, are as much work as a frame
+_LARGEST_CONTROL = 16384  # the limit of a frame that is buffered, except header blocks
+_CONTROL_WORK = 3  # additional cost of a control frame, in frames
+_SIZE_SHIFT = 4  # this many bytes (as a power of two) cost as much as a frame
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Begun(Generic[T]):
-    """A stream has begun; `head` is what the head's reader made of its request."""
+    """A stream was opened; `head` is the converted head of its request."""
 
     stream: Stream
     head: T
@@ -51,7 +50,7 @@ class Begun(Generic[T]):
 @final
 @dataclass(slots=True, eq=False)
 class Data:
-    """A piece of a stream's data, of any size; with `ended` the last, which may be empty."""
+    """A piece of a stream's data of any size; `ended` marks the last one, which may be empty."""
 
     stream: Stream
     piece: memoryview
@@ -61,7 +60,7 @@ class Data:
 @final
 @dataclass(slots=True, eq=False)
 class StreamReset:
-    """A stream is over: the client has given it up, or has broken a rule on it."""
+    """A stream was reset by the client, or after a protocol violation on it."""
 
     stream: Stream
 
@@ -69,7 +68,7 @@ class StreamReset:
 @final
 @dataclass(slots=True, eq=False)
 class PingAnswered:
-    """The client has answered a ping of ours."""
+    """The client acknowledged a PING."""
 
     payload: bytes
 
@@ -78,32 +77,37 @@ Event = Begun[T] | Data | StreamReset | PingAnswered
 
 
 class FrameReader(ABC, Generic[T]):
-    """The reading half of a connection; what frames mean is for its kinds.
+    """The receiving half of a connection, whose subclass handles the frames.
 
-    `closing`: it is over but for what is to be written. `frames_in`: what came, to see silence.
+    Attributes:
+        closing: Whether the connection ends after pending output is written.
+        frames_in: The number of received frames, for detecting idle clients.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.closing = False
-        self.ready = False  # the client's SETTINGS are here
+        self.ready = False  # the client's SETTINGS have arrived
         self.frames_in = 0
-        self._buffer = bytearray()  # the start of what is not handled yet
-        self._needed = 0  # bytes of it, before it is worth a look
-        self._opened = False  # the preface is here
-        self._block: bytearray | None = None  # a header block whose rest is to come
+        self._buffer = bytearray()  # the start of an incomplete frame
+        self._needed = 0  # bytes of it required before parsing continues
+        self._opened = False  # the preface has arrived
+        self._block: bytearray | None = None  # an incomplete header block
         self._block_stream = 0
         self._block_flags = 0
         self._block_frames = 0
-        self.arriving = 0  # bytes of a DATA frame that come next; of one of no use, too
+        self.arriving = 0  # remaining bytes of the current DATA frame, ignored or not
         self.arriving_for: Stream | None = None
         self._padding_left = 0
         self._piece_ends = False
-        self.pending = False  # there is more to be handled of what came
+        self.pending = False  # received frames remain to be processed
 
     def receive(self, data: Bytes) -> Sequence[Event[T]]:
-        """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
-        the connection is `closing`. Of `data` nothing is kept but by who handles the events."""
+        """Process these bytes and any pending frames.
+
+        A client that violates the protocol receives a GOAWAY, and the connection is `closing`. The
+        reader keeps no reference to `data`; events refer to it.
+        """
         if self.closing:
             return ()
         if self._buffer:
@@ -125,13 +129,13 @@ class FrameReader(ABC, Generic[T]):
         return events
 
     def fail(self, code: FaultCode, text: str = "") -> None:
-        """Tell the client to go, and end."""
+        """Send GOAWAY and close the connection."""
         self.closing = True
         self.pending = False
         self._buffer.clear()
 
     def _handle(self, data: Bytes, events: list[Event[T]]) -> int:
-        """Handle the frames in `data`, as many as have their turn; how far it came."""
+        """Process the frames in `data`, up to the limit per call; return the offset reached."""
         at, end = 0, len(data)
         if not self._opened:
             at = self._open(data)
@@ -207,7 +211,7 @@ class FrameReader(ABC, Generic[T]):
     def _begin_data(
         self, number: int, flags: int, size: int, data: Bytes, at: int, events: list[Event[T]]
     ) -> int:
-        """The head of a DATA frame is here; how many bytes of padding's length were behind it."""
+        """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame:
             raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
         padding = taken = 0
@@ -224,7 +228,7 @@ class FrameReader(ABC, Generic[T]):
         return taken
 
     def _take_piece(self, view: memoryview, at: int, end: int, events: list[Event[T]]) -> int:
-        """Take what is here of a DATA frame; returns where that ends."""
+        """Consume the available bytes of a DATA frame; return the offset of their end."""
         if self.arriving:
             size = self.arriving
             if size > end - at:
@@ -264,34 +268,36 @@ class FrameReader(ABC, Generic[T]):
             block, self._block = bytes(self._block), None
             self._headers_came(self._block_stream, self._block_flags, block, events)
 
-    # --- for its kinds
+    # --- implemented by the subclass
 
     @abstractmethod
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
-        """A DATA frame of so many bytes begins, some of them padding; its pieces are for
-        `arriving_for`."""
+        """Handle the start of a DATA frame of `size` bytes, including padding.
+
+        Set `arriving_for`.
+        """
 
     @abstractmethod
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
-        """A piece of data is here."""
+        """Handle a piece of data."""
 
     @abstractmethod
     def _headers_came(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
-        """A whole header block is here."""
+        """Handle a complete header block."""
 
     @abstractmethod
     def _frame(
         self, kind: int, flags: int, number: int, payload: bytes, events: list[Event[T]]
     ) -> None:
-        """A whole frame is here that is not data."""
+        """Handle a complete frame other than DATA."""
 
     @abstractmethod
     def _fail_stream(self, number: int, code: FaultCode, events: list[Event[T]]) -> None:
-        """The client has broken a rule on this stream."""
+        """Handle a protocol violation on a stream."""
 
 
 def _block_of(flags: int, number: int, payload: bytes) -> bytes:
-    """The header block in a HEADERS frame with padding or a priority."""
+    """Return the header block of a HEADERS frame with padding or a priority."""
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:

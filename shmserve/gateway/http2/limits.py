@@ -1,14 +1,14 @@
-"""Limits on what costs a server more than its client: budgets that time refills.
+"""Limits on work that costs the server more than its client: budgets that refill over time.
 
-A budget is generous to programs and lets a flood run out of it at once. What each is for:
+A budget is large enough for any legitimate program, but a flood exhausts it at once.
 
-    resets      streams begun and given up: by the client (rapid reset), or by us because it broke a
-                rule on purpose (MadeYouReset); data that is sent earns some back: who has deadlines
-                may miss as many as it meets
-    control     frames that carry nothing: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA,
-                frames of unknown kinds; calls and data that is sent earn some back
+    resets      streams reset by the client (rapid reset), or by the server after a deliberate
+                violation (MadeYouReset). Sent data earns some back, so that clients with short
+                deadlines may miss as many as they meet
+    control     frames without payload for the application: PING, SETTINGS, PRIORITY,
+                WINDOW_UPDATE, empty DATA, unknown types. Calls and sent data earn some back
 
-A client that exceeds one is told to go with ENHANCE_YOUR_CALM.
+A client that exceeds a budget receives GOAWAY with ENHANCE_YOUR_CALM.
 """
 
 from __future__ import annotations
@@ -23,11 +23,20 @@ from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
 class Limits:
     """The limits of a connection.
 
-    `header_list` is in bytes as HPACK counts them, `header_block` in bytes on the wire: as much as
-    grpcio takes, for a block in Huffman's code takes most of a microsecond a byte. `frames` is how
-    much work is done before others have their turn, in frames; one that begins a stream counts as
-    `begin`. `window` is how many bytes of a stream's data may come unasked, `frame` how many in
-    one frame.
+    Attributes:
+        streams: The maximum number of concurrent streams.
+        header_list: Bytes of a header list as counted by HPACK.
+        header_block: Bytes of a header block on the wire. Huffman decoding takes most of a
+            microsecond per byte, so this is no more than grpcio accepts.
+        continuations: The maximum number of CONTINUATION frames of a block.
+        resets: The budget of stream resets.
+        resets_per_s: The refill rate of that budget.
+        control: The budget of control frames.
+        control_per_s: The refill rate of that budget.
+        frames: Work per call of `receive`, in frames.
+        begin: The cost of opening a stream, in frames.
+        window: The initial receive window of a stream in bytes.
+        frame: The maximum payload of a DATA frame in bytes.
     """
 
     streams: int = 512
@@ -45,7 +54,7 @@ class Limits:
 
 
 class Budget:
-    """So many of something at once, and so many more a second; so many are `left`."""
+    """A token bucket of `most` tokens that refills at `per_s` per second; `left` are available."""
 
     __slots__ = ("_at", "_clock", "_most", "_per_s", "_what", "left")
 
@@ -59,11 +68,11 @@ class Budget:
 
     @property
     def debt(self) -> int:
-        """How many were spent and not earned again."""
+        """Return the number of tokens spent and not earned back."""
         return self._most - self.left
 
     def spend(self) -> None:
-        """One more; raises ConnectionFault when that is too many."""
+        """Spend a token; raise ConnectionFault if none is left."""
         self.left -= 1
         if self.left < 0:
             now = self._clock()
@@ -75,6 +84,6 @@ class Budget:
                 raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._what}")
 
     def earn(self, count: int) -> None:
-        """The client did what it is here for."""
+        """Return tokens for useful work of the client."""
         if self.left < self._most:
             self.left = min(self.left + count, self._most)

@@ -1,7 +1,7 @@
-"""What a connection sends: frames, within the windows that its client gives (RFC 9113, 5.2).
+"""The sending half of a connection: frames within the flow-control windows (RFC 9113, 5.2).
 
-Bytes are collected in `ready`, to be written together. Data waits at its stream while a window is
-used up, or while the socket takes no more (`paused`); streams that wait take turns.
+Output is collected in `ready` and written together. Data is queued at its stream while a window is
+exhausted or the socket is congested (`paused`). Waiting streams are served round-robin.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from shmserve.gateway.http2.frames import (
     pack_long,
 )
 
-_pack_start = struct.Struct(">HBBB").pack  # of a frame, up to its stream
+_pack_start = struct.Struct(">HBBB").pack  # of a frame header, up to the stream id
 _OVERFLOW = "a window of more than 2^31-1"
-_JOINED = 32 * 1024  # bytes of a response: a larger one is not copied
-_TURN = 256 * 1024  # bytes of one stream before others that wait have their turn
+_JOINED = 32 * 1024  # responses up to this size are copied into one buffer
+_TURN = 256 * 1024  # bytes per stream and turn
 
 
 class Stream:
-    """A stream that is open, at least in one direction. `call` is its receiver's.
+    """An open or half-closed stream; `call` belongs to its receiver.
 
-    `ended`: the client sends no more. `finished`: all is queued that we send, `on_sent` is called
-    once it has been handed to the socket.
+    Attributes:
+        ended: The client sends no more.
+        finished: All output is queued.
+        on_sent: Called once all output has been passed to the socket.
     """
 
     __slots__ = (
@@ -49,23 +51,25 @@ class Stream:
         self.call: Any = None
         self.ended = False
         self.finished = False
-        self.cut = False  # not all of its data was sent
-        self.said = -1  # bytes of its data that are still to come by its content-length; -1: any
+        self.cut = False  # the response was cut short
+        self.said = -1  # bytes that its content-length still promises; -1: none given
         self.receive_window = receive_window
-        self.padding = 0  # bytes of it that were padding, not granted again yet
-        # --- what is to be sent
+        self.padding = 0  # bytes of padding not yet returned to the client's window
+        # --- output
         self.send_window = send_window
         self.waiting: deque[memoryview] = deque()
-        self.queued = 0  # bytes of it
-        self.sent = 0  # bytes, in all
-        self.trailers: bytes | None = None  # to be sent behind it
+        self.queued = 0  # bytes in `waiting`
+        self.sent = 0  # total bytes sent
+        self.trailers: bytes | None = None  # sent after the data
         self.on_progress: Callable[[], None] | None = None
         self.on_sent: Callable[[], None] | None = None
 
 
 class ResponseForm:
-    """The header blocks of whole responses, each shorter than a frame; `start` and `end` are the
-    heads of their frames up to the stream's number."""
+    """The header blocks of a whole response, each smaller than a frame.
+
+    `start` and `end` are the headers of their frames up to the stream id.
+    """
 
     __slots__ = ("end", "head", "start", "trailers")
 
@@ -80,18 +84,18 @@ class Outgoing:
     """The sending half of a connection."""
 
     def __init__(self, close: Callable[[Stream], None]) -> None:
-        self._close = close  # a stream of which all is sent
+        self._close = close  # called with a stream of which everything is sent
         self.ready: list[bytes | memoryview] = []
         self.paused = False
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.largest_frame = SMALLEST_FRAME
-        self.waiting: dict[Stream, None] = {}  # with data that cannot be sent yet, in turns
-        self.frames = 0  # of data, in all
-        self.bytes = 0  # in them
-        self.grown = False  # a window is larger: `resume` is to be called
+        self.waiting: dict[Stream, None] = {}  # streams with unsent data, in turn
+        self.frames = 0  # number of data frames
+        self.bytes = 0  # number of data bytes
+        self.grown = False  # a window has grown: `resume` must be called
 
-    # --- by the receiver of calls
+    # --- called by the receiver of calls
 
     def head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
         """Send a header block."""
@@ -103,7 +107,7 @@ class Outgoing:
             self._block(stream, block, END_HEADERS)
 
     def data(self, stream: Stream, piece: bytes | memoryview) -> None:
-        """Queue data, and send as much of it as can be."""
+        """Queue data, and send as much of it as the windows permit."""
         size = len(piece)
         if stream.finished or not size:
             return
@@ -123,8 +127,11 @@ class Outgoing:
             pass
 
     def trailers(self, stream: Stream, block: bytes) -> None:
-        """Send a header block that ends the stream, behind its data; not before the socket takes
-        more, so that whoever does not read has no more streams than it may."""
+        """Send a header block that ends the stream, after its data.
+
+        While the socket is congested the block is delayed, so that a client that does not read
+        cannot open further streams.
+        """
         if stream.finished:
             return
         stream.finished = True
@@ -136,7 +143,7 @@ class Outgoing:
         self._sent_all(stream)
 
     def respond(self, stream: Stream, form: ResponseForm, pieces: Sequence[bytes]) -> None:
-        """Send a whole response of this form; `pieces` are its data."""
+        """Send a complete response with these header blocks; `pieces` are its data."""
         size = sum(map(len, pieces))
         if stream.finished:
             return
@@ -165,19 +172,19 @@ class Outgoing:
         self._close(stream)
 
     def discard(self, stream: Stream) -> None:
-        """Forget the data of a stream that waits: it ends otherwise."""
+        """Discard the queued data of a stream."""
         stream.cut = stream.cut or bool(stream.queued)
         stream.waiting.clear()
         stream.queued = 0
         self.waiting.pop(stream, None)
 
     def drop(self, stream: Stream) -> None:
-        """Send nothing of this stream any more."""
+        """Discard all output of a stream."""
         self.discard(stream)
         stream.trailers = None
         stream.finished = True
 
-    # --- by the client
+    # --- called for the client's frames
 
     def receive_window_update(self, stream: Stream | None, more: int) -> None:
         """Enlarge the window of a stream, or of the connection (None), by `more` bytes.
@@ -199,7 +206,7 @@ class Outgoing:
             pass
 
     def change_initial_window(self, size: int, streams: Iterable[Stream]) -> None:
-        """The client's SETTINGS change what every stream has; raises ConnectionFault."""
+        """Apply the client's new initial window to every stream; raise ConnectionFault."""
         more = size - self.initial_window
         self.initial_window = size
         for stream in streams:
@@ -210,11 +217,11 @@ class Outgoing:
             self.grown = True
 
     def resume(self) -> None:
-        """Send what can be sent now, of one stream after the other."""
+        """Send what the windows permit, stream by stream."""
         self.grown = False
         going = list(self.waiting)
         while going and not self.paused:
-            # Who has nothing because the window of all is used up is not moved behind the others.
+            # A stream that cannot send because the connection's window is exhausted keeps its turn.
             going = [
                 stream
                 for stream in going
@@ -224,7 +231,7 @@ class Outgoing:
     # --- frames
 
     def _pump(self, stream: Stream) -> bool:
-        """Send of a stream's data what its turn allows; whether more could be sent now."""
+        """Send a stream's data for one turn; return whether more could be sent now."""
         if stream not in self.waiting:
             return False
         turn = _TURN
@@ -242,7 +249,7 @@ class Outgoing:
             self._frame(stream, piece, size)
         del self.waiting[stream]
         if stream.queued or self.paused:
-            self.waiting[stream] = None  # behind the others
+            self.waiting[stream] = None  # after all other streams
         elif stream.trailers is not None:
             self._block(stream, stream.trailers, END_HEADERS | END_STREAM)
             self._sent_all(stream)
@@ -275,5 +282,5 @@ class Outgoing:
 
 
 def _start(size: int, kind: int, flags: int) -> bytes:
-    """The head of a frame up to its stream's number."""
+    """Return the header of a frame up to the stream id."""
     return _pack_start(size >> 8, size & 0xFF, kind, flags)

@@ -1,10 +1,9 @@
-"""Validation of a normalised configuration, in Triton's words, all problems at once; warnings about
-fields without effect; the label files of outputs.
+"""Validation of normalised configurations with Triton's messages; warnings; label files.
 
-ensembles.py       rules of ensembles
-parameters.py      rules of parameters that have a meaning to the server
-scheduling.py      rules of the two batchers
-tensors.py         rules of inputs, outputs and warm-up samples
+ensembles.py       rules for ensembles
+parameters.py      rules for parameters that the server interprets
+scheduling.py      rules for the dynamic batcher and the sequence batcher
+tensors.py         rules for inputs, outputs and warm-up samples
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ _OPTIMIZATION_FIELDS = (
     "gather_kernel_buffer_threshold",
     "eager_batching",
 )
-# Of these, what has an effect on the models of a backend.
+# The fields among these that a backend supports.
 _EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("cuda",)}
 _BATCH_FIELDS = ("batch_input", "batch_output")
 _BATCH_BACKENDS = (
     "pytorch",
     "onnxruntime",
     "native",
-)  # models of others get each request's tensors apart
+)  # other backends receive the tensors of each request separately
 _TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations", "model_repository_agents")
 
 
 class LoadProblem(InvalidArgument):
-    """Broken rules that Triton looks at only when it loads a version; the file is in order."""
+    """Violations of rules that Triton checks only when it loads a version."""
 
 
 def validate(
@@ -58,14 +57,20 @@ def validate(
     model_dir: Path | None = None,
     source: Source = UNWRITTEN,
 ) -> None:
-    """Check a configuration that `normalise` returned, and that its `source` could be read.
+    """Check a configuration that `normalise` returned, and the problems of its `source`.
 
-    `complete` is False before the model has completed its configuration: tensors may then lack
-    datatype and dims, or be absent. `model_dir` is where label files must lie (None: not checked).
-    `gpu_count` is the host's.
+    Args:
+        config: The normalised configuration.
+        gpu_count: The number of accelerators of the host.
+        complete: Whether the model has completed its configuration. Before that, tensors may be
+            absent or lack datatype and dims.
+        model_dir: The folder of label files; None: label files are not checked.
+        source: The text of the configuration.
 
-    Raises InvalidArgument with one line for each broken rule, as `Source.check` writes it;
-    LoadProblem where all of them concern tensors, instances and label files.
+    Raises:
+        InvalidArgument: A rule is violated. The message has one line per violation, in the format
+            of `Source.check`.
+        LoadProblem: All violations concern tensors, instances and label files.
     """
     of_file = [*_file_problems(config), *parameter_problems(config, complete=complete)]
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
@@ -168,7 +173,7 @@ def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Itera
     for index, gpu in enumerate(group.gpus):
         if not 0 <= gpu < gpu_count:
             available = ", ".join(map(str, range(gpu_count)))
-            # Triton's words, and its least capability: what the host has is not asked for its own.
+            # Triton's message includes its minimum compute capability; the host's is not queried.
             text = (
                 f"specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum "
                 f"required CUDA compute compatibility of 6.000000 are: {available}"
@@ -234,10 +239,12 @@ def _label_problem(inside: Path, label: str) -> str:
 
 
 def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
-    """The labels of a validated configuration's outputs, from their files: a label a line, by
-    index; an empty line is no label.
+    """Return the labels of each output of a validated configuration, by index.
 
-    Raises InvalidArgument for a file that cannot be read or has more than 4 MiB.
+    A label file has one label per line. An empty line is an index without a label.
+
+    Raises:
+        InvalidArgument: A file cannot be read or is larger than 4 MiB.
     """
     return {
         output.name: _read_lines(model_dir / output.label_filename, output.name)
@@ -257,13 +264,17 @@ def _read_lines(path: Path, output: str) -> list[str]:
 
 
 def ignored_fields(config: ModelConfig) -> list[str]:
-    """The paths of what is set, accepted and without effect, for one log line a model."""
+    """Return the paths of fields that are set but have no effect, for one log line per model."""
     return list(_ignored(config))
 
 
 def doubts(written: ModelConfig, final: ModelConfig) -> list[str]:
-    """What is taken and cannot be meant so, in a configuration as it was written, and completed:
-    for a line each in the log."""
+    """Return warnings about valid settings that are probably mistakes, one log line each.
+
+    Args:
+        written: The configuration as its author wrote it.
+        final: The completed configuration.
+    """
     found = [
         f"instance_group[{index}].count: {group.count} is taken as the default; it is 1 or more"
         for index, group in enumerate(written.instance_group)
@@ -306,7 +317,7 @@ def _ignored_optimization(
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"
     for name in ("input_pinned_memory", "output_pinned_memory"):
-        # Pinned memory is the default, used where it helps; only switching it off has no effect.
+        # Pinned memory is used by default, so that only disabling it has no effect.
         if optimization.HasField(name) and not getattr(optimization, name).enable:
             yield f"optimization.{name}"
 

@@ -1,6 +1,7 @@
-"""Rules about ensembles: what shows in their own configuration, and what with their steps' models.
+"""Rules for ensembles: of their own configuration, and of the models that their steps call.
 
-Triton's (model_config_utils.cc and ensemble_utils.cc), in its words; conditions are ours.
+The rules and messages are those of Triton's model_config_utils.cc and ensemble_utils.cc. Conditions
+of steps are an extension of this server.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _CONDITION = re.compile(r"step\[([0-9]+)\]\.condition")
 
 
 def ensemble_problems(config: ModelConfig) -> list[Problem]:
-    """The problems of an ensemble, as far as it shows without the models it calls."""
+    """Return the problems that are visible in an ensemble's own configuration."""
     return list(_own_problems(config)) or list(_connections(config))
 
 
@@ -51,7 +52,7 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _links(config: ModelConfig) -> Iterator[Problem]:
-    """Every tensor of the graph is written once, and both ends of the ensemble are connected."""
+    """Check that each tensor has one source, and that all inputs and outputs are connected."""
     name, steps = config.name, config.ensemble_scheduling.step
     read = _read(config)
     written = {
@@ -77,14 +78,14 @@ def _links(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _read(config: ModelConfig) -> set[str]:
-    """The tensors that steps wait for."""
+    """Return the tensors that steps read."""
     steps = config.ensemble_scheduling.step
     read = {tensor for step in steps for tensor in step.input_map.values()}
     return read | set(conditions(config).values())
 
 
 def conditions(config: ModelConfig) -> dict[int, str]:
-    """The tensors that say whether a step runs, by the step's index."""
+    """Return the condition tensor of each conditional step, by the step's index."""
     return {
         int(found[1]): parameter.string_value
         for key, parameter in config.parameters.items()
@@ -115,7 +116,7 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _connections(config: ModelConfig) -> Iterator[Problem]:
-    """Every output can be computed from the inputs, and every tensor is for an output."""
+    """Check that each output can be computed, and that each tensor contributes to an output."""
     name, steps = config.name, config.ensemble_scheduling.step
     conditional = conditions(config)
     reads = [
@@ -129,7 +130,7 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
         there.update(tensor for index in ready for tensor in steps[index].output_map.values())
     writers = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
     if there.issuperset(output.name for output in config.output):
-        for index in waiting:  # in a circle, or behind one
+        for index in waiting:  # in a cycle, or behind one
             missing = next(tensor for tensor in reads[index] if tensor not in there)
             text = (
                 f"step {index} of ensemble '{name}', of model '{steps[index].model_name}', can "
@@ -162,7 +163,7 @@ def _unused(
 
 
 class GraphProblem(InvalidArgument):
-    """An ensemble does not fit the models of its steps, because of what it says at `key`."""
+    """A mismatch between an ensemble, at `key`, and the models that its steps call."""
 
     def __init__(self, text: str, key: Key = _STEP) -> None:
         super().__init__(text)
@@ -172,10 +173,15 @@ class GraphProblem(InvalidArgument):
 def compose(
     config: ModelConfig, models: Sequence[ModelConfig | None], elsewhere: Sequence[bool]
 ) -> ModelConfig:
-    """The final configuration of an ensemble, whose steps run these models: None serve not, though
-    perhaps another version does (`elsewhere`).
+    """Return the final configuration of an ensemble.
 
-    Raises GraphProblem when they do not fit together.
+    Args:
+        config: The ensemble's configuration.
+        models: The configuration of each step's model; None: the model is not available.
+        elsewhere: For each step, whether another version of its model is available.
+
+    Raises:
+        GraphProblem: The ensemble does not fit the models.
     """
     there = _all_there(config, models, elsewhere)
     _check_mappings(config, there)
@@ -229,7 +235,7 @@ class _Tensor:
 
 
 def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
-    """Raise GraphProblem where a step maps what its model does not have, or not what it needs."""
+    """Raise GraphProblem if a step maps an unknown tensor, or lacks one that its model requires."""
     tensors = {io.name: _Tensor.of(config, io) for io in config.input}
     tensors.update({io.name: _Tensor.of(config, io) for io in config.output})
     for at, model in enumerate(models):
@@ -258,7 +264,7 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
 def _mapped(
     config: ModelConfig, index: int, model: ModelConfig
 ) -> Iterator[tuple[Key, str, _Tensor]]:
-    """Where tensors are mapped at a step's inputs and outputs, and as its model sees them."""
+    """Yield the key, the ensemble tensor and the model's tensor of each mapping of a step."""
     step = config.ensemble_scheduling.step[index]
     where = f"in ensemble {config.name}, "
     inputs = {io.name: io for io in model.input}
@@ -291,8 +297,11 @@ def _mapped(
 
 
 def _disagreement(one: _Tensor, other: _Tensor) -> str:
-    """The way in which two models see a tensor differently, or "". A model that batches and one
-    that does not may see its dimensions with a batch, or without."""
+    """Return the message about two models' different views of a tensor, or "".
+
+    If only one of the models batches, the dimensions are compared with and without the batch
+    dimension.
+    """
     if one.data_type != other.data_type:
         return (
             f"inconsistent data type: {DataType.Name(one.data_type)} is inferred from model "
@@ -312,8 +321,10 @@ def _gives_many(model: ModelConfig) -> bool:
 
 
 def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
-    """Raise GraphProblem where a step reads the responses of two models that give any number of
-    them: which belong together, nobody could say."""
+    """Raise GraphProblem if a step reads tensors of two decoupled models.
+
+    The correspondence between the responses of two such models is undefined.
+    """
     steps = config.ensemble_scheduling.step
     conditional = conditions(config)
     origins: dict[str, int] = {io.name: -1 for io in config.input}

@@ -1,5 +1,8 @@
-"""Rules of the parameters that have a meaning to the server, whatever the backend: the batching
-strategy, the bounds of a model's instances, unloading when idle, padding."""
+"""Rules for the parameters that the server interprets for every backend.
+
+These parameters set the batching strategy, the bounds of the number of instances, unloading of idle
+models, and padding.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from shmserve.proto.model_config_pb2 import (
 )
 
 _INSTANCES = (instance_bound, f"an integer from 1 to {MOST_INSTANCES}")
-# The parser of a parameter's text, None for a text that is wrong, and the texts that are allowed.
+# The parser of each parameter, which returns None for an invalid text, and the allowed texts.
 _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     STRATEGY: (strategy, "one of " + ", ".join(f"'{name}'" for name in Strategy)),
     TARGET: (target_ms, "a number of milliseconds, 0.001 at least and of a day at most"),
@@ -49,16 +52,16 @@ _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     MAX_INSTANCES: _INSTANCES,
 }
 _OF_INPUT = ("value", "buckets", "lengths", "mask", "max_waste")
-_MOST_ELEMENTS = 1 << 28  # of a row in a bucket
+_MOST_ELEMENTS = 1 << 28  # in a row of a bucket
 _LONGEST_SHOWN = 64
-# The largest finite number of each floating type.
+# The largest finite value of each floating-point datatype.
 _LARGEST: dict[int, float] = {
     DataType.TYPE_FP16: 65504.0,
     DataType.TYPE_BF16: 3.3895313892515355e38,
     DataType.TYPE_FP32: 3.4028234663852886e38,
     DataType.TYPE_FP64: 1.7976931348623157e308,
 }
-# Whole numbers: (lowest, highest).
+# The range of each integer datatype: (lowest, highest).
 _RANGES = {
     DataType.TYPE_BOOL: (0, 1),
     **{DataType.Value(f"TYPE_UINT{n}"): (0, 2**n - 1) for n in (8, 16, 32, 64)},
@@ -146,8 +149,11 @@ def _bound_problems(
 
 
 def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
-    """What has no instances of its own, or gives one more than a batch: its load does not show in
-    how long requests wait, and an instance does not end with a batch."""
+    """Yield the problems of `max_instances` for models that cannot be scaled by queueing delay.
+
+    Ensembles have no instances. An instance with sequences or generations does not become free
+    after a batch.
+    """
     for key, found, is_there in (
         ("ensemble_scheduling", "an ensemble", config.HasField("ensemble_scheduling")),
         ("sequence_batching", "a model with sequences", config.HasField("sequence_batching")),

@@ -1,4 +1,4 @@
-"""Rules of the two batchers: the dynamic batcher, and that of sequences."""
+"""Rules for the dynamic batcher and the sequence batcher."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CORRELATION_TYPES = (
 
 
 def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
-    """The problems of `dynamic_batching`, in Triton's words."""
+    """Yield the problems of `dynamic_batching`, with Triton's messages."""
     name, batching = config.name, config.dynamic_batching
     sizes = batching.preferred_batch_size
     yield from _preferred_problems(config, _DYNAMIC, sizes, "dynamic batching preferred size")
@@ -59,7 +59,7 @@ def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
 def _preferred_problems(
     config: ModelConfig, at: Key, sizes: Iterable[int], subject: str
 ) -> Iterator[Problem]:
-    """The problems of a batcher's `preferred_batch_size`."""
+    """Yield the problems of a batcher's `preferred_batch_size`."""
     for index, size in enumerate(sizes):
         key = (*at, "preferred_batch_size", index)
         if size <= 0:
@@ -70,7 +70,7 @@ def _preferred_problems(
 
 
 def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
-    """The queue policies that let a request wait on after its time."""
+    """Yield the queue policies that keep a request in the queue after its timeout."""
     policies: dict[Key, ModelQueuePolicy] = {
         (*_DYNAMIC, "default_queue_policy"): batching.default_queue_policy
     }
@@ -82,7 +82,7 @@ def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
 
 
 def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
-    """The problems of sequence_batching."""
+    """Yield the problems of `sequence_batching`."""
     name, batching = config.name, config.sequence_batching
     controls = [
         ((*_SEQUENCE, "control_input", i, "control", j), control)
@@ -110,7 +110,7 @@ def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _names(config: ModelConfig) -> Iterator[Problem]:
-    """Every control input has a name, and one kind."""
+    """Check that each control input has a name, and a single kind."""
     name = config.name
     named: list[tuple[Key, str]] = []
     for index, given in enumerate(config.sequence_batching.control_input):

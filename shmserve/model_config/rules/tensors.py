@@ -1,5 +1,4 @@
-"""Validation of a model's tensors: names, datatypes, dims, reshape, generated batch tensors,
-warm-up samples."""
+"""Rules for a model's tensors: inputs, outputs, generated batch tensors and warm-up samples."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _MAX_BATCH_SIZE: Key = ("max_batch_size",)
 
 
 def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """The problems of inputs and outputs; `complete` as in `validate`."""
+    """Yield the problems of inputs and outputs; `complete` as for `validate`."""
     for index, io in enumerate(config.input):
         at: Key = ("input", index)
         yield from _tensor(at, io, "model input ", config.max_batch_size, complete)
@@ -35,7 +34,7 @@ def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]
 
 
 def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
-    """The problems of batch_input and batch_output."""
+    """Yield the problems of batch_input and batch_output."""
     inputs = {io.name for io in config.input}
     ranks = {io.name: _model_rank(io) for io in config.input}
     cut = {out.name: _model_rank(out) for out in config.output}
@@ -143,8 +142,8 @@ def _reshape(
     if (-1 in dims) != (-1 in shape):
         yield Problem(key, "has different size for dims and reshape", needs)
         return
-    # A -1 carries its size across, in order; the stretches between them must hold the same number
-    # of elements on both sides.
+    # Each -1 keeps its size, in order. The dimensions between two -1 must therefore hold the same
+    # number of elements before and after the reshape.
     before, after = _products(dims), _products(shape)
     if len(before) != len(after):
         text = "has different number of variable-size dimensions for dims and reshape"
@@ -154,12 +153,12 @@ def _reshape(
 
 
 def _no_dims(dims: Sequence[int]) -> list[int]:
-    """Where there is something else than a size or -1."""
+    """Return the indices of dimensions that are neither a size nor -1."""
     return [index for index, dim in enumerate(dims) if dim < 1 and dim != -1]
 
 
 def _products(dims: Sequence[int]) -> list[int]:
-    """Element counts of the stretches between variable dimensions: [2, 4, -1, 6] -> [8, 6]."""
+    """Return the element counts between variable dimensions: [2, 4, -1, 6] -> [8, 6]."""
     stretches: list[list[int]] = [[]]
     for dim in dims:
         if dim == -1:
@@ -170,7 +169,7 @@ def _products(dims: Sequence[int]) -> list[int]:
 
 
 def warmup_problems(config: ModelConfig) -> Iterator[Problem]:
-    """The problems of model_warmup; files are read when an instance is loaded."""
+    """Yield the problems of model_warmup, whose files are read only when an instance loads."""
     for index, sample in enumerate(config.model_warmup):
         for name, tensor in sorted(sample.inputs.items()):
             at: Key = ("model_warmup", index, "inputs", member(name))

@@ -1,4 +1,4 @@
-"""The syntax of configurations: a tree of nested entries with their positions, without a schema.
+"""The syntax of configurations: a schema-less tree of nested entries with their positions.
 
 json_format.py       JSON to a tree, and a message to JSON
 message_builder.py   a tree to a message
@@ -12,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Far above what the schema nests (8), far below what would exhaust the interpreter's stack.
+# The schema nests 8 levels; the interpreter's stack is exhausted only far above this limit.
 MAX_DEPTH = 64
 
 Kind = Literal["word", "number", "string", "bool"]
@@ -20,7 +20,7 @@ Kind = Literal["word", "number", "string", "bool"]
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One value: a `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`."""
+    """A value: a `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`."""
 
     kind: Kind
     value: str | int | float | bytes | bool
@@ -30,7 +30,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`name: value`; several `values`, or none, only where `listed` (written in brackets)."""
+    """`name: value`. Only a `listed` entry (in brackets) may have several values, or none."""
 
     name: str
     values: list[Scalar | MessageValue]
@@ -41,14 +41,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class MessageValue:
-    """The entries between braces, in order."""
+    """The entries of a message, in order."""
 
     at: str
     entries: list[Entry] = field(default_factory=list)
 
 
 class Malformed(Exception):
-    """The text cannot be read at all; `at` is a position ("12:7"), "" where there is none."""
+    """The error of text that cannot be parsed; `at` is a position ("12:7"), or "" if unknown."""
 
     def __init__(self, at: str, message: str) -> None:
         super().__init__(message)
@@ -57,12 +57,12 @@ class Malformed(Exception):
 
 
 class Lines:
-    """The lines of a text: what position an offset is."""
+    """The line starts of a text, which convert offsets to positions."""
 
     def __init__(self, text: str) -> None:
         self._starts = [0] + [match.end() for match in re.finditer("\n", text)]
 
     def at(self, offset: int) -> str:
-        """ "LINE:COLUMN", both from 1, the column in characters."""
+        """Return "LINE:COLUMN" of an offset, both from 1 and counted in characters."""
         line = bisect_right(self._starts, offset)
         return f"{line}:{offset - self._starts[line - 1] + 1}"

@@ -1,4 +1,7 @@
-"""A message as JSON: proto3 JSON in, and out exactly as GET /v2/models/NAME/config prints it."""
+"""Conversion from proto3 JSON to a tree, and from a message to JSON.
+
+Messages are converted to exactly the JSON of GET /v2/models/NAME/config.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 
 
 _QUOTED = r'"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\''
-# What begins a name or a value in JSON.
+# The start of a name or a value in JSON.
 _BEGINNING = re.compile(rf"{_QUOTED}|[{{\[]|[^\s{{}}\[\]:,\"']+", re.DOTALL)
-# What protobuf's reader takes, and JSON has in other words: texts in single quotes, names without
-# quotes, a comma behind the last member.
+# Extensions of JSON that protobuf's reader accepts: strings in single quotes, names without quotes,
+# trailing commas.
 _LENIENT = re.compile(
     rf"(?P<text>{_QUOTED})|(?<![\w$])(?P<name>[A-Za-z_$][\w$]*+)(?=\s*+:)"
     r"|(?<![\[{,])(?P<comma>,)(?=\s*+[}\]])",
@@ -33,10 +36,15 @@ _TO_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
 def decode_json(text: str, members: Callable[[list[tuple[str, Any]]], Any]) -> Any:
-    """The value that a JSON text says, read as leniently as by protobuf's reader; `members` makes
-    an object of its members.
+    """Return the value of a JSON text, read as leniently as by protobuf's reader.
 
-    Raises ValueError, with what is wrong by JSON's own rules, and what `members` raises.
+    Args:
+        text: The text.
+        members: The constructor of an object from its members (json's `object_pairs_hook`).
+
+    Raises:
+        ValueError: The text is not JSON; the message refers to standard JSON.
+        Exception: Any exception of `members`.
     """
     try:
         return json.loads(text, object_pairs_hook=members)
@@ -63,15 +71,19 @@ def _requoted(found: re.Match[str]) -> str:
 
 
 def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
-    """The tree of a decoded JSON object; null, a member or in a list, is left out.
+    """Return the tree of a decoded JSON object, without null members and elements.
 
-    With the positions in the `text` that it was decoded from, where there is one. Raises Malformed
-    for a member that JSON could not have held, for lists of lists and for nesting beyond
-    `MAX_DEPTH`.
+    Args:
+        value: The decoded object.
+        text: The text that it was decoded from, for positions; "" if there is none.
+
+    Raises:
+        Malformed: A member is no JSON value, a list contains a list, or the nesting exceeds
+            `MAX_DEPTH`.
     """
     places: Iterator[str] = repeat("")
     if text:
-        # A decoded object keeps the order of its text: so they come in the order they are asked.
+        # Decoded objects keep the order of the text, so that positions are consumed in that order.
         places = map(Lines(text).at, (found.start() for found in _BEGINNING.finditer(text)))
     return _block(value, next(places), places, 1)
 
@@ -111,7 +123,7 @@ def _value(value: object, places: Iterator[str], depth: int) -> Scalar | Message
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """The JSON object of a message: every primitive field; where set, sub-messages and oneofs."""
+    """Return a message as a JSON object: all primitive fields, and the submessages that are set."""
     shown: dict[str, Any] = {}
     for target in cast("list[FieldDescriptor]", message.DESCRIPTOR.fields):
         value: Any = getattr(message, target.name)
@@ -129,7 +141,8 @@ def to_dict(message: Message) -> dict[str, Any]:
 
 
 def _is_always_shown(target: FieldDescriptor) -> bool:
-    # proto3 `optional` is a oneof of one member, named after it: in JSON one more primitive.
+    # A proto3 `optional` field is the only member of a oneof named after it; JSON treats it as a
+    # primitive field.
     group = target.containing_oneof
     return target.message_type is None and (group is None or group.name == f"_{target.name}")
 
@@ -152,7 +165,7 @@ def _shown_float(value: float, *, is_single: bool) -> float | str:
         return "Infinity" if value > 0 else "-Infinity"
     if is_single:
         stored = struct.pack("f", value)
-        # The shortest text that reads back as the same float32; 9 digits always do.
+        # The shortest text that reads back as the same float32; 9 digits always suffice.
         for digits in range(6, 10):
             short = float(f"{value:.{digits}g}")
             if _single(short) == stored:
@@ -163,10 +176,10 @@ def _shown_float(value: float, *, is_single: bool) -> float | str:
 def _single(value: float) -> bytes | None:
     try:
         return struct.pack("f", value)
-    except OverflowError:  # rounding up the largest float32
+    except OverflowError:  # the largest float32, rounded up
         return None
 
 
 def _number_source(value: int | float) -> str:
-    # int's repr refuses thousands of digits; nobody wants to read them either.
+    # repr() rejects integers of thousands of digits.
     return repr(value) if not 1e100 <= abs(value) < math.inf else "a huge number"

@@ -1,5 +1,4 @@
-"""The message builder: a syntax tree to a protobuf message, collecting what does not fit the
-schema."""
+"""The builder of a protobuf message from a syntax tree; it collects violations of the schema."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _FLOAT_WORDS = {
 }
 _BOOL_WORDS = {"true": True, "True": True, "t": True, "false": False, "False": False, "f": False}
 
-# What people write for a datatype, without TYPE_, where spelling alone would suggest another one.
+# Common names of datatypes, without TYPE_, for which the nearest spelling is a wrong datatype.
 _DATA_TYPES = {
     "BYTES": "STRING",
     "HALF": "FP16",
@@ -52,21 +51,28 @@ _JSON_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 class _Wrong(Exception):
-    """The value does not fit the field; the text says why."""
+    """A value that does not fit its field; the text is the reason."""
 
 
 @dataclass(slots=True)
 class Builder:
-    """One filling; `json`: values as in proto3 JSON. `places` and `problems` as of a `Source`."""
+    """A builder of one message.
+
+    Attributes:
+        json: Whether values follow the rules of proto3 JSON.
+        places: The positions, as in `Source`.
+        problems: The problems, as in `Source`.
+    """
 
     json: bool = False
     places: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def fill(self, message: Message, block: MessageValue, path: Key = ()) -> None:
-        """Set every entry of `block` on `message`; add what does not fit to `problems`.
+        """Set every entry of `block` on `message`, and add violations of the schema to `problems`.
 
-        What does not fit in a list leaves an empty element, so that the others keep their numbers.
+        A list element that does not fit becomes an empty element, so that the indices of the other
+        elements do not change.
         """
         descriptor = cast("Descriptor", message.DESCRIPTOR)
         seen: dict[str, str] = {}
@@ -228,8 +234,8 @@ class Builder:
 
 
 def is_repeated(target: FieldDescriptor) -> bool:
-    """Whether a field holds a list (or a map)."""
-    # protobuf 5 has only `label`, which newer runtimes deprecate for `is_repeated`.
+    """Check whether a field holds a list or a map."""
+    # protobuf 5 has only `label`, which newer runtimes deprecate in favour of `is_repeated`.
     newer = getattr(target, "is_repeated", None)
     if newer is not None:
         return bool(newer)
@@ -237,14 +243,14 @@ def is_repeated(target: FieldDescriptor) -> bool:
 
 
 def is_map(target: FieldDescriptor) -> bool:
-    """Whether a field holds a map."""
+    """Check whether a field holds a map."""
     return target.message_type is not None and bool(target.message_type.GetOptions().map_entry)
 
 
 def _clash(target: FieldDescriptor, seen: dict[str, str]) -> str | None:
-    """Why a singular field cannot be set (again, or besides another of its oneof), or None.
+    """Return why a singular field cannot be set, or None, and record the field in `seen`.
 
-    Notes in `seen` that it is set now.
+    A field is rejected if it, or another field of its oneof, is set already.
     """
     if is_repeated(target):
         return None
@@ -280,7 +286,7 @@ def _put(container: Any, pair: Any) -> None:
 
 
 def _pair(item: Entry) -> MessageValue:
-    """JSON's `"key": value` as the map entry that text format writes out."""
+    """Return the entry `"key": value` of a JSON map as the map entry of the text format."""
     key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
     value = Entry("value", item.values, item.listed, True, item.at)
     return MessageValue(item.at, [Entry("key", [key], False, True, item.at), value])
@@ -313,7 +319,7 @@ def _unknown_field(descriptor: Descriptor, name: str) -> str:
 
 
 def _enum_hint(enum: EnumDescriptor, name: str) -> str:
-    # Compared without what all of them start with (TYPE_, KIND_), which would make any two alike.
+    # The common prefix (TYPE_, KIND_) is ignored, since it would make all names similar.
     shared = next(iter(enum.values_by_name)).partition("_")[0] + "_"
     names = {known.removeprefix(shared).lower(): known for known in enum.values_by_name}
     meant = name.upper().removeprefix(shared)

@@ -1,8 +1,8 @@
-"""The parser of protobuf text format: to a syntax tree with positions, without a schema.
+"""The parser of protobuf text format into a schema-less syntax tree with positions.
 
 The grammar is https://protobuf.dev/reference/protobuf/textformat-spec without extensions and Any,
-which no field of a model's configuration can hold. Written out here because protobuf's own parser
-stops at the first unknown name, and a configuration's author wants all of the mistakes at once.
+which no field of a configuration contains. Protobuf's own parser is not used because it stops at
+the first unknown name, whereas this server reports all mistakes at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ESCAPE = re.compile(
 )
 _PLAIN = dict(zip(b"abfnrtv\\'\"?", b"\a\b\f\n\r\t\v\\'\"?", strict=True))
 _CLOSING = {"{": "}", "<": ">"}
-_MAX_DIGITS = 1000  # int() refuses thousands of digits with an error of its own
+_MAX_DIGITS = 1000  # int() rejects thousands of digits with an unsuitable error
 
 TokenKind = Literal["string", "number", "word", "mark", "end"]
 
@@ -43,7 +43,11 @@ class _Token:
 
 
 def parse(text: str) -> MessageValue:
-    """The tree of a text-format message; raises Malformed with "line:column" (both from 1)."""
+    """Return the tree of a text-format message.
+
+    Raises:
+        Malformed: The text is malformed; the position is "line:column", both from 1.
+    """
     return _Parser(text).run()
 
 

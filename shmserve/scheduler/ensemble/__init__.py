@@ -1,14 +1,11 @@
-"""The scheduling of an ensemble: to its clients the scheduler of a model, to the schedulers of its
-steps a client.
+"""The scheduling of an ensemble: the scheduler of a model to its clients, and a client of the
+schedulers of its steps.
 
-core.py            what each message changes (no clock, no socket)
-live.py            the requests that are not done: their failures, deadlines, and what has changed
-graph.py           steps and the tensors between them, from the configuration
-flow.py            the data flow of one request: tensors in, steps to run and responses out
-values.py          a tensor on its way, counted by who uses it
-steps/             steps are run, and what comes of them
-requests.py        a request of the ensemble, and those of its steps
-responses.py       what clients are told, and are reading
-memory.py          the ensemble's arena, and workers' arenas
-device_blocks.py   its memory on CUDA devices
+core.py            the decisions on each message (no clock, no socket)
+request.py         a request, its states, its end, and the messages to its client
+flow.py            the graph of the steps, and the data flow of one request
+memory.py          tensors between steps and their memory: arenas and CUDA devices
+runner.py          the steps in flight, and the links to their schedulers
+step_messages.py   a step -> its request; its response -> values in the data flow
+targets.py         the schedulers that serve the models of the steps
 """

@@ -1,9 +1,8 @@
-"""The ensemble core: to its clients the scheduler of a model, to the schedulers of its steps a
-client.
+"""The core of an ensemble, a scheduler to its clients and a client of its steps' schedulers.
 
-admit, cancel, ...        a client's message, by the front
-from_step, from_control   a step's scheduler's, or the supervisor's
-tick                      now: run steps, respond, expire
+admit, cancel, ...        a client's message, from the front
+from_step, from_control   a message of a step's scheduler, or of the supervisor
+tick                      run steps, respond, expire
 """
 
 from __future__ import annotations
@@ -11,37 +10,37 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple, assert_never
 
-from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported
+from shmserve.errors import (
+    Internal,
+    InvalidArgument,
+    QueueFull,
+    ShmserveError,
+    Unavailable,
+    Unsupported,
+)
 from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.publications import ModelPublished, SchedulerLost
 from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.descriptors import Place, unpack_place
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.ensemble.flow import Plan
-from shmserve.scheduler.ensemble.graph import Graph
-from shmserve.scheduler.ensemble.live import LiveRequests
-from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.requests import EnsembleRequest
-from shmserve.scheduler.ensemble.responses import EnsembleResponses, check_places
-from shmserve.scheduler.ensemble.steps.outputs import StepLinks
-from shmserve.scheduler.ensemble.steps.runner import StepRunner, let_go
-from shmserve.scheduler.ensemble.steps.submission import placed_sizes
-from shmserve.scheduler.ensemble.steps.targets import Targets
-from shmserve.scheduler.ensemble.values import ABSENT, Value
+from shmserve.scheduler.ensemble.flow import Flow, Graph, Plan, Tensors
+from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
+from shmserve.scheduler.ensemble.request import EnsembleRequest, EnsembleRequests, State
+from shmserve.scheduler.ensemble.runner import StepLinks, StepRunner
+from shmserve.scheduler.ensemble.step_messages import placed_sizes
+from shmserve.scheduler.ensemble.targets import Targets
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.requests.queue import EXPIRED
+from shmserve.scheduler.requests.queue import EXPIRED, believable
 from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics import (
-    Reason,
-    Statistics,
-)
+from shmserve.scheduler.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +51,31 @@ _DEADLOCK = (
 _MANY = "a step gives any number of responses by now, and the ensemble gives one: load it again"
 
 
-class _Known(NamedTuple):
-    """What follows from a request's schema: the outputs that it wants, and its size in a batch."""
+class _KnownRequest(NamedTuple):
+    """What follows from a request's schema.
 
-    schema: RequestSchema
+    Attributes:
+        entries: The number of entries in the data.
+        inputs: The name and kind of each input, and whether it is a condition.
+        absent: The inputs that the request omits.
+        outputs: The outputs that the request asks for.
+        placed: The outputs with places in the client's memory.
+        own_schema: See `EnsembleRequest`.
+        units: The batch size.
+    """
+
+    entries: int
+    inputs: tuple[tuple[str, TensorKind, bool], ...]
+    absent: tuple[tuple[str, Value], ...]
     outputs: tuple[str, ...]
+    placed: tuple[str, ...]
+    parameters: dict[str, Any]
+    own_schema: bytes
     units: int
 
 
 class EnsembleCore(Core[EnsembleRequest]):
-    """One ensemble's requests, each a flow of tensors through its steps."""
+    """The core of one ensemble, whose requests are flows of tensors through its steps."""
 
     def __init__(
         self,
@@ -72,31 +86,25 @@ class EnsembleCore(Core[EnsembleRequest]):
         memory: EnsembleMemory,
         cache: ResponseCache | None = None,
     ) -> None:
-        graph = Graph.of(config)
-        signature = Signature(config, settings.version)
+        graph = self._graph = Graph.of(config)
+        signature = self._signature = Signature(config, settings.version)
         statistics = self.statistics = Statistics(settings)
-        responses = EnsembleResponses(signature, settings.decoupled, memory, statistics, cache)
-        live = LiveRequests(settings.name, statistics, responses)
-        targets = Targets(graph)
-        steps = StepRunner(graph, targets, links, memory, live)
-        self._live = live
-        self._targets = targets
-        self._steps = steps
-        self._responses = responses
-        self._graph = graph
+        targets = self._targets = Targets(graph)
+        requests = self._requests = EnsembleRequests(
+            settings.name, signature, settings.decoupled, memory, statistics, cache
+        )
+        self._steps = StepRunner(graph, targets, links, memory, requests)
         self._decoupled = settings.decoupled
-        self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are wanted
-        self._plans_of = 0
-        self._schemas: Schemas[_Known] = Schemas(self._derive)
-        self._signature = signature
-        self._batch_size = signature.max_batch_size
+        self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are asked for
+        self._plans_of = 0  # `Targets.changes` when the plans were made
+        self._schemas: Schemas[_KnownRequest] = Schemas(self._derive)
         self._planned_bytes = 0  # of memory between steps, for a request
         self._control = control
         self._memory = memory
         self._cache = cache
-        # Of steps that max_inflight_requests has no room for; 0: any number.
+        # Of steps that wait because of max_inflight_requests; 0: unlimited.
         self._most_waiting = settings.policies.default.max_queue_size
-        self._endpoints: dict[tuple[str, str], str] = {}  # of all models that serve
+        self._endpoints: dict[tuple[str, str], str] = {}  # of all models that are served
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -114,99 +122,136 @@ class EnsembleCore(Core[EnsembleRequest]):
         lookup: Lookup | None,
         now_ns: int,
     ) -> None:
-        self._live.now_ns = now_ns
         self.check(submit, now_ns)
         if 0 < self._most_waiting <= self._steps.waiting:
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
-            request = self._request(client, submit, now_ns)
+            request = self._request(client, submit, lookup, now_ns)
         except MalformedMessage as error:
             logger.error("a request cannot be read: %s", error)
             raise Internal("internal error") from None
-        request.lookup = lookup
-        self._live.add(request)
+        self._requests.add(request)
 
     def _request(
-        self, client: Client[EnsembleRequest], message: Submit, now_ns: int
+        self,
+        client: Client[EnsembleRequest],
+        submit: Submit,
+        lookup: Lookup | None,
+        now_ns: int,
     ) -> EnsembleRequest:
-        """The request that a message submits, its flow begun. Raises MalformedMessage, Unavailable
-        when a step has no model, InvalidArgument when a tensor lies where it cannot."""
-        known = self._schemas.find(message.schema) or self._schemas.learn(message.schema)
-        inference = known.schema.inference(message.data)
-        graph, plan = self._graph, self._plan(known.outputs)
-        request = EnsembleRequest(client, message, inference, plan, known.units, now_ns)
-        check_places(request, graph)
-        inputs = dict.fromkeys(graph.inputs, ABSENT)
-        for tensor in inference.inputs:
-            holds = tensor.name not in graph.conditions or self._memory.any_true(tensor)
-            inputs[tensor.name] = Value(tensor, holds=holds, batched=self._batch_size > 0)
-        request.flow.begin(inputs)
-        return request
+        """Return the request that a message submits, its inputs in the data flow.
 
-    def _derive(self, packed: bytes) -> _Known:
-        schema = RequestSchema(packed)
-        outputs = tuple(output.name for output in schema.outputs) or self._graph.outputs
-        return _Known(schema, outputs, self._signature.fit(packed).batch_size or 1)
+        Raises:
+            MalformedMessage: The message cannot be read.
+            Unavailable: The model of a step is not served.
+            InvalidArgument: A tensor lies where it must not.
+        """
+        known = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
+        data, plan = submit.data, self._plan(known.outputs)
+        if len(data) != known.entries:
+            raise MalformedMessage("a request's data do not match its schema")
+        inputs: list[tuple[str, Value]] = []
+        for (name, kind, is_condition), raw in zip(known.inputs, data, strict=False):
+            where = raw if type(raw) is bytes else unpack_place(raw)
+            holds = not is_condition or self._memory.any_true(name, where)
+            inputs.append((name, Value(kind, where, None, holds)))
+        places: dict[str, Place] = {}
+        if known.placed:
+            placed = map(unpack_place, data[len(inputs) :])
+            places = dict(zip(known.placed, placed, strict=True))
+            _check_places(places, inputs, plan, self._graph)
+        flow = Flow(plan)
+        flow.begin((*inputs, *known.absent) if known.absent else inputs)
+        return EnsembleRequest(
+            client,
+            submit,
+            plan,
+            known.units,
+            places,
+            known.parameters,
+            known.own_schema,
+            lookup,
+            believable(submit.arrived_ns, now_ns),
+            now_ns,
+            max(submit.deadline_ns, 0),
+            now_ns,
+            flow,
+        )
+
+    def _derive(self, packed: bytes) -> _KnownRequest:
+        schema, graph = RequestSchema(packed), self._graph
+        batched = self._signature.max_batch_size > 0
+        inputs = tuple(
+            (name, TensorKind(datatype, shape, batched), name in graph.conditions)
+            for name, datatype, shape, _ in schema.inputs
+        )
+        given = {name for name, _, _ in inputs}
+        placed = tuple(output.name for output in schema.outputs if output.placed)
+        return _KnownRequest(
+            schema.count,
+            inputs,
+            tuple((name, ABSENT) for name in graph.inputs if name not in given),
+            tuple(output.name for output in schema.outputs) or graph.outputs,
+            placed,
+            schema.parameters,
+            packed if placed or schema.parameters else b"",
+            self._signature.fit(packed).batch_size or 1,
+        )
 
     def _plan(self, outputs: tuple[str, ...]) -> Plan:
-        """Shared by requests that want the same outputs, while the models of the steps stay."""
+        """Return the plan for these outputs, which is valid until the models of the steps change.
+
+        Raises:
+            Unavailable: The model of a step is not served.
+        """
         if self._plans_of != self._targets.changes or len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
             self._plans_of = self._targets.changes
         plan = self._plans.get(outputs)
         if plan is None:
-            plan = self._plans[outputs] = Plan(self._graph, outputs, self._targets)
+            plan = self._plans[outputs] = Plan(self._graph, outputs, self._targets.find)
         return plan
 
     def hit(
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        self._responses.hit(client, submit, lookup, now_ns)
+        self._requests.hit(client, submit, lookup, now_ns)
 
     def worded(self, text: str) -> str:
-        return self._live.told(text)
+        return self._requests.error_text(text)
 
     def cancel(self, request: EnsembleRequest, now_ns: int, listening: bool = False) -> None:
-        self._live.now_ns = now_ns
-        self._live.fail(request, "CANCELLED", "request cancelled")
+        self._requests.fail(request, "CANCELLED", "request cancelled", now_ns)
         self._steps.cancel(request)
 
     def credit(self, request: EnsembleRequest, responses: int, now_ns: int) -> None:
-        self._responses.credit(request, responses)
-        self._live.touch(request)
+        self._requests.credit(request, responses)
 
     def release(self, client: Client[EnsembleRequest], message: Release) -> None:
         self._memory.lent.release(client.pid, message.memory, message.offsets)
 
     def disconnect(self, client: Client[EnsembleRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):
-            if request.failure is None:
-                self.statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
-            request.left()
+            self._requests.abandon(request, now_ns)
             self._steps.cancel(request)
 
     def stop(self, request: EnsembleRequest, now_ns: int) -> None:
-        self._live.now_ns = now_ns
-        if not request.told and not request.gone:
-            self._live.fail(request, Unavailable.code, stopping(request.submit.request_id))
-            self._responses.failed(request)
+        self._requests.stop(request, stopping(request.submit.request_id), now_ns)
 
     # --- steps and supervisor ---------------------------------------------------------------------
 
     def from_step(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
         """Handle a message of the scheduler at `endpoint`."""
-        self._live.now_ns = now_ns
-        self._steps.hear(endpoint, message)
+        self._steps.take(endpoint, message, now_ns)
 
     def from_control(self, message: SupervisorToEnsemble, now_ns: int) -> None:
-        self._live.now_ns = now_ns
         match message:
             case ModelPublished():
                 self._published(message)
                 if message.acknowledge:
                     self._control.post(Acknowledged(message.acknowledge))
             case SchedulerLost():
-                self._steps.lost(message.endpoint, message.successor)
+                self._steps.lost(message.endpoint, message.successor, now_ns)
                 for key, endpoint in list(self._endpoints.items()):
                     if endpoint == message.endpoint:
                         del self._endpoints[key]
@@ -217,7 +262,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         key = (message.name, message.version)
         if self._endpoints.get(key) != message.endpoint:
             self._endpoints[key] = message.endpoint
-            # Any model may be under a step, of an ensemble that is one, too.
+            # A step may be an ensemble itself, so that the results depend on any model.
             if self._cache is not None:
                 self._cache.clear()
         self._targets.publish(message)
@@ -225,18 +270,21 @@ class EnsembleCore(Core[EnsembleRequest]):
             self._plan_memory()
 
     def _plan_memory(self) -> None:
-        """As soon as all steps' models are known: what a request needs between its steps, as far as
-        that is fixed, is there before the first one comes."""
+        """Reserve the memory of fixed size between the steps of a request.
+
+        This is done before the first request, as soon as the models of all steps are known.
+        """
         graph, targets = self._graph, self._targets
         try:
             known = [(step, targets.find(step)) for step in graph.steps]
-            devices = Plan(graph, graph.outputs, targets).devices
+            devices = Plan(graph, graph.outputs, targets.find).devices
         except ShmserveError:
             return
+        batch_size = self._signature.max_batch_size
         blocks = [
             (size, devices.get(step.outputs[name]))
             for step, target in known
-            for name, size in placed_sizes(step, target, graph, self._batch_size).items()
+            for name, size in placed_sizes(step, target, graph, batch_size).items()
         ]
         self._planned_bytes = sum(size for size, _ in blocks)
         if blocks:
@@ -250,86 +298,77 @@ class EnsembleCore(Core[EnsembleRequest]):
             )
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
-        self._live.now_ns = now_ns
         self._memory.process_exited(pid)
         self._memory.lent.drop_reader(pid)
 
     @property
     def live(self) -> int:
-        return self._live.count
+        return self._requests.count
 
     # --- time -------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        self._live.now_ns = now_ns
-        timers = self._live.timers
-        if now_ns >= timers.due_ns:
-            for request in self._live.expired():
+        requests = self._requests
+        if now_ns >= requests.timers.due_ns:
+            for request in requests.expire(now_ns):
                 self._steps.cancel(request)
-        while self._live.touched:
-            for request in self._live.changed():
-                self._advance(request)
-        return timers.due_ns
+        while requests.touched:
+            for request in requests.changed():
+                self._advance(request, now_ns)
+        return requests.timers.due_ns
 
-    def _advance(self, request: EnsembleRequest) -> None:
-        """Run the steps of a request that can run, and respond; end it when nothing is left."""
-        flow = request.flow
-        while flow.firings and not request.over:
-            firings, flow.firings = flow.firings, []
-            for firing in firings:
-                self._steps.run(request, firing)
-        if flow.unused:
-            _release(flow.unused)
+    def _advance(self, request: EnsembleRequest, now_ns: int) -> None:
+        """Submit the steps of a request that can run, send its responses, or end it."""
+        flow, requests = request.flow, self._requests
+        if flow.firings:
+            self._steps.run(request, now_ns)
         if not self._decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _MANY
-            self._live.fail(request, Unsupported.code, text)
+            requests.fail(request, Unsupported.code, text, now_ns)
             self._steps.cancel(request)
-        if request.over:
-            self._drop(request)
+        if request.state is not State.RUNNING:
+            # A step that runs may have to wait until what the flow keeps is released.
+            flow.close()
+            self._steps.drop_waiting(request)
         elif self._decoupled:
-            self._responses.relay(request, self._live.now_ns)
+            requests.relay(request, now_ns)
         if request.running or request.waiting:
             return
-        if not request.over and self._decoupled and flow.responses:
-            return  # until its client has read some
-        if not request.over and not self._decoupled and not flow.responded:
-            text = id_prefix(request.submit.request_id) + _DEADLOCK
-            self._live.fail(request, "INVALID_ARG", text)
-        self._end(request)
-
-    def _drop(self, request: EnsembleRequest) -> None:
-        """Release what was still to come of a request that is over, and what its flow keeps: a step
-        that runs may have to wait until that is read."""
-        flow = request.flow
-        for firing in flow.firings:
-            let_go(firing)
-        for response in flow.responses:
-            _release(list(response.values()))
-        flow.close()
-        _release(flow.unused)
-        self._steps.forget(request)
-
-    def _end(self, request: EnsembleRequest) -> None:
-        if not self._live.end(request):
-            return
-        if request.over:
-            self._drop(request)
-        self._responses.end(request, self._live.now_ns)
-        request.flow.close()
-        _release(request.flow.unused)
+        if request.state is State.RUNNING:
+            if self._decoupled:
+                if flow.responses:
+                    return  # until the client has read some
+            elif not flow.responded:
+                text = id_prefix(request.submit.request_id) + _DEADLOCK
+                requests.fail(request, "INVALID_ARG", text, now_ns)
+        requests.end(request, now_ns)
 
     def gauges(self) -> dict[str, Any]:
         return {
-            "pending": 0,  # what waits, waits for its steps
-            "executing": self._live.count,
+            "pending": 0,  # requests wait in the queues of their steps
+            "executing": self._requests.count,
             "instances": {},
             "open_sequences": 0,
-            "malformed": 0,
+            "malformed": self._steps.malformed,
         }
 
 
-def _release(values: list[Value]) -> None:
-    """Nobody uses these any more."""
-    for value in values:
-        value.release()
-    values.clear()
+def _check_places(places: dict[str, Place], inputs: Tensors, plan: Plan, graph: Graph) -> None:
+    """Check that no output is written over an input that another step reads.
+
+    Raises:
+        InvalidArgument: An output is.
+    """
+    for name, place in places.items():
+        writer = graph.writers[name]
+        for tensor, value in inputs:
+            route = plan.routes.get(tensor)
+            if route is None or not isinstance(value.data, Place):
+                continue
+            if any(each.step is not writer for each in route.readers) and place.overlaps(
+                value.data
+            ):
+                raise InvalidArgument(
+                    f"output '{name}' is to go over input '{tensor}', which other "
+                    "steps of the ensemble read"
+                )

@@ -1,109 +1,353 @@
-"""The data flow of one request through an ensemble's graph: tensors in, steps to run out (pure).
+"""The data flow of an ensemble: its graph, plans for outputs, and the flow of a request (pure).
 
-A step runs once for each number at which all that it reads is there. Tensors that there is one of
-count at every number; the others are numbered by the responses of the step that they come from
-(graph.py). A response of the ensemble with a number has all the outputs of that number.
+    Graph   the steps of the configuration and the tensors between them
+    Plan    the steps that some outputs need, and where each tensor goes; shared by many requests
+    Flow    one request: tensors go in, steps to run and responses come out
 
-Where a step is not run, its outputs are `SKIPPED`, and so are the steps that need one of them;
-what a model has not given is `ABSENT`: a step that needs it fails as if its client had left it out.
-Inputs that are optional are left out either way.
+A tensor has an origin: the last step before it that gives any number of responses, or `ONCE`. All
+tensors of one origin are numbered by that step's responses. A step runs once for each number at
+which all tensors that it reads are present; tensors with the origin `ONCE` count at every number. A
+response of the ensemble with a number has all outputs of that number.
+
+The outputs of a step that is not run are `SKIPPED`, and so are the steps that need one of them. An
+output that a model has not given is `ABSENT`: a step that needs it fails as if its client had
+omitted it. Optional inputs are omitted in both cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step, origin_of
-from shmserve.scheduler.ensemble.values import ABSENT, SKIPPED, Value
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Value
+
+ONCE = -1  # the origin of tensors that exist once per request
+_ANY_NUMBER = -1  # of uses: the number is unknown until the request ends
+
+_CONDITION = "step[{}].condition"
+
+# Tensors by name, each with the value that it has at some number.
+Tensors = Sequence[tuple[str, Value]]
 
 
-class Firing(NamedTuple):
-    """Run a step with these inputs, by the model's names."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A model to run.
 
-    step: Step
-    number: int
-    inputs: dict[str, Value]
+    Attributes:
+        version: The model's version; "" is the latest.
+        inputs: The ensemble's tensor for each input of the model.
+        outputs: The ensemble's tensor for each output of the model.
+        condition: The tensor that decides whether the step runs, or "".
+        reads: The tensors that the step waits for.
+    """
+
+    index: int
+    model: str
+    version: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    condition: str = ""
+    reads: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        read = {*self.inputs.values(), *([self.condition] if self.condition else [])}
+        object.__setattr__(self, "reads", frozenset(read))
 
 
-class StepModels(Protocol):
-    """The models of an ensemble's steps. All raise Unavailable for one that does not serve."""
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The steps of an ensemble in the order of its configuration, and its inputs and outputs.
 
-    def decoupled(self, step: Step) -> bool:
-        """Whether it gives any number of responses to a request."""
+    Attributes:
+        max_inflight: The number of requests that a step may have in flight, counted over all
+            requests of the ensemble; 0: unlimited.
+    """
 
-    def optional(self, step: Step) -> frozenset[str]:
-        """The inputs that it can do without."""
+    name: str
+    steps: tuple[Step, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    max_inflight: int = 0
 
-    def device(self, step: Step) -> int | None:
-        """The CUDA device in whose memory it takes and leaves tensors; None: in the host's."""
+    @classmethod
+    def of(cls, config: ModelSpec) -> Graph:
+        """Return the graph of an ensemble's configuration."""
+        scheduling = config.ensemble_scheduling
+        assert scheduling is not None
+        return cls(
+            config.name,
+            tuple(
+                Step(
+                    index,
+                    step.model_name,
+                    step.version,
+                    step.input_map,
+                    step.output_map,
+                    config.parameters.get(_CONDITION.format(index), ""),
+                )
+                for index, step in enumerate(scheduling.step)
+            ),
+            tuple(each.name for each in config.input),
+            tuple(each.name for each in config.output),
+            scheduling.max_inflight_requests,
+        )
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[Step, ...]]:
+        """The steps that wait for each tensor."""
+        found: dict[str, list[Step]] = {}
+        for step in self.steps:
+            for tensor in step.reads:
+                found.setdefault(tensor, []).append(step)
+        return {tensor: tuple(steps) for tensor, steps in found.items()}
+
+    @cached_property
+    def writers(self) -> Mapping[str, Step]:
+        """The step that makes each tensor that is not an input."""
+        return {tensor: step for step in self.steps for tensor in step.outputs.values()}
+
+    @cached_property
+    def conditions(self) -> frozenset[str]:
+        """The tensors that decide whether a step runs."""
+        return frozenset(step.condition for step in self.steps if step.condition)
+
+    def needed(self, outputs: Iterable[str]) -> frozenset[int]:
+        """Return the indices of the steps that these outputs depend on."""
+        found: set[int] = set()
+        tensors = list(outputs)
+        while tensors:
+            step = self.writers.get(tensors.pop())
+            if step is not None and step.index not in found:
+                found.add(step.index)
+                tensors += step.reads
+        return frozenset(found)
+
+    def in_order(self) -> tuple[Step, ...]:
+        """Return the steps in topological order, without those in cycles."""
+        written = set(self.inputs)
+        ordered: list[Step] = []
+        waiting = list(self.steps)
+        while ready := [step for step in waiting if step.reads <= written]:
+            ordered += ready
+            waiting = [step for step in waiting if step not in ready]
+            for step in ready:
+                written.update(step.outputs.values())
+        return tuple(ordered)
+
+    def origins(self, decoupled: Callable[[Step], bool]) -> dict[str, int]:
+        """Return the origin of each tensor."""
+        found = dict.fromkeys(self.inputs, ONCE)
+        for step in self.in_order():
+            origin = step.index if decoupled(step) else origin_of(step, found)
+            found.update(dict.fromkeys(step.outputs.values(), origin))
+        return found
+
+
+def origin_of(step: Step, origins: Mapping[str, int]) -> int:
+    """Return the origin that a step follows; in a loaded graph it follows at most one."""
+    return max(origins[tensor] for tensor in step.reads)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepModel:
+    """The properties of a step's model that a plan depends on.
+
+    Attributes:
+        decoupled: Whether the model gives any number of responses to a request.
+        optional: The inputs that a request may omit.
+        device: The CUDA device whose memory the model reads and writes; None: the host's memory.
+    """
+
+    decoupled: bool
+    optional: frozenset[str]
+    device: int | None
+
+
+class Read(NamedTuple):
+    """A tensor that a step or a response waits for; `once`: its origin is `ONCE`."""
+
+    tensor: str
+    once: bool
+
+
+class PlannedStep:
+    """A step as the requests of one plan run it.
+
+    Attributes:
+        once: Whether the step runs at most once per request.
+        inputs: The model's inputs: the name, the ensemble's tensor, and whether it is optional.
+        kinds: What step_messages.py derived from the inputs of earlier requests.
+        responses: What that module derived from the schemas of earlier responses.
+    """
+
+    __slots__ = (
+        "condition",
+        "decoupled",
+        "index",
+        "inputs",
+        "kinds",
+        "once",
+        "outputs",
+        "reads",
+        "repeated",
+        "responses",
+        "step",
+    )
+
+    def __init__(self, step: Step, model: StepModel, origins: Mapping[str, int]) -> None:
+        self.step = step
+        self.index = step.index
+        self.outputs = step.outputs
+        self.condition = step.condition
+        self.decoupled = model.decoupled
+        self.once = origin_of(step, origins) == ONCE
+        self.reads = _reads(sorted(step.reads), origins)
+        self.inputs = tuple(
+            (name, tensor, name in model.optional) for name, tensor in step.inputs.items()
+        )
+        # The tensors that more than one input reads, once for each further input.
+        tensors = list(step.inputs.values())
+        self.repeated = tuple(t for n, t in enumerate(tensors) if t in tensors[:n])
+        self.kinds: dict[Any, Any] = {}
+        self.responses: dict[Any, Any] = {}
+
+
+class Route(NamedTuple):
+    """Where the values of a tensor go.
+
+    Attributes:
+        uses: How often each value is used; -1: any number of times.
+        once: Whether the origin of the tensor is `ONCE`.
+        readers: The steps that wait for the tensor.
+        is_output: Whether the response contains the tensor.
+    """
+
+    uses: int
+    once: bool
+    readers: tuple[PlannedStep, ...]
+    is_output: bool
 
 
 class Plan:
-    """The part of the graph common to all requests that want the same outputs."""
+    """The part of the graph that is common to all requests with the same outputs.
 
-    def __init__(self, graph: Graph, outputs: Iterable[str], models: StepModels) -> None:
-        self.outputs = tuple(outputs)
-        self.steps = graph.needed(self.outputs)
-        needed = [step for step in graph.steps if step.index in self.steps]
-        origins = graph.origins(models.decoupled)
-        self.decoupled = frozenset(step.index for step in needed if models.decoupled(step))
-        self.follows = {step.index: origin_of(step, origins) for step in needed}
-        self.origins = origins
-        self.once = frozenset(tensor for tensor, origin in origins.items() if origin == ONCE)
-        self.optional = {step.index: models.optional(step) for step in needed}
-        self.readers = {
-            tensor: tuple(step for step in readers if step.index in self.steps)
-            for tensor, readers in graph.readers.items()
+    Attributes:
+        routes: Where each tensor goes. A tensor that nothing uses has no route.
+        devices: The CUDA device of each tensor that stays in a device's memory.
+    """
+
+    def __init__(
+        self, graph: Graph, outputs: Iterable[str], models: Callable[[Step], StepModel]
+    ) -> None:
+        """Make a plan.
+
+        Args:
+            graph: The ensemble's graph.
+            outputs: The outputs that the requests ask for.
+            models: Returns the model of a step. Raises Unavailable if the model is not served.
+        """
+        wanted = tuple(dict.fromkeys(outputs))
+        self.outputs = frozenset(wanted)
+        origins = graph.origins(lambda step: models(step).decoupled)
+        needed = graph.needed(self.outputs)
+        self.steps = {
+            step.index: PlannedStep(step, models(step), origins)
+            for step in graph.steps
+            if step.index in needed
         }
-        self.responses_follow = max(origins[output] for output in self.outputs)
-        self.uses = {tensor: self._uses(tensor) for tensor in origins}
-        self.devices = self._devices(needed, graph.conditions, models)
-        # Stored by steps/submission.py: the kinds of the steps' requests. They are valid as long as
-        # the plan, because the models of the steps are the same.
-        self.kinds: dict[Any, Any] = {}
+        self.response = _reads(wanted, origins)
+        self.responds_once = all(read.once for read in self.response)
+        self.routes: dict[str, Route] = {}
+        for tensor, origin in origins.items():
+            readers = tuple(
+                self.steps[step.index]
+                for step in graph.readers.get(tensor, ())
+                if step.index in self.steps
+            )
+            is_output = tensor in self.outputs
+            follow_once = [step.once for step in readers]
+            if is_output:
+                follow_once.append(self.responds_once)
+            if follow_once:
+                once = origin == ONCE
+                uses = _ANY_NUMBER if once and not all(follow_once) else len(follow_once)
+                self.routes[tensor] = Route(uses, once, readers, is_output)
+        self.devices = self._devices(graph.conditions, models)
 
     def _devices(
-        self, needed: Iterable[Step], conditions: frozenset[str], models: StepModels
+        self, conditions: frozenset[str], models: Callable[[Step], StepModel]
     ) -> dict[str, int]:
-        """The tensors that stay on a device, because all steps that write and read them are there
-        and nobody else reads them."""
-        on = {step.index: models.device(step) for step in needed}
+        """Return the tensors whose writer and readers are all on one device."""
+        devices = {index: models(planned.step).device for index, planned in self.steps.items()}
         found: dict[str, int] = {}
-        for step in needed:
-            device = on[step.index]
-            for tensor in step.outputs.values():
-                readers = {on[reader.index] for reader in self.readers.get(tensor, ())}
-                if device is not None and readers == {device}:
+        for index, planned in self.steps.items():
+            device = devices[index]
+            for tensor in planned.outputs.values():
+                route = self.routes.get(tensor)
+                if device is None or route is None or route.is_output or tensor in conditions:
+                    continue
+                if all(devices[reader.index] == device for reader in route.readers):
                     found[tensor] = device
-        for tensor in (*self.outputs, *conditions):
-            found.pop(tensor, None)
         return found
 
-    def _uses(self, tensor: str) -> int:
-        """The uses of each tensor of this name: 0 for never, -1 for any number of times."""
-        follows = [self.follows[step.index] for step in self.readers.get(tensor, ())]
-        if tensor in self.outputs:
-            follows.append(self.responses_follow)
-        if self.origins[tensor] == ONCE and any(origin != ONCE for origin in follows):
-            return -1
-        return len(follows)
+
+def _reads(tensors: Iterable[str], origins: Mapping[str, int]) -> tuple[Read, ...]:
+    return tuple(Read(tensor, origins[tensor] == ONCE) for tensor in tensors)
+
+
+class Firing(NamedTuple):
+    """A step to run with these inputs.
+
+    Attributes:
+        inputs: The values by the model's names. Each holds a use for this step.
+        kinds: The kinds of all inputs of the model; None for those that are omitted.
+    """
+
+    step: PlannedStep
+    number: int
+    inputs: dict[str, Value]
+    kinds: tuple[TensorKind | None, ...]
+
+    def release(self) -> None:
+        """Release the inputs, which the step does not use any more."""
+        for value in self.inputs.values():
+            value.release()
 
 
 class Flow:
-    """One request. What is not used any more is in `unused`, for whoever keeps its memory;
-    `absent`: the outputs that a step should have made, and has not."""
+    """The data flow of one request. A value is released once nothing in the flow uses it.
+
+    Attributes:
+        firings: The steps to run.
+        responses: The responses to send. The values hold a use for the response.
+        absent: The outputs of responses that a step should have made and has not.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_fired",
+        "_left",
+        "_plan",
+        "_responded",
+        "_values",
+        "absent",
+        "firings",
+        "responses",
+    )
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._values: dict[tuple[str, int], Value] = {}
-        self._left: dict[tuple[str, int], int] = {}  # uses, of what has been used and will be again
-        self._begun: set[tuple[int, int]] = set()
-        self._responses: dict[int, int] = {}  # of steps that give any number
+        self._left: dict[tuple[str, int], int] = {}  # uses, where more than one is left
+        self._fired: set[tuple[int, int]] = set()
+        self._counts: dict[int, int] = {}  # responses of decoupled steps
         self._responded: set[int] = set()
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
-        self.unused: list[Value] = []
         self.absent: set[str] = set()
 
     @property
@@ -111,119 +355,128 @@ class Flow:
         """Whether there has been a response."""
         return bool(self._responded)
 
-    def begin(self, inputs: Mapping[str, Value]) -> None:
-        """The request's inputs; ABSENT are those that it lacks."""
+    def begin(self, inputs: Tensors) -> None:
+        """Put in the request's inputs; omitted inputs are ABSENT."""
         self._put(inputs, 0)
 
-    def respond(self, firing: Firing, outputs: Mapping[str, Value]) -> None:
-        """A response of a step, by the model's names; what it lacks is ABSENT."""
-        self._made(firing.step, firing.number, outputs, ABSENT)
+    def respond(self, step: PlannedStep, number: int, made: Tensors) -> None:
+        """Put in the tensors that a response of a step has; omitted outputs are ABSENT."""
+        if step.decoupled:
+            number = self._counts.get(step.index, 0)
+            self._counts[step.index] = number + 1
+        self._put(made, number)
 
     def close(self) -> None:
-        """The request is over: nothing is used any more."""
-        self.unused += self._values.values()
+        """Release all values, because the request has ended or failed."""
+        for firing in self.firings:
+            firing.release()
+        for response in self.responses:
+            for value in response.values():
+                value.release()
+        for value in self._values.values():
+            value.release()
         self._values.clear()
         self.firings.clear()
         self.responses.clear()
 
-    def _made(
-        self, step: Step, number: int, outputs: Mapping[str, Value], otherwise: Value
-    ) -> None:
-        if step.index in self._plan.decoupled:
-            number = self._responses.get(step.index, 0)
-            self._responses[step.index] = number + 1
-        made = {tensor: outputs.get(name, otherwise) for name, tensor in step.outputs.items()}
-        self._put(made, number)
-
-    def _put(self, made: Mapping[str, Value], number: int) -> None:
-        """Take values of tensors with one number, and see what can run or be told now."""
-        plan = self._plan
-        uses = plan.uses
-        for tensor, value in made.items():
-            if uses.get(tensor):
-                self._values[tensor, number] = value
-            else:
-                self.unused.append(value)
-        for tensor in made:
-            for step in plan.readers.get(tensor, ()):
-                if plan.follows[step.index] == ONCE or tensor not in plan.once:
-                    self._try(step, number)
+    def _put(self, made: Tensors, number: int) -> None:
+        """Store values with one number, and find the steps and responses that they complete."""
+        routes = self._plan.routes
+        for tensor, value in made:
+            route = routes.get(tensor)
+            if route is None:
+                value.release()
+                continue
+            self._values[tensor, number] = value
+            if route.uses != 1:
+                self._left[tensor, number] = route.uses
+        for tensor, _ in made:
+            route = routes.get(tensor)
+            if route is None:
+                continue
+            for step in route.readers:
+                if step.once or not route.once:
+                    self._fire(step, number)
                 else:
                     for at in self._numbers(step.reads):
-                        self._try(step, at)
-            if tensor not in plan.outputs:
+                        self._fire(step, at)
+            if not route.is_output:
                 continue
-            if plan.responses_follow == ONCE or tensor not in plan.once:
-                self._tell(number)
+            if self._plan.responds_once or not route.once:
+                self._respond(number)
             else:
-                for at in self._numbers(plan.outputs):
-                    self._tell(at)
+                for at in self._numbers(self._plan.response):
+                    self._respond(at)
 
-    def _numbers(self, tensors: Iterable[str]) -> Iterable[int]:
-        """The numbers for which a tensor that there is one of may be the last that lacked of
-        these."""
-        once = self._plan.once
-        for other in tensors:
-            if other not in once:
-                return sorted([at for name, at in self._values if name == other])
+    def _numbers(self, reads: Iterable[Read]) -> Iterable[int]:
+        """Return the numbers for which a tensor with the origin ONCE may have been the last."""
+        for tensor, once in reads:
+            if not once:
+                return sorted([at for name, at in self._values if name == tensor])
         return ()
 
-    def _taken(self, tensors: Iterable[str], number: int) -> dict[str, Value] | None:
-        """The values of tensors at a number; None while one lacks."""
-        values: dict[str, Value] = {}
-        there, once = self._values, self._plan.once
-        for tensor in tensors:
-            at = (tensor, 0 if tensor in once else number)
-            if at not in there:
+    def _take(self, reads: tuple[Read, ...], number: int) -> dict[str, Value] | None:
+        """Return the values at a number, each with a use for the caller; None if one is missing."""
+        values = self._values
+        keys = [(tensor, 0 if once else number) for tensor, once in reads]
+        for key in keys:
+            if key not in values:
                 return None
-            values[tensor] = there[at]
-        return values
+        taken: dict[str, Value] = {}
+        for key in keys:
+            left = self._left.get(key)
+            if left is None:
+                taken[key[0]] = values.pop(key)
+                continue
+            value = taken[key[0]] = values[key]
+            value.acquire()
+            if left == 2:
+                del self._left[key]
+            elif left != _ANY_NUMBER:
+                self._left[key] = left - 1
+        return taken
 
-    def _try(self, step: Step, number: int) -> None:
-        begun = (step.index, number)
-        if begun in self._begun:
+    def _fire(self, step: PlannedStep, number: int) -> None:
+        if (step.index, number) in self._fired:
             return
-        values = self._taken(step.reads, number)
+        values = self._take(step.reads, number)
         if values is None:
             return
-        self._begun.add(begun)
+        self._fired.add((step.index, number))
+        condition = step.condition
+        skipped = bool(condition) and not values[condition].holds
         inputs: dict[str, Value] = {}
-        skipped = bool(step.condition) and not values[step.condition].holds
-        for name, tensor in step.inputs.items():
+        kinds: list[TensorKind | None] = []
+        for name, tensor, optional in step.inputs:
             value = values[tensor]
-            if value.tensor is not None:
+            kinds.append(value.kind)
+            if value.kind is not None:
                 inputs[name] = value
-            elif value is SKIPPED and name not in self._plan.optional[step.index]:
+            elif value is SKIPPED and not optional:
                 skipped = True
         if skipped:
-            self._made(step, number, {}, SKIPPED)
-        else:
-            for value in inputs.values():
-                value.acquire()
-            self.firings.append(Firing(step, number, inputs))
-        self._used(step.reads, number)
+            for value in values.values():
+                value.release()
+            made = [(tensor, SKIPPED) for tensor in step.outputs.values()]
+            self.respond(step, number, made)
+            return
+        for tensor in step.repeated:
+            values[tensor].acquire()
+        if condition and condition not in step.step.inputs.values():
+            values[condition].release()
+        self.firings.append(Firing(step, number, inputs, tuple(kinds)))
 
-    def _tell(self, number: int) -> None:
+    def _respond(self, number: int) -> None:
         if number in self._responded:
             return
-        outputs = self._plan.outputs
-        values = self._taken(outputs, number)
+        values = self._take(self._plan.response, number)
         if values is None:
             return
         self._responded.add(number)
-        response = {name: value for name, value in values.items() if value.there}
-        self.absent.update(name for name, value in values.items() if value is ABSENT)
-        for value in response.values():
-            value.acquire()
+        response: dict[str, Value] = {}
+        for name, value in values.items():
+            if value.kind is not None:
+                response[name] = value
+            elif value is ABSENT:
+                self.absent.add(name)
         self.responses.append(response)
-        self._used(outputs, number)
-
-    def _used(self, tensors: Iterable[str], number: int) -> None:
-        plan = self._plan
-        for tensor in tensors:
-            at = (tensor, 0 if tensor in plan.once else number)
-            left = self._left.pop(at, plan.uses[tensor])
-            if left == 1:
-                self.unused.append(self._values.pop(at))
-            elif left > 1:
-                self._left[at] = left - 1

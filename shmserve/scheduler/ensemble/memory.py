@@ -1,40 +1,147 @@
-"""The memory of the tensors between steps, and who has them.
+"""The tensors of an ensemble's requests and the memory that they lie in.
 
-A tensor whose size is known before it is made is written by its step's worker into the ensemble's
-arena, where the next step's worker, or the client, reads it; between steps that are on one CUDA
-device, into memory of the ensemble's there. What a model returns as it was given is not written
-again: it keeps its block. Any other lies where its worker has
-put it: that arena's descriptor is passed on to the next step's worker, and held open here, so that
-it outlives the worker; of what the client is to read there is a copy in the ensemble's arena.
+A tensor whose size is known before it is made is written by its step's worker into a block of the
+ensemble's arena, where the next step's worker or the client reads it. Between steps that are on one
+CUDA device the block is in memory of the ensemble on that device. A tensor that a model returns
+unchanged keeps its block.
+
+Any other tensor lies in its worker's arena. The descriptor of that arena is held open here and
+passed to the next step's worker, so that the arena outlives its worker. A tensor that the client
+reads is copied from there into the ensemble's arena.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import starmap
+from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
-from shmserve.ipc.memory.lent import Block, LentMemory
+from shmserve.ipc.memory.arena import FreeList
+from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
+from shmserve.ipc.memory.lent import Block, LentMemory, Token
 from shmserve.ipc.memory.mappings import Mappings, opened
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
+from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.signature import agree
 
 logger = logging.getLogger(__name__)
+
+# Bytes of a CUDA allocation: large enough for the tensors of many requests, or for a large tensor.
+_SEGMENT_SIZE = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorKind:
+    """The datatype and shape of a tensor, compared by identity.
+
+    A kind belongs to the entry of the schema that a tensor came with. What was derived from some
+    kinds is therefore found without comparing names and shapes.
+
+    Attributes:
+        batched: Whether the first dimension is the batch dimension of the model that made it.
+    """
+
+    datatype: str
+    shape: tuple[int, ...]
+    batched: bool = False
+
+    def shape_for(self, dims: Sequence[int], batches: bool) -> tuple[int, ...]:
+        """Return the shape as another model takes it: a batch dimension of 1 is added or removed.
+
+        Args:
+            dims: The dimensions in that model's configuration.
+            batches: Whether that model has a batch dimension.
+        """
+        shape, batched = self.shape, self.batched
+        if batches and not batched and agree(dims, shape):
+            return (1, *shape)
+        if batched and not batches and shape[:1] == (1,) and agree(dims, shape[1:]):
+            return shape if agree(dims, shape) else shape[1:]
+        return shape
+
+
+class Value(Token):
+    """A tensor of a request, counted by its uses; `memory` is released after the last one.
+
+    Attributes:
+        kind: The tensor's kind; None: there is no tensor.
+        data: The tensor's bytes, or where they lie.
+        holds: Whether some element is true, if the tensor is a condition.
+        override: The parameters of a sequence in the response that contained the tensor.
+        held_credits: The credits for further responses of the producers, released with the value.
+    """
+
+    __slots__ = ("data", "held_credits", "holds", "kind", "memory", "override")
+
+    def __init__(
+        self,
+        kind: TensorKind | None,
+        data: bytes | Place,
+        memory: Token | None = None,
+        holds: bool = True,
+        override: dict[str, Any] | None = None,
+        held_credits: tuple[Token, ...] = (),
+    ) -> None:
+        self._users = 1
+        self.kind = kind
+        self.data = data
+        self.memory = memory
+        self.holds = holds
+        self.override = override
+        self.held_credits = held_credits
+        for credit in held_credits:
+            credit.acquire()
+
+    @property
+    def in_block(self) -> bool:
+        """Whether the tensor is inline or in a block of the ensemble, which may be kept longer."""
+        return isinstance(self.data, bytes) or isinstance(self.memory, Block)
+
+    def block_at(self, place: Place) -> Block | None:
+        """Return the ensemble's block that holds the tensor if it is at `place`."""
+        block = self.memory
+        return block if isinstance(block, Block) and block.place == place else None
+
+    def _free(self) -> None:
+        if self.memory is not None:
+            self.memory.release()
+        for credit in self.held_credits:
+            credit.release()
+
+    @property
+    def unsettled(self) -> bool:
+        return self._users > 0 and bool(self.memory or self.held_credits)
+
+
+def overrides(values: Iterable[Value]) -> dict[str, Any]:
+    """Return the parameters of the sequence that these tensors came with."""
+    found: dict[str, Any] = {}
+    for value in values:
+        if value.override:
+            found.update(value.override)
+    return found
+
+
+SKIPPED = Value(None, b"", holds=False)
+ABSENT = Value(None, b"", holds=False)
 
 
 @dataclass(eq=False)
 class EnsembleMemory:
-    """The ensemble's arena, and what is `lent` to its clients; as much on each CUDA device; and
-    workers' arenas, which `dropped(memory_id)` hears are held no more."""
+    """The ensemble's arena, its memory on CUDA devices, and the workers' arenas that it holds.
+
+    Attributes:
+        lent: The arena, and which client reads which block.
+    """
 
     lent: LentMemory
-    _dropped: Callable[[int], None]
+    _on_dropped: Callable[[int], None]  # is called with the id of an arena that is no longer held
     _cuda: Callable[[], Exporting] = Driver
-    _held: dict[int, _Held] = field(default_factory=dict)
+    _held: dict[int, _HeldArena] = field(default_factory=dict)
     _mappings: Mappings = field(default_factory=Mappings)
 
     def __post_init__(self) -> None:
@@ -42,7 +149,7 @@ class EnsembleMemory:
 
     @property
     def used(self) -> int:
-        """Bytes that are in use, of the arena and on devices."""
+        """The number of bytes in use, in the arena and on devices."""
         return self._on_devices.used + self.lent.used
 
     @property
@@ -51,8 +158,11 @@ class EnsembleMemory:
         return len(self._held)
 
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
-        """A block on a CUDA device, or of the arena where there is none or no room on it. Raises
-        Unavailable when that is full."""
+        """Return a block on a CUDA device, or of the arena if the device has no free space.
+
+        Raises:
+            Unavailable: The arena is full.
+        """
         if device is not None:
             block = self._on_devices.allocate(device, byte_size)
             if block is not None:
@@ -60,7 +170,7 @@ class EnsembleMemory:
         return self.lent.allocate(byte_size)
 
     def reserve(self, sizes: Iterable[tuple[int, int | None]]) -> None:
-        """Have room for blocks of these sizes, on these devices, if the machine has it."""
+        """Reserve memory for blocks of these sizes on these devices; log if there is too little."""
         blocks: list[Block] = []
         try:
             blocks.extend(starmap(self.allocate, sizes))
@@ -70,33 +180,39 @@ class EnsembleMemory:
             block.release()
 
     def hold(self, place: Place) -> None:
-        """Keep a worker's arena until `let_go`, whatever becomes of the worker. Raises Unavailable
-        when it is gone."""
+        """Keep a worker's arena open until `let_go`, even if the worker exits.
+
+        Raises:
+            Unavailable: The arena is gone.
+        """
         memory = place.memory
         held = self._held.get(memory.id)
         if held is None:
-            held = self._held[memory.id] = _Held(memory)
+            held = self._held[memory.id] = _HeldArena(memory)
         held.users += 1
 
     def let_go(self, place: Place) -> None:
-        """A place of a worker's arena is not used any more."""
+        """Release a range that `hold` kept."""
         held = self._held[place.memory.id]
         held.users -= 1
         if held.gone and not held.users:
             self._close(place.memory.id)
 
     def passed_on(self, place: Place) -> Place:
-        """The place as another worker can read it, also when the one that wrote it has ended."""
+        """Return a range so that another worker can read it even if its writer has exited."""
         held = self._held.get(place.memory.id)
         return place if held is None else replace(place, memory=held.memory)
 
     def copy(self, place: Place) -> Block:
-        """A block of the arena with the bytes of a worker's arena that is held. Raises
-        Unavailable when ours is full."""
+        """Return a block of the arena with the bytes of a worker's arena that is held.
+
+        Raises:
+            Unavailable: The ensemble's arena is full.
+        """
         return self.lent.write(self._mappings.view(self.passed_on(place)))
 
     def process_exited(self, pid: int) -> None:
-        """A process is gone: its arena is closed once nobody uses it."""
+        """Close the arena of a process that has exited once nothing uses it."""
         for memory_id, held in list(self._held.items()):
             if held.pid == pid:
                 held.gone = True
@@ -107,40 +223,115 @@ class EnsembleMemory:
     def _close(self, memory_id: int) -> None:
         self._held.pop(memory_id).close()
         self._mappings.drop(memory_id)
-        self._dropped(memory_id)
+        self._on_dropped(memory_id)
 
-    def any_true(self, tensor: TensorRef) -> bool:
-        """Whether an element of a BOOL tensor is true.
+    def any_true(self, name: str, data: bytes | Place) -> bool:
+        """Return whether an element of the BOOL tensor `name` is true.
 
-        Raises InvalidArgument for one in a client's own memory, which no scheduler reads.
+        Raises:
+            InvalidArgument: The tensor lies in a client's memory, which no scheduler reads.
         """
-        data = tensor.data
         if isinstance(data, bytes):
             return any(data)
         memory = data.memory
         if memory.cuda is not None or memory.copied or not memory.sealed:
             raise InvalidArgument(
-                f"'{tensor.name}' is a condition, which is to be sent in the request and not in a "
+                f"'{name}' is a condition, which is to be sent in the request and not in a "
                 "shared memory region"
             )
         return any(self._mappings.view(data))
 
     def close(self) -> None:
-        """Let everything go."""
+        """Close all arenas that are held."""
         for memory_id in list(self._held):
             self._close(memory_id)
         self._mappings.drop_all()
 
 
-class _Held:
-    """A worker's arena, held open by this process, too."""
+class _HeldArena:
+    """A worker's arena that this process holds open."""
 
     def __init__(self, memory: Memory) -> None:
         self.pid = memory.pid
         self.users = 0
-        self.gone = False
+        self.gone = False  # its worker has exited
         self._fd = opened(memory)
         self.memory = replace(memory, pid=os.getpid(), fd=self._fd)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class DeviceBlocks:
+    """The ensemble's blocks on CUDA devices, which the workers of its steps open.
+
+    Allocations are kept for further requests until the process exits.
+    """
+
+    def __init__(self, byte_size: int, cuda: Callable[[], Exporting]) -> None:
+        """Make an empty allocator.
+
+        Args:
+            byte_size: The most bytes to allocate on each device.
+            cuda: Returns the driver. Raises Unavailable if there is none.
+        """
+        self._byte_size = byte_size
+        self._make = cuda
+        self._cuda: Exporting | None = None
+        self._segments: dict[int, _Segment] = {}  # by the id of the memory
+        self._full: set[int] = set()  # devices on which an allocation has failed
+
+    @property
+    def used(self) -> int:
+        """The number of bytes in use."""
+        return sum(segment.free.used for segment in self._segments.values())
+
+    def allocate(self, device: int, byte_size: int) -> Block | None:
+        """Return a block on a device, or None if there is no free space.
+
+        After a device has failed to allocate, no further allocation is tried on it.
+        """
+        for segment in self._segments.values():
+            if segment.device == device:
+                offset = segment.free.allocate(byte_size)
+                if offset is not None:
+                    return Block(self.free, Place(segment.memory, offset, byte_size))
+        made = self._grow(device, byte_size)
+        if made is None:
+            return None
+        offset = made.free.allocate(byte_size)
+        assert offset is not None
+        return Block(self.free, Place(made.memory, offset, byte_size))
+
+    def _grow(self, device: int, byte_size: int) -> _Segment | None:
+        had = sum(s.free.capacity for s in self._segments.values() if s.device == device)
+        size = min(max(byte_size, _SEGMENT_SIZE), self._byte_size - had)
+        if size < byte_size or device in self._full:
+            return None
+        try:
+            if self._cuda is None:
+                self._cuda = self._make()
+            made = _Segment(self._cuda, device, size)
+        except ShmserveError as error:
+            self._full.add(device)
+            logger.warning("tensors between steps go by the host's memory: %s", error.message)
+            return None
+        self._segments[made.memory.id] = made
+        return made
+
+    def free(self, place: Place) -> None:
+        """Free a block; called by `Block.release`."""
+        self._segments[place.memory.id].free.free(place.offset)
+
+
+class _Segment:
+    """An allocation on a device and its free space."""
+
+    def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
+        self._allocation = DeviceAllocation(cuda, device, byte_size)
+        self.device = device
+        self.free = FreeList(self._allocation.size)
+        handle = self._allocation.handle
+        self.memory = Memory.on_device(
+            secrets.randbits(62), self._allocation.size, handle, os.getpid()
+        )

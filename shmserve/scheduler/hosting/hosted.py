@@ -51,7 +51,7 @@ from shmserve.ipc.transport.router import (
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.steps.links import StepSchedulers
+from shmserve.scheduler.ensemble.runner import StepSchedulers
 from shmserve.scheduler.front import Core, Front
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Take, Waiter
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces

@@ -2,8 +2,8 @@
 
 The feed derives changes of models' states, counters once a second, and a snapshot for each new
 subscriber. The publisher encodes and sends an event only if its topic has a subscriber, as XPUB
-reports. Each subscriber has a bounded queue: a subscriber that does not read loses events, and
-blocks nobody. The events of a topic are numbered, so that a subscriber can count lost events.
+reports. Each subscriber has a bounded queue: a slow subscriber loses events and never blocks the
+server. The events of a topic are numbered, so that a subscriber can count lost events.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ class EventPublisher:
         self._socket: Xpub | None = None
 
     def open(self, endpoint: str, on_subscription: Callable[[str, bool], None]) -> None:
-        """Listen at ipc://PATH. An error is logged, and only disables the events.
+        """Bind to ipc://PATH. An error is logged and disables only the events.
 
-        `on_subscription(prefix, wanted)` is called for the first subscription of a prefix, and
-        when the last one ends.
+        `on_subscription(prefix, wanted)` is called for the first subscription of a prefix, and when
+        the last one ends.
         """
 
         def updated(frame: bytes) -> None:
@@ -217,7 +217,7 @@ class EventFeed:
     _timer: asyncio.TimerHandle | None = None
 
     def subscribed(self, prefix: str, wanted: bool) -> None:
-        """Answer a new subscription to `prefix`, or note its end (not `wanted`)."""
+        """Respond to a new subscription to `prefix`, or process its end (not `wanted`)."""
         if wanted and prefix.startswith(SNAPSHOT):
             self._publisher.respond(prefix, self.snapshot())
         if wanted and prefix.startswith(SEQUENCES):

@@ -30,10 +30,11 @@ _MOST_NAMED = 5
 
 
 class ServiceManager:
-    """The service manager at `address`, a path or "@" with an abstract name; None: there is none.
+    """The service manager at `address`, a path or "@" with an abstract name; None: no manager.
 
-    It requires a sign of life every `watchdog_s` seconds (0: none). Messages that its socket cannot
-    hold (about ten) are queued, since a lost descriptor would be missing after the next restart.
+    The manager requires a sign of life every `watchdog_s` seconds (0: none). Messages that its
+    socket cannot hold (about ten) are queued, since a lost descriptor would be missing after the
+    next restart.
     """
 
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:

@@ -7,8 +7,9 @@
             <── changes of models ──           acknowledged, so that a reload loses no request
             ── end of connection ──>           all of its memory is released
 
-A local client can submit requests and share memory for them, but manages nothing. It sends requests
-to the schedulers, which check them (scheduler/hosting/local_clients.py).
+A local client can submit requests and share memory for them, but cannot manage the server. The
+client sends requests directly to the schedulers, which validate them
+(scheduler/hosting/local_clients.py).
 """
 
 from __future__ import annotations
@@ -55,8 +56,12 @@ _LARGEST_PACKET = 4 * 1024 * 1024  # bytes of a packet
 
 
 class LocalClientServer:
-    """The supervisor's side of the protocol. `snapshot()` gives the models and the health;
-    `on_disconnect(number)` is called when one has disconnected."""
+    """The supervisor's side of the protocol.
+
+    Args:
+        snapshot: Returns the models and the health.
+        on_disconnect: Called with the number of a client that has disconnected.
+    """
 
     def __init__(
         self,
@@ -85,9 +90,9 @@ class LocalClientServer:
         self._largest = min(self.connections.largest_packet, _LARGEST_PACKET)
 
     async def leave(self) -> None:
-        """Send clients to the successor that serves at the lent listeners, if there are any.
+        """Redirect clients to the successor that serves at the lent listeners, if there are any.
 
-        It returns when all clients have acknowledged that.
+        The call returns when all clients have acknowledged the redirection.
         """
         if not self.connections.refuse():
             return

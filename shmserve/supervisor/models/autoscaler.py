@@ -1,15 +1,14 @@
-"""The autoscaler: changes the number of a model's instances with its load, within the bounds of its
-configuration.
+"""The autoscaler, which changes the number of a model's instances with its load.
 
-An instance is added if a request that arrives now would wait too long, in two samples in a row.
-It is also added if the mean wait of executed requests is too long. Waits in a queue are about
-exponential, so that their p99 is ln 100 times the mean (L. Kleinrock, "Queueing Systems", vol. 1,
-1975). No instance is added if the queue will be empty within a second, or if the host lacks
-processors or memory.
+The number stays within the bounds of the model's configuration. An instance is added if a request
+that arrives now would wait too long, in two samples in a row, or if the mean wait of executed
+requests is too long. Waits in a queue are approximately exponential, so that their p99 is ln 100
+times the mean (L. Kleinrock, "Queueing Systems", vol. 1, 1975). No instance is added if the queue
+will be empty within a second, or if the host lacks processors or memory.
 
-An instance is removed if no request waited too long for twenty seconds. The remaining instances
-must also have been busy for at most 60 % of each half second. If an instance is missed soon after
-its removal, the twenty seconds are doubled, so that a periodic load is expected from then on.
+An instance is removed if no request waited too long for twenty seconds and the remaining instances
+were busy for at most 60 % of each half second. If an instance is missed soon after its removal, the
+twenty seconds are doubled, so that a periodic load is expected from then on.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 10.0  # after an instance could not be added
 
-# Of the scaling policy.
+# The parameters of the scaling policy.
 LOOK_EVERY_S = 0.1
 _LATE_LOOKS = 2
 _CATCH_UP_S = 1.0
@@ -60,7 +59,7 @@ _SOON = 3.0  # in idle times before a removal
 _LONGEST_IDLE_S = 320.0
 _LEAST_ALLOWED = 0.25  # of the target, if an execution takes nearly all of it
 
-# Of the host's capacity.
+# The host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PRIVATE = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
 _SPARE = 0.05  # of the host's memory, which stays available
@@ -185,14 +184,14 @@ class LoadSample(NamedTuple):
 
     Attributes:
         at_s: The time, on the monotonic clock.
-        executed: The requests that were executed.
-        succeeded: Those of them that succeeded.
-        waited_s: The seconds that they waited in total.
-        executions: The executions (batches).
-        took_s: The seconds that they took in total.
-        pending: The requests in the queue now.
-        ready: The instances now.
-        busy: The instances that execute now.
+        executed: The number of executed requests.
+        succeeded: The number of executed requests that succeeded.
+        waited_s: The total queueing time of executed requests in seconds.
+        executions: The number of executions (batches).
+        took_s: The total execution time in seconds.
+        pending: The current number of requests in the queue.
+        ready: The current number of instances.
+        busy: The current number of executing instances.
     """
 
     at_s: float

@@ -1,5 +1,7 @@
-"""The worker processes of a model version: loaded together, restarted with backoff, given up after
-too many failures in a row, and stopped. Instances are added and retired while the version serves.
+"""The worker processes of a model version.
+
+Instances are loaded together and restarted with backoff; after too many consecutive failures the
+version has failed. Instances are added and retired while the version serves.
 
 supervisor                        worker
    spawn          ------------>   WorkerStarted

@@ -1,5 +1,4 @@
-"""Model versions and their instances: the version to load, the states of each worker process, and
-the difference between two sets of instances.
+"""Model versions and their instances: states of worker processes, updates of sets of instances.
 
 If the `instance_group` of a serving version changes, every instance whose kind, device and rate
 limit are still configured keeps running under its own index and name. A failed instance is always

@@ -1,10 +1,12 @@
-"""The lifecycle of models: a state machine that executes the orders of each model in turn (pure: it
-decides, `LifecycleActions` executes the decisions and reports back by events).
+"""The lifecycle of models: a state machine that executes the orders of each model in turn (pure).
+
+The state machine decides; `LifecycleActions` executes the decisions and reports back by events.
 
 load:    read -> the step models are loaded -> versions that differ start, or instances are added ->
-         published -> every client knows them as ready -> they serve, the replaced versions retire
+         published -> every client has them as ready -> they serve, the replaced versions retire
          -> ensembles with the model reload if its shape has changed
-unload:  earlier loads are cancelled -> ensembles with the model are unloaded -> every client knows
+unload:  earlier loads are cancelled -> ensembles with the model are unloaded -> every client has
+         acknowledged the withdrawal -> the versions retire
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The model manager: the operations on models, the execution of the lifecycle's decisions, and the
-publication of models to every client.
+"""The model manager: operations on models, execution of the lifecycle's decisions, publication.
 
-`ModelManager` gives orders to the `Lifecycle` and waits for them. `LifecycleExecutor` runs what the
-lifecycle decides: threads that read, processes that start and end, messages.
+`ModelManager` gives orders to the `Lifecycle` and waits for them. `LifecycleExecutor` executes the
+lifecycle's decisions with threads that read files, processes, and messages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Models that are loaded by their first request and unloaded when they are idle or when others need
-their memory (--load-on-demand).
+"""Models that are loaded by their first request and unloaded to free memory (--load-on-demand).
 
-Schedulers report when a model was used and whether it has requests in flight. `to_unload` decides
-from these reports and the measured memory, without any I/O. The lifecycle executes the decision.
+Models are unloaded when they are idle or when other models need their memory. Schedulers report
+when a model was used and whether it has requests in flight. `to_unload` decides from these reports
+and the measured memory, without any I/O. The lifecycle executes the decision.
 """
 
 from __future__ import annotations

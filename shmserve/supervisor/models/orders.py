@@ -1,5 +1,6 @@
-"""Orders to load, unload and move models, the state of each model, and the steps of a load (pure:
-no step waits, reads files or starts processes).
+"""Orders to load, unload and move models, states of models, and the steps of a load (pure).
+
+No step waits, reads files or starts processes.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class LifecycleActions(Protocol):
         """Move the serving versions to a group's process; reports `Lifecycle.moved`."""
 
     def kill(self, version: ModelVersion) -> None:
-        """End a version that no client knows; reports `Lifecycle.ended`."""
+        """End a version that was never published; reports `Lifecycle.ended`."""
 
     def retire(self, version: ModelVersion) -> None:
         """Drain a version and end it; reports `Lifecycle.ended`."""

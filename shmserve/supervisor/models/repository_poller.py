@@ -1,5 +1,7 @@
-"""The repository poller (--model-control-mode=poll): scans the repositories periodically and loads,
-reloads or unloads the models that have changed.
+"""The repository poller (--model-control-mode=poll).
+
+The poller scans the repositories periodically and loads, reloads or unloads the models that have
+changed.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ class ProcessTable:
         self._early.clear()
         for pid in processes.children(os.getpid()):
             if pid not in self._known:
-                # It may be the intermediate process of a dead zygote, and the parent of a child.
+                # The pid may be the intermediate process of a dead zygote, which is the parent of a
+                # child.
                 processes.kill_tree(pid, spared=self._known)
 
     def close(self) -> None:

@@ -313,10 +313,10 @@ class Zygote:
 
 
 def worker_preloads(repositories: Sequence[Path], torch: bool) -> list[str]:
-    """Return the modules to import and functions to call before the zygote forks, in this order.
+    """Return the modules to import and functions to call, in order, before the zygote forks.
 
-    Torch takes a second and about 200 MB. It is imported if `torch` is set, or if a model in one of
-    the repositories may import it.
+    Importing torch takes a second and about 200 MB. Torch is imported if `torch` is set, or if a
+    model in one of the repositories may import it.
     """
     models = (model for root in repositories for model in root.glob("*/"))
     if not torch and not any(map(_may_import_torch, models)):

@@ -1,12 +1,12 @@
 """The objects behind regions, which are opened and closed within the access policy and quotas.
 
-There are quotas for each user and in total, for pages that the server allocates, and for pinned
-memory. A page of a shared memory object counts for the process that touches it first. The server
-allocates the pages that the client did not allocate before the registration. They count against a
-budget until the object is removed, since unregistering does not free them.
+The quotas limit regions per user and in total, pages that the server allocates, and pinned memory.
+A page of a shared memory object is charged to the process that touches it first. The server
+allocates the pages that the client did not allocate before the registration. These pages count
+against a budget until the object is removed, since unregistering does not free them.
 
 The supervisor opens no device. A worker that already uses the device checks a CUDA handle at its
-registration. If no worker uses the device, or all are busy, the first request shows an error.
+registration. If no worker uses the device, or all are busy, the first request reports an error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A region, one generation of a shared memory name, and its registration outside of the server.
+"""Regions (generations of a shared memory name), and their registrations outside of the server.
 
-The service manager keeps registrations (FDSTORE, sd_pid_notify_with_fds(3)) as two descriptors, the
-object and a sealed memfd with its description, and passes them to the next server, also after a
-kill. Two servers, one of which takes over from the other, send each other their registrations.
-Device memory cannot be kept, since its handles belong to processes. Memory that ends with its
-client is not kept, since the client shares it again.
+The service manager keeps registrations (FDSTORE, sd_pid_notify_with_fds(3)) as two descriptors: the
+object, and a sealed memfd with its description. It passes them to the next server, also after a
+kill. During a handover, the two servers send each other their registrations. Device memory cannot
+be kept, since its handles belong to processes. Memory that ends with its client is not kept, since
+the client shares it again.
 """
 
 from __future__ import annotations

@@ -248,10 +248,10 @@ class RegionRegistry:
         peer: Peer,
         exporter_pid: int = 0,
     ) -> None:
-        """Register [offset, offset + byte_size) of what `handle` opens as `name` for `peer`.
+        """Register [offset, offset + byte_size) of the allocation of `handle` as `name` for `peer`.
 
-        It returns after every gateway has the region. Registering the same range again changes
-        nothing. `exporter_pid` is 0 if the exporter is not known.
+        The call returns after every gateway has the region. Registering the same range again
+        changes nothing. `exporter_pid` is 0 if the exporter is unknown.
 
         Raises:
             ShmserveError: InvalidArgument, AlreadyExists or Unavailable.
@@ -300,8 +300,8 @@ class RegionRegistry:
     async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
         """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
 
-        It returns when no gateway accepts the name any more. A name that is unknown, of the other
-        kind, or owned by another user is ignored.
+        The call returns when no gateway accepts the name any more. A name that is unknown, of the
+        other kind, or owned by another user is ignored.
         """
         async with self._turn:
             regions = [self._active[name]] if name in self._active else []

@@ -1,7 +1,8 @@
 """Backend `llm`: text generation by the Llama, Qwen2 and Qwen3 families from Hugging Face folders.
 
-The version folder is the model's; `engine.yaml` beside config.pbtxt has the settings of the engine.
-The scheduler plans steps (`shmserve.ipc.messages.generation`), and the worker executes them.
+The version folder is the model's. `engine.yaml`, in the folder of config.pbtxt, has the settings of
+the engine. The scheduler plans steps (`shmserve.ipc.messages.generation`), and the worker executes
+them.
 
 engine_file.py    `engine.yaml`
 engine.py         steps
@@ -70,7 +71,7 @@ class LlmBackend(Backend):
     _opened: Checkpoint | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Add the inputs and outputs of a generative model, and its engine's settings."""
+        """Add the inputs and outputs of a generative model and its engine's settings."""
         completed = {**config, "model_transaction_policy": {"decoupled": True}}
         completed["input"] = config.get("input") or _INPUTS
         completed["output"] = config.get("output") or _OUTPUTS
@@ -89,8 +90,8 @@ class LlmBackend(Backend):
             raise InvalidArgument(f"max_batch_size: {found} is not 0: requests join at every step")
         if config.model_warmup:
             raise InvalidArgument("model_warmup: a model of backend 'llm' takes none")
-        # One processor is for texts, and for the scheduler and the gateway: where all compute, each
-        # operation waits for the thread that has none.
+        # One processor is left to texts, the scheduler and the gateway. If all processors computed,
+        # each operation would wait for the slowest thread.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         checkpoint, settings = self._checkpoint(), self._settings(config)
         if settings.weights == "int8" and self.context.device != "cpu":
@@ -103,11 +104,11 @@ class LlmBackend(Backend):
         self._longest = settings.max_model_len
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """None: its scheduler plans steps, not batches."""
+        """Raise Unsupported: the scheduler plans steps, not batches."""
         raise Unsupported("a generative model has no batches")
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
-        """As `execute`."""
+        """Raise Unsupported; see `execute`."""
         raise Unsupported("a generative model has no batches")
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable:

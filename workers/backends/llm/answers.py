@@ -21,8 +21,8 @@ from shmserve.workers.backends.llm.sampler import TokenLogprobs
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.links.scheduler import InstanceLink
 
-_REPLACEMENT = "\ufffd"  # what the bytes of a part of a character are decoded to
-_MOST_HELD = 16  # tokens; so many bytes without a character are no character
+_REPLACEMENT = "\ufffd"  # the decoding of an incomplete character
+_MOST_HELD = 16  # tokens; longer invalid sequences are no characters
 
 
 class Detokenizer:
@@ -35,8 +35,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._tokens: list[int] = []  # those of the last text, and those that wait
-        self._read = 0  # the former
+        self._tokens: list[int] = []  # tokens of the last text, followed by the pending ones
+        self._read = 0  # the number of tokens of the last text
         self._before = ""
 
     def add(self, token: int) -> str:
@@ -72,9 +72,11 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Append text; return the text outside of stop strings, and whether one was found.
+        """Append text.
 
-        Of several stop strings, the one that is complete first counts.
+        Return the text outside of stop strings, and whether a stop string was found.
+
+        If there are several stop strings, the one that ends first counts.
         """
         if not self._stops:
             return text, False
@@ -105,22 +107,22 @@ class SampleText:
     """The text of one sample.
 
     Attributes:
-        pending: The text that has not been sent; `tokens` and `logprobs` belong to it.
-        told: The number of characters sent, by this instance and those before it.
-        open: Whether the end of the sample has not been sent.
+        pending: The text that was not sent yet; `tokens` and `logprobs` belong to it.
+        told: The number of characters sent, by this instance and its predecessors.
+        open: Whether the end of the sample was not sent yet.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, index: int, echo: str) -> None:
         parameters = prompt.parameters
         self.index = index
-        self.count = 0  # tokens
+        self.count = 0  # number of tokens
         self.over = ""
         self.told = 0
         self.pending = echo
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.open = True
-        self._told_before = 0  # characters, by other instances
+        self._told_before = 0  # characters sent by other instances
         self._prompt = prompt
         self._detokenizer = Detokenizer(tokenizer, parameters.skip_special_tokens)
         self._stops = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
@@ -128,7 +130,7 @@ class SampleText:
     def resume(self, earlier: Resumed, tokens: Sequence[int]) -> None:
         """Continue a sample of another instance.
 
-        That instance may have sent more than is known of it, so text that is generated again is not
+        That instance may have sent more than was reported, so text that is generated again is not
         sent again.
         """
         self.open, self._told_before = not earlier.closed, earlier.told
@@ -170,7 +172,7 @@ class SampleText:
     def _text(self, token: int, over: str) -> bool:
         """Append the text of a token; return whether it completes a stop string."""
         parameters = self._prompt.parameters
-        # A token that ends a text is no part of it.
+        # The text excludes end tokens.
         ends = token in self._prompt.ends or token in parameters.stop_token_ids
         silent = ends and not parameters.include_stop_str_in_output
         text = "" if silent else self._detokenizer.add(token)
@@ -217,7 +219,7 @@ class Answer:
 
     @property
     def over(self) -> bool:
-        """Whether all samples have ended."""
+        """Return whether all samples have ended."""
         return bool(self.samples) and all(sample.over for sample in self.samples)
 
     def choose(self, hypotheses: Sequence[Hypothesis]) -> None:

@@ -39,7 +39,7 @@ class Emitted(NamedTuple):
 
 @dataclass(slots=True)
 class Planned:
-    """A row in its pass: the index of its first row there, and of its first logits."""
+    """A row in its pass, with the index of its first row and that of its first logits."""
 
     sequence: TokenSequence
     row: Row
@@ -97,7 +97,7 @@ class WorkerEngine:
 
     def _begin(self, message: Step) -> None:
         if message.step <= self._last:
-            self._sequences.clear()  # another scheduler, which counts from the beginning
+            self._sequences.clear()  # another scheduler, which restarts the numbering
         self._last = message.step
         for begin in message.begin:
             parent = self._sequences.get(begin.parent) if begin.parent else None
@@ -107,7 +107,7 @@ class WorkerEngine:
             elif prompt is not None and not begin.parent:
                 made = prompt.begin(begin.sequence, begin.sample)
             else:
-                continue  # its request has ended, which its scheduler will hear
+                continue  # its request has ended; the scheduler is notified by the result
             self._sequences[begin.sequence] = made
 
     def _placed(self, message: Step) -> list[tuple[TokenSequence, Row]]:
@@ -119,7 +119,7 @@ class WorkerEngine:
                 if sequence.prompt.cached < 0:
                     sequence.prompt.cached = min(row.start, len(sequence.prompt.tokens))
                 rows.append((sequence, row))
-        # Rows that see about as much follow one another: attention has parts of the same width.
+        # Sorted by length, so that rows of an attention call have similar widths.
         return sorted(rows, key=lambda each: each[1].start)
 
     def _plan(self, rows: list[tuple[TokenSequence, Row]]) -> list[Planned]:
@@ -205,7 +205,7 @@ class WorkerEngine:
         sequence, prompt = each.sequence, each.sequence.prompt
         before = len(sequence.tokens)
         tokens, over = sequence.take(tokens)
-        # Keys and values of the draft model hold as far as its tokens were accepted.
+        # The draft model's keys and values are valid up to the last accepted token.
         sequence.drafted = min(sequence.drafted, before + len(tokens) - 1)
         if sequence.matcher is not None and not (over or sequence.matcher.is_stopped()):
             sequence.matcher.consume_tokens(tokens)
@@ -240,5 +240,5 @@ def _beam(each: Planned, logits: torch.Tensor) -> RowResult:
 
 
 def _raw(logits: torch.Tensor, rows: list[SampledRow]) -> torch.Tensor | None:
-    """Copy the unprocessed logits if log probabilities are wanted."""
+    """Copy the unprocessed logits if log probabilities are requested."""
     return logits.clone() if any(row.parameters.logprobs >= 0 for row in rows) else None

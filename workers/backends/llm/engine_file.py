@@ -1,5 +1,4 @@
-"""`engine.yaml`: the settings of a generative model's engine, and where each of them stands; and
-the sizes of its KV cache, as memory allows, where it says none."""
+"""`engine.yaml`: the settings of a generative model's engine, and the default KV cache size."""
 
 from __future__ import annotations
 
@@ -21,9 +20,11 @@ NAME = "engine.yaml"
 
 
 def read(folder: Path) -> EngineSettings:
-    """The settings of the file in a model's folder; the defaults where it has none.
+    """Return the settings in the file in a model's folder, or the defaults if there is no file.
 
-    Raises InvalidArgument with a line for each mistake: `engine.yaml:LINE:COLUMN: KEY: ...`.
+    Raises:
+        InvalidArgument: The file has mistakes. The message has a line for each:
+            `engine.yaml:LINE:COLUMN: KEY: ...`.
     """
     path = folder / NAME
     if not path.exists():
@@ -34,7 +35,7 @@ def read(folder: Path) -> EngineSettings:
 
 
 def parse(text: str) -> EngineSettings:
-    """The settings that the text of such a file says (pure); raises as `read`."""
+    """Return the settings in the text of a file (pure); raise like `read`."""
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
         given: Any = yaml.safe_load(text)
@@ -52,7 +53,7 @@ def parse(text: str) -> EngineSettings:
 
 
 def _places(top: yaml.Node) -> dict[str, str]:
-    """The place of each key. Raises InvalidArgument for keys that stand twice."""
+    """Return the position of each key; raise InvalidArgument for duplicate keys."""
     places: dict[str, str] = {}
     twice = []
     for key, mark in _keys(top, ""):
@@ -76,17 +77,25 @@ def _at(mark: yaml.Mark) -> str:
     return f"{mark.line + 1}:{mark.column + 1}"
 
 
-_SHARE = 0.5  # of what is available, for keys and values
+_SHARE = 0.5  # share of the available memory for keys and values
 _FLOAT = 4  # bytes
-_HOST = -1  # beside the numbers of GPUs
+_HOST = -1  # the key of the host among GPU numbers
 
 
 def sized(
     settings: EngineSettings, made: Architecture, device: str, instances: int
 ) -> EngineSettings:
-    """The settings with the sizes that a model and its part of the memory of its device, which so
-    many `instances` share, give; those that are set stay. Raises InvalidArgument where they
-    contradict one another."""
+    """Return the settings with the sizes that are not set, computed from the model and its memory.
+
+    Args:
+        settings: The settings.
+        made: The model's architecture.
+        device: The device.
+        instances: The number of instances that share the device's memory.
+
+    Raises:
+        InvalidArgument: The sizes are inconsistent.
+    """
     longest = settings.max_model_len or made.positions
     if longest > made.positions:
         raise InvalidArgument(
@@ -104,7 +113,7 @@ def sized(
 
 
 def most_on_one_device(groups: Iterable[InstanceGroup]) -> int:
-    """The number of instances on the device that has most of them."""
+    """Return the maximum number of instances on one device."""
     counts: Counter[int] = Counter()
     for group in groups:
         for device in group.gpus if group.kind == "KIND_GPU" else (_HOST,):
@@ -113,7 +122,7 @@ def most_on_one_device(groups: Iterable[InstanceGroup]) -> int:
 
 
 def _available(device: str) -> int:
-    """The bytes of a device's memory that nobody uses."""
+    """Return the free bytes of a device's memory."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

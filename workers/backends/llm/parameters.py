@@ -1,4 +1,4 @@
-"""Parameters of a generation, by the names of OpenAI's interface and vLLM's, checked together."""
+"""Parameters of a generation, with the names of OpenAI's API and of vLLM, validated together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument, clip
 
 _MOST_STOPS = 64
-# The least and the greatest value of each number; those of whole numbers are whole.
+# The range of each number; integer bounds mean an integer.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (1, 1 << 24),
     "min_tokens": (0, 1 << 24),
@@ -39,15 +39,22 @@ _ALIASES = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
 }
-# What generation_config.json may set for all requests.
+# The parameters that generation_config.json may set for all requests.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationParameters:
-    """The settings of one request. -1 for `logprobs` and `prompt_logprobs`: none; 0 for `top_k`,
-    `best_of` and `truncate_prompt_tokens`: no limit. A `grammar` is (kind, text): "json_schema" and
-    "regex"."""
+    """The parameters of one request.
+
+    Attributes:
+        logprobs: The number of likeliest tokens to report; -1: no log probabilities.
+        prompt_logprobs: The same for the prompt.
+        top_k: The number of likeliest tokens to sample from; 0: unlimited.
+        best_of: The number of candidates; 0: `n`.
+        truncate_prompt_tokens: The number of last prompt tokens to use; 0: all.
+        grammar: (kind, text) with the kind "json_schema" or "regex", or ("", "").
+    """
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -81,7 +88,7 @@ class GenerationParameters:
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens that were said before count less."""
+        """Return whether repeated tokens are penalised."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -90,16 +97,21 @@ class GenerationParameters:
 
     @property
     def beams(self) -> int:
-        """The width of its beam search, 0: it is none."""
+        """Return the width of the beam search; 0: no beam search."""
         return max(self.n, self.best_of) if self.use_beam_search else 0
 
 
 def parse(
     given: Mapping[str, Any], defaults: Mapping[str, Any], vocabulary: int
 ) -> GenerationParameters:
-    """The parameters of a request over those that generation_config.json has; unknown ones are not
-    looked at. Raises InvalidArgument that names each wrong one, what was found, and what is
-    allowed."""
+    """Return the parameters of a request, over those of generation_config.json.
+
+    Unknown parameters are ignored.
+
+    Raises:
+        InvalidArgument: Parameters are invalid. The message names each one, the value found and the
+            values allowed.
+    """
     problems: list[str] = []
     preset = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
@@ -122,7 +134,7 @@ def _named(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settled(values: dict[str, Any]) -> dict[str, Any]:
-    """Fold in what two names say together."""
+    """Combine parameters that are given by two names."""
     values["top_k"] = max(values.get("top_k", 0), 0)
     asked, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
     if not asked:
@@ -153,7 +165,7 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
     return found
 
 
-# --- one parameter: what of it belongs to which field; ValueError says what is allowed
+# --- parsers of one parameter to fields; the text of a ValueError is the allowed values
 
 
 def _number(name: str, value: Any) -> dict[str, Any]:
@@ -180,7 +192,7 @@ def _flag(name: str, value: Any) -> dict[str, Any]:
 
 
 def _logprobs(name: str, value: Any) -> dict[str, Any]:
-    """A number of tokens, or, with `top_logprobs` beside it, whether there are any."""
+    """Return the fields of a number of tokens or, with `top_logprobs`, of a flag."""
     if value in ("true", "false") or isinstance(value, bool):
         wanted = value in (True, "true")
         return {"wants_logprobs": wanted, "logprobs": 0 if wanted else -1}
@@ -192,7 +204,7 @@ def _top_logprobs(name: str, value: Any) -> dict[str, Any]:
 
 
 def _decoded(value: Any, allowed: str) -> Any:
-    """A value that may come as its JSON, where parameters are texts."""
+    """Decode a value that may be JSON, since parameters may be strings."""
     if not isinstance(value, str):
         return value
     try:

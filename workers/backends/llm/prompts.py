@@ -1,4 +1,4 @@
-"""Prompts: a request's inputs and parameters, checked, as the tokens that a model continues."""
+"""Prompts: a request's validated inputs and parameters, converted to the tokens to continue."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _settings(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("exclude_input_in_output") is not None:
         found["echo"] = not found["exclude_input_in_output"]
     elif "echo" not in found:
-        # As Triton's vLLM backend: one response begins with its prompt, a stream does not.
+        # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
         found["echo"] = not found.get("stream", False)
     return found
 

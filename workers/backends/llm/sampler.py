@@ -2,9 +2,9 @@
 
 bias ─> penalties ─> least length ─> grammar ─> temperature ─> top-k ─> top-p ─> min-p ─> draw
 
-The order is that of transformers. Every draw is a hash of (seed, sample, position), so that a text
-depends neither on the other rows of the step nor on the time and instance. A grammar (a JSON schema
-or a regular expression) restricts the tokens that may be next.
+The order is that of transformers. Every draw is a hash of (seed, sample, position). A text
+therefore depends neither on the other rows of the step nor on the time and instance. A grammar (a
+JSON schema or a regular expression) restricts the tokens that may be next.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from shmserve.errors import InvalidArgument, clip
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 
-# Draws of one position that must not depend on one another.
+# Purposes of independent draws at one position.
 TOKEN, ACCEPTANCE, PROPOSAL = range(3)
-_FIRST_LOOK = 1024  # candidates in which a top-p is sought before all are sorted
+_FIRST_LOOK = 1024  # candidates to search for the top-p before sorting all
 _BITS = (1 << 64) - 1
 
 
@@ -45,7 +45,7 @@ class SampledRow:
 
     @property
     def generated(self) -> int:
-        """The number of tokens behind the prompt."""
+        """Return the number of tokens after the prompt."""
         return len(self.tokens) - self.prompt
 
     def draw(self, purpose: int = TOKEN) -> float:
@@ -190,7 +190,7 @@ def _nucleus(
     width = min(width, vocabulary)
     values = scaled.topk(width).values
     counts = torch.tensor([each.top_k or vocabulary for each in settings], device=device)
-    # What is off keeps all, whatever a sum is rounded to.
+    # A disabled limit keeps all tokens, regardless of rounding.
     shares = [each.top_p if each.top_p < 1 else math.inf for each in settings]
     outside = torch.arange(width, device=device) >= counts.unsqueeze(1)
     kept = values.masked_fill(outside, -math.inf)
@@ -210,8 +210,10 @@ def _nucleus(
 
 
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Of raw logits [rows, vocabulary], the logarithms of the probabilities of these tokens and of
-    the `top` likeliest."""
+    """Return the log probabilities of tokens and of the `top` likeliest ones in each row.
+
+    `logits` are raw, [rows, vocabulary].
+    """
     found = logits.log_softmax(-1)
     mine = found.gather(1, torch.tensor(tokens, device=found.device).unsqueeze(1)).squeeze(1)
     best = found.topk(min(top, found.shape[1]))
@@ -223,8 +225,11 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
 
 
 def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
-    """The best tokens of one row of raw logits [vocabulary] for beam search, with the logarithms of
-    their probabilities, best first."""
+    """Return the best tokens of one row of raw logits [vocabulary], for beam search, best first.
+
+    Returns:
+        The tokens and their log probabilities.
+    """
     best = logits.log_softmax(-1).topk(min(count, len(logits)))
     return best.indices.tolist(), best.values.tolist()
 
@@ -241,7 +246,7 @@ class Grammars:
     def _tokenizer(self) -> Any:
         import llguidance
 
-        wrapped: Any = llguidance.LLTokenizer  # its types leave the list of ends out
+        wrapped: Any = llguidance.LLTokenizer  # its type hints lack the list of ends
         return wrapped(self._text, n_vocab=self._vocabulary, eos_token=list(self._ends))
 
     def matcher(self, grammar: tuple[str, str]) -> Any:

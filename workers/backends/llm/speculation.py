@@ -27,8 +27,8 @@ from shmserve.workers.backends.llm.sampler import (
 )
 from shmserve.workers.backends.llm.sequences import TokenSequence
 
-_LONGEST, _SHORTEST = 4, 2  # tokens that have to be the same
-_MOST_BEHIND = 512  # tokens of a sequence that a draft model reads in one step
+_LONGEST, _SHORTEST = 4, 2  # number of tokens that must be equal
+_MOST_BEHIND = 512  # tokens of a sequence that a draft model reads per step
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ def verify(
 ) -> list[list[int]]:
     """Return the tokens that continue each sequence, given processed logits of all rows.
 
-    They are the accepted part of the proposal, and one more token.
+    These tokens are the accepted part of the proposal, and one more token.
     """
     drawn, _ = sample(logits, rows)
     wanted = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None

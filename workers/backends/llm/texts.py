@@ -1,4 +1,4 @@
-"""The thread of texts: requests to tokens and tokens to responses, beside the engine."""
+"""The text thread: conversion of requests to tokens and of tokens to responses."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MOST_WAIT_NS = int(MOST_WAIT_S * 1e9)
 
 
 class Texts:
-    """The texts of all running requests, processed in a thread of their own.
+    """The texts of all running requests, processed in a separate thread.
 
-    `put` and `close` may be called in any thread. The engine's thread calls `failed`, `spent_ns`.
-    These need no lock: they read single values that the texts thread replaces, and a stream has a
-    lock of its own. All other methods run in the texts thread.
+    `put` and `close` may be called in any thread. The engine's thread calls `failed` and
+    `spent_ns`. No lock is needed: these methods read single values that the text thread replaces,
+    and a stream has its own lock. All other methods run in the text thread.
 
     Attributes:
         prompts: The prompt of each prepared request by key. The engine's thread reads it.
@@ -45,7 +45,7 @@ class Texts:
         self._link = link
         self._reader = PromptReader(checkpoint, max_model_len)
         self._answers: dict[int, Answer] = {}
-        # Key -> since when (monotonic ns) the client has taken no response; the oldest come first.
+        # Key -> the time (monotonic ns) since which the client has read no response, oldest first.
         self._held: dict[int, int] = {}
         self._worked_ns = self._reported_ns = 0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -102,12 +102,12 @@ class Texts:
         self.prompts[key] = prompt
         stream.on_credit(partial(self.put, partial(self._respond, key)))
         self._link.send(_prepared(prompt, stream.request.work.priority))
-        # Last, because it may call the function at once.
+        # Last, because it may call the function immediately.
         stream.on_cancel(partial(self.put, partial(self._cancel, key)))
         if resumed:
             self._respond(key)
 
-    # --- their tokens
+    # --- tokens
 
     def emitted(self, news: list[Emitted]) -> None:
         """Append the tokens of a step to the texts of their samples."""
@@ -169,7 +169,7 @@ class Texts:
     def _cancel(self, key: int) -> None:
         answer = self._answers.get(key)
         if answer is not None and answer.stream.is_cancelled():
-            self._forget(answer)  # before its scheduler can plan another step
+            self._forget(answer)  # before the scheduler plans another step
             answer.stream.send(final=True)
 
     def _forget(self, answer: Answer) -> None:

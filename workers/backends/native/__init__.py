@@ -1,16 +1,18 @@
-"""Backend `native`: a class whose annotated `predict` gets whole batches; needs no configuration.
+"""Backend `native`: a class whose annotated `predict` receives batches, without configuration.
 
-The file is `default_model_filename` (model.py) in the version folder, the class the parameter
-"class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
+The file is `default_model_filename` (model.py) in the version folder, and the class is the
+parameter "class" (Model).
+
+The class may have these attributes: `max_batch_size` (32; 0: no batch dimension),
 `max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
-`batch_input`, `batch_output`, `padding` and `sequence_batching` (as a configuration has them) as
-attributes, `instances` (how many) or `instance_group` (which), and the methods `load(self,
-context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which is asked between two
-batches. One that is a `torch.nn.Module` is put on the device and into evaluation mode.
+`batch_input`, `batch_output`, `padding` and `sequence_batching` (as in a configuration), and
+`instances` (a number) or `instance_group`. It may have the methods `load(self, context)`,
+`unload(self)` and `is_ready(self)`, plain or a coroutine, which is called between two batches. A
+`torch.nn.Module` is moved to the device and set to evaluation mode.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
-the model a decoupled one: it gets one request, with `max_batch_size` 0 unless the class says
-otherwise, and arrays of its own. `max_streams` (64) of them run at a time.
+the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
+0. Up to `max_streams` (64) iterators run concurrently.
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ class NativeBackend(Backend):
         self._device = open_device(context.device)
         self._class: type | None = None
         self._file = ""
-        self._places: dict[str, str] = {}  # in the file, of what the class has
+        self._places: dict[str, str] = {}  # the position of each attribute in the file
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
         self._coroutines: asyncio.Runner | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Add inputs and outputs of the annotations, and batching of the attributes."""
+        """Add inputs and outputs from the annotations, and batching from the attributes."""
         spec = ModelSpec.of(config)
         model = self._find(spec)
         declaration.warn_of_misspelt(model, self._at)
@@ -85,12 +87,12 @@ class NativeBackend(Backend):
         )
         completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
         if not config.get("max_batch_size"):
-            # Without inputs nothing says how many rows a batch has.
+            # Without inputs the number of rows of a batch is unknown.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
             completed["max_batch_size"] = declaration.whole(model, "max_batch_size", most)
         if predict.streams:
             completed["model_transaction_policy"] = {"decoupled": True}
-            # For the scheduler, where others wait.
+            # The scheduler queues further requests.
             most = max(1, declaration.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
         elif completed["max_batch_size"] > 1 and not seen.has_scheduler:

@@ -35,7 +35,7 @@ from shmserve.workers.user_code import in_words
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What a `predict` returns, or says that it yields, that gives any number of responses.
+# The return types of a `predict` with any number of responses.
 _ITERATORS = (
     collections.abc.Iterable,
     collections.abc.Iterator,
@@ -44,7 +44,7 @@ _ITERATORS = (
     collections.abc.AsyncIterator,
     collections.abc.AsyncGenerator,
 )
-Where = Callable[[str], str]  # the beginning of a line on an attribute, or on "predict.ARGUMENT"
+Where = Callable[[str], str]  # a message's prefix for an attribute or "predict.ARGUMENT"
 _HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
 
 
@@ -194,11 +194,11 @@ def _outputs(
         kinds = [_tensor(what, part)[1] for part in typing.get_args(hint)]
         names = [f"output_{at}" for at in range(len(kinds))]
         return dict(zip(names, kinds, strict=True)), lambda result: _zip(owner, names, result)
-    record = typing.get_origin(hint) or hint  # of a generic class: the class
+    record = typing.get_origin(hint) or hint  # the origin of a generic class
     keyed = typing.is_typeddict(record)
     if keyed or hasattr(record, "_fields") or dataclasses.is_dataclass(record):
         kinds_by_name = typing.get_type_hints(record, include_extras=True)
-        if dataclasses.is_dataclass(record):  # not what is no field, as a ClassVar
+        if dataclasses.is_dataclass(record):  # only fields, not a ClassVar
             fields = dataclasses.fields(record)
             kinds_by_name = {field.name: kinds_by_name[field.name] for field in fields}
         outputs = {
@@ -230,7 +230,7 @@ def _record(
 
 
 def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
-    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):  # keys of a TypedDict
+    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):  # TypedDict
         (hint,) = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
         array, *notes = typing.get_args(hint)
@@ -242,7 +242,7 @@ def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
 
 logger = logging.getLogger(__name__)
 
-# What of a class means something here.
+# The attributes of a class that the server interprets.
 _KNOWN = (
     *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, "instances", "instance_group"),
@@ -250,7 +250,7 @@ _KNOWN = (
 )
 
 
-# Attributes that are parameters of a configuration, what they may be, and that in words.
+# Attributes that are parameters of a configuration, their types, and the description.
 _PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
     STRATEGY: ((str,), "a string"),
     TARGET: ((int, float), "a number of milliseconds"),
@@ -306,7 +306,7 @@ def warn_of_misspelt(model: type, at: Where) -> None:
     for base in model.__mro__:
         own = vars(base) if base.__module__ == model.__module__ else {}
         for name in [name for name in own if name[:1] != "_" and name not in _KNOWN]:
-            # Methods are a class's own business more often than not.
+            # Methods are usually helpers of the class.
             near = nearest(name, _KNOWN, 0.85 if callable(own[name]) else 0.75)
             if near:
                 logger.warning(
@@ -352,7 +352,7 @@ def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
     """Return the value of `batch_input` or `batch_output`.
 
     Raises:
-        InvalidArgument: It is not a list of such mappings.
+        InvalidArgument: The value is not a list of such mappings.
     """
     value = getattr(model, attribute)
     fields = {"target_name", "source_input"}

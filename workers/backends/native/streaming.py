@@ -41,8 +41,8 @@ class GeneratorStreams:
         self._waiting: deque[tuple[ResponseStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
         self._loop: EventLoopThread | None = None
-        # A thread for each stream that waits for credit: those of clients that do not read must not
-        # keep the others' responses waiting for a thread.
+        # One thread per stream that waits for credit, so that slow clients do not delay the
+        # responses of others.
         self._senders = ThreadPoolExecutor(most, "send")
 
     def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class GeneratorStreams:
                 threading.Thread(
                     target=self._serve, args=(iter(iterator), stream), name="stream", daemon=True
                 ).start()
-        except BaseException as error:  # SystemExit too: a model does not end its worker so
+        except BaseException as error:  # SystemExit too: it must not end the worker
             stream.fail_raised(error)
             self._free_place()
 
@@ -102,14 +102,14 @@ class GeneratorStreams:
 
     def _end(self, stream: ResponseStream) -> None:
         if stream.is_cancelled():
-            stream.fail(_CANCELLED)  # unless it had ended before
+            stream.fail(_CANCELLED)  # ignored if the stream has ended
         self._free_place()
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:
             with torch.inference_mode(), _responding(stream):
                 self._relay(iterator, stream)
-        except BaseException as error:  # SystemExit too: a model does not end its worker so
+        except BaseException as error:  # SystemExit too: it must not end the worker
             stream.fail_raised(error)
         finally:
             self._end(stream)
@@ -128,7 +128,7 @@ class GeneratorStreams:
 
     async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
         loop = asyncio.get_running_loop()
-        with _responding(stream):  # in the context of the task, which is this stream's alone
+        with _responding(stream):  # in the context of this stream's task
             try:
                 async for yielded in iterator:
                     response = self._respond(stream.request, yielded)

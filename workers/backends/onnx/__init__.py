@@ -1,14 +1,18 @@
-"""Backend `onnxruntime`: ONNX files, on the CPU or, with onnxruntime-gpu, on a GPU.
+"""Backend `onnxruntime`: ONNX files on the CPU or, with onnxruntime-gpu, on a GPU.
 
 The file is `default_model_filename` (model.onnx) in the version folder. Inputs, outputs and batch
 size need no configuration. A model batches if the first dimension of all its tensors varies, up to
 4 rows or --backend-config=onnxruntime,default-max-batch-size=N.
 
-These settings of a configuration have an effect: `optimization.graph.level` (-1: basic, 1:
-extended, 2: none; else all), `optimization.execution_accelerators` (below), and the parameters
-intra_op_thread_count, inter_op_thread_count, execution_mode (0: sequential, 1: parallel),
-enable_mem_arena and enable_mem_pattern (0 or 1). Parameters that begin with "session." or "ep." are
-passed to onnxruntime unchanged.
+These settings of a configuration have an effect:
+
+    optimization.graph.level                 -1: basic, 1: extended, 2: none; else all
+    optimization.execution_accelerators      see below
+    parameters                               intra_op_thread_count, inter_op_thread_count,
+                                             execution_mode (0: sequential, 1: parallel),
+                                             enable_mem_arena, enable_mem_pattern (0 or 1)
+
+Parameters that begin with "session." or "ep." are passed to onnxruntime unchanged.
 
 binding.py      binds inputs and outputs of the session to memory of the server
 """
@@ -41,7 +45,7 @@ from shmserve.workers.tensor_specs import (
 )
 
 _SWITCHES = {"enable_mem_arena": "enable_cpu_mem_arena", "enable_mem_pattern": "enable_mem_pattern"}
-# What a configuration calls the providers that onnxruntime may have besides these two.
+# The configuration's names of further execution providers.
 _ACCELERATORS = {
     "tensorrt": "TensorrtExecutionProvider",
     "openvino": "OpenVINOExecutionProvider",
@@ -53,7 +57,7 @@ _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
 def import_onnxruntime() -> Any:
-    """The package. Raises Unavailable when it is missing, or cannot be imported."""
+    """Return the package; raise Unavailable if it cannot be imported."""
     try:
         runtime = importlib.import_module("onnxruntime")
     except ImportError as error:
@@ -61,15 +65,16 @@ def import_onnxruntime() -> Any:
             "backend 'onnxruntime' needs the package onnxruntime, which cannot be imported "
             f"({error}): pip install 'shmserve[onnx]', or onnxruntime-gpu for CUDA"
         ) from None
-    runtime.disable_telemetry_events()  # what the environment says is read on import, if at all
+    runtime.disable_telemetry_events()  # the environment is read at import at the latest
     return runtime
 
 
 def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
-    """A session of the file on the instance's device.
+    """Return a session of the file on the instance's device. Errors of onnxruntime are passed on.
 
-    Raises InvalidArgument for an option with a value that it cannot have, Unavailable where
-    onnxruntime lacks what the device needs, and what onnxruntime raises.
+    Raises:
+        InvalidArgument: An option has an invalid value.
+        Unavailable: onnxruntime does not support the device.
     """
     runtime = import_onnxruntime()
     options = session_options(runtime, config, context.threads)
@@ -84,7 +89,7 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
     session = runtime.InferenceSession(str(path), options, providers=wanted)
     used = session.get_providers()
     for name, _ in wanted:
-        if name not in used:  # onnxruntime goes on with the CPU where a library does not load
+        if name not in used:  # onnxruntime falls back to the CPU if a library does not load
             raise Unavailable(f"{name} of onnxruntime cannot be used on {context.device}: see log")
     return session
 
@@ -93,7 +98,7 @@ _HINTS = {_CUDA: ": pip install onnxruntime-gpu, or set instance_group to KIND_C
 
 
 def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
-    """onnxruntime's SessionOptions for a configuration; `threads` where it says nothing of them."""
+    """Return the SessionOptions for a configuration; `threads` is the default number of threads."""
     options = runtime.SessionOptions()
     given = config.parameters
     options.intra_op_num_threads = _whole(given, "intra_op_thread_count", threads)
@@ -116,9 +121,10 @@ def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
 
 
 def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, dict[str, str]]]:
-    """onnxruntime's providers, the preferred first, with their options.
+    """Return the execution providers with their options, in order of preference.
 
-    Raises InvalidArgument for an accelerator of a name that is none.
+    Raises:
+        InvalidArgument: An accelerator is unknown.
     """
     side = "gpu" if kind == "GPU" else "cpu"
     accelerators = config.optimization.execution_accelerators
@@ -156,14 +162,14 @@ def _switch(given: dict[str, str], key: str, default: bool) -> bool:
     return value == "1"
 
 
-# onnxruntime's names of the datatypes: numpy's, but for these.
+# onnxruntime's names of the datatypes where they differ from numpy's.
 _OWN_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
 _DATATYPES = {f"tensor({_OWN_NAMES.get(name, kind.name)})": name for name, kind in STORED.items()}
 _UNBOUNDED = 2**31
 
 
 def describe(session: Any) -> Description:
-    """Read a session's file. Raises InvalidArgument for what the protocol has no datatype for."""
+    """Describe the tensors of a session; raise InvalidArgument for an unsupported datatype."""
     inputs = tuple(_described("input", node) for node in session.get_inputs())
     outputs = tuple(_described("output", node) for node in session.get_outputs())
     return Description(inputs, outputs, _largest_batch([*inputs, *outputs]))
@@ -180,7 +186,10 @@ def _described(what: str, node: Any) -> Described:
 
 
 def _largest_batch(tensors: Sequence[Described]) -> int:
-    """Files seldom say which dimension is the batch's: the first one, if it varies everywhere."""
+    """Return the largest batch; the batch dimension is the first if it varies in all tensors.
+
+    Files rarely name the batch dimension.
+    """
     return _UNBOUNDED if all(tensor.dims[:1] == (-1,) for tensor in tensors) else 0
 
 
@@ -220,8 +229,7 @@ def check(
 
 
 def _ranked(output: Described) -> bool:
-    """Whether an output has dimensions: onnxruntime says of a scalar what it says of one that it
-    does not know the rank of."""
+    """Check whether an output has dimensions; scalars and unknown ranks are indistinguishable."""
     return bool(output.dims)
 
 
@@ -252,14 +260,14 @@ class OnnxRuntimeError(Exception):
 class OnnxBackend(Backend):
     """A session of an ONNX file."""
 
-    read_only_inputs = False  # a session does not write into them
+    read_only_inputs = False  # a session does not write to inputs
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._loaded: tuple[Any, Description] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Add the inputs, outputs and batch size of the file."""
+        """Add the inputs, outputs and batch size of the file to the configuration."""
         spec = ModelSpec.of(config)
         _, description = self._open(spec)
         ours = made_here(spec)

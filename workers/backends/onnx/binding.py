@@ -1,10 +1,10 @@
 """IO binding: inputs and outputs of a session in memory of the server.
 
-inputs    where they were gathered: a client's region, an arena or a buffer that is kept
-outputs   of a single request: in the client's region or the arena, if the shape is known before the
-          run; else, and in batches, in memory of onnxruntime
+inputs    in the memory they were gathered in: a client's region, an arena or a cached buffer
+outputs   of a single request: in the client's region or the arena, if the shape is known before
+          the run; otherwise, and in batches, in memory of onnxruntime
 
-A shape is known if the file fixes it, or has it in symbols of an input.
+A shape is known if the file fixes it or gives it by symbols of an input.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shmserve.workers.device import Device
 from shmserve.workers.memory.tensors import as_torch
 from shmserve.workers.tensor_specs import Described, Description
 
-_WORTH = 64 * 1024  # bytes of an output: to bind it costs more than to copy less
-# What a client may change while the model runs must not be used as an index.
+_WORTH = 64 * 1024  # bytes of an output; copying less is cheaper than binding
+# Memory that a client may change during the run must not be used as an index.
 _FLOATS = {"FP16", "FP32", "FP64"}
 _DTYPES = {name: kind for name, kind in STORED.items() if name != "BYTES"}
-# Of ONNX's numbers for datatypes, the one that numpy has no type for.
+# ONNX's number of the datatype that numpy lacks.
 _BF16 = 16
 
 Array = np.ndarray[Any, Any]
@@ -45,18 +45,17 @@ class HostBinding:
         self._inputs = {tensor.name: tensor for tensor in description.inputs}
         tensors = (*description.inputs, *description.outputs)
         self._bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
-        # Without numpy's help: it has no such type.
+        # numpy does not support BF16.
         self._bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
-        self._unpredictable: set[str] = set()  # outputs that were not of their shape once
+        self._unpredictable: set[str] = set()  # outputs whose shape was not as expected
 
     def run(
         self, inputs: Mapping[str, Array], wanted: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Array]:
-        """Return the outputs `wanted` of a batch.
+        """Return the requested outputs of a batch. Errors of onnxruntime are passed on.
 
         Raises:
-            InvalidArgument: BYTES are not UTF-8, which ONNX requires. Errors of onnxruntime are
-                passed on.
+            InvalidArgument: BYTES are not UTF-8, which ONNX requires.
         """
         placed: dict[str, Array] = {}
         if len(requests) == 1 and self._bindable:
@@ -69,7 +68,7 @@ class HostBinding:
         except RuntimeError:
             if not placed:
                 raise
-            # Perhaps it has another shape than foreseen. It may be run again: it has no state.
+            # The output may have an unexpected shape. The session is stateless and may run again.
             made = self._run_bound(inputs, wanted, {})
             self._unpredictable |= {n for n in placed if made[n].shape != placed[n].shape}
             return made
@@ -77,7 +76,7 @@ class HostBinding:
     def _places(
         self, inputs: Mapping[str, Array], wanted: Sequence[str], request: Request
     ) -> dict[str, Array]:
-        """Return arrays in which outputs are computed, by name."""
+        """Return arrays for outputs to compute in, by name."""
         found: dict[str, Array] = {}
         sizes = _sizes(self._inputs, inputs)
         own = _free_places(request, _WORTH)
@@ -101,20 +100,20 @@ class HostBinding:
         try:
             return self._context.output_memory.reserve(request.work.client_pid, size)
         except ShmserveError:
-            return None  # if it stays full, the request fails when the output is written
+            return None  # if it stays full, writing the output fails the request
 
     def _region(self, place: Place | None, size: int, datatype: str) -> memoryview | None:
         if place is None or place.memory.cuda is not None or datatype not in _FLOATS:
             return None
         if place.byte_size < size:
-            return None  # the request fails, as it should, when it is written
+            return None  # writing the output fails the request, as intended
         view: memoryview = self._context.mappings.view(Place(place.memory, place.offset, size))
         return view
 
     def _run_bound(
         self, inputs: Mapping[str, Array], wanted: Sequence[str], placed: Mapping[str, Array]
     ) -> dict[str, Array]:
-        # Each time a new one: in older versions of onnxruntime its outputs end with it.
+        # Created for each run: in older versions of onnxruntime the binding owns its outputs.
         binding = self._session.io_binding()
         for name, array in inputs.items():
             kind = self._inputs[name].datatype
@@ -152,7 +151,7 @@ class DeviceBinding:
     def run(
         self, inputs: Mapping[str, Any], wanted: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Any]:
-        """Return the outputs `wanted` of a batch; errors of onnxruntime are passed on."""
+        """Return the requested outputs of a batch; errors of onnxruntime are passed on."""
         binding = self._session.io_binding()
         for name, tensor in inputs.items():
             kind = _element(self._datatypes[name])
@@ -160,7 +159,7 @@ class DeviceBinding:
             binding.bind_input(name, *where)
         for name in wanted:
             binding.bind_output(name, self._kind, self._index)
-        self._synchronize()  # onnxruntime's stream is another one
+        self._synchronize()  # onnxruntime uses another stream
         self._session.run_with_iobinding(binding)
         binding.synchronize_outputs()
         values = binding.get_outputs()
@@ -174,7 +173,7 @@ class DeviceBinding:
         shape, datatype = tuple(value.shape()), self._datatypes[name]
         size = math.prod(shape) * ITEM_SIZE[datatype]
         held: Any = _Tensor(value, binding, np.dtype(np.uint8), size)
-        if self._kind == "cpu":  # torch does not know numpy's protocol
+        if self._kind == "cpu":  # torch does not support numpy's array interface
             held = np.asarray(held)
         return as_torch(datatype, shape, torch.as_tensor(held, device=self._device))
 
@@ -182,7 +181,8 @@ class DeviceBinding:
 class _Tensor:
     """Memory of an OrtValue, for numpy and torch.
 
-    It keeps the value and its binding. With `byte_size` it is so many bytes, whatever its shape.
+    The object keeps the value and its binding alive. With `byte_size` it is an array of that many
+    bytes, regardless of the shape.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ def _address(array: Array) -> int:
 
 
 def _text(name: str, array: Array) -> Array:
-    """A BYTES input as onnxruntime takes it: an array of str."""
+    """Return a BYTES input as an array of str, the type of onnxruntime."""
     if array.dtype != np.object_:
         return array
     try:
@@ -242,8 +242,7 @@ def _text(name: str, array: Array) -> Array:
 
 
 def _free_places(request: Request, least: int) -> dict[str, Place]:
-    """The places of outputs, by name, that have `least` bytes and overlap nothing else of the
-    request."""
+    """Return the output ranges with at least `least` bytes that overlap nothing in the request."""
     found = {
         name: output.place
         for name, output in request.requested.items()
@@ -258,5 +257,5 @@ def _free_places(request: Request, least: int) -> dict[str, Place]:
     return {
         name: place
         for name, place in found.items()
-        if sum(place.overlaps(other) for other in others) == 1  # itself
+        if sum(place.overlaps(other) for other in others) == 1  # the range itself
     }

@@ -1,4 +1,4 @@
-"""Backend `python`: a `TritonPythonModel` in model.py, run as Triton's Python backend runs it."""
+"""Backend `python`: a `TritonPythonModel` in model.py, as in Triton's Python backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.execution import DecoupledExecution, PythonExecution
 from shmserve.workers.user_code import says_ready
 
-# What models import, and what a few import although it is Triton's own affair.
+# The modules that models import; the second one is internal to Triton, but some models use it.
 _MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
 
 
@@ -43,7 +43,7 @@ class PythonBackend(Backend):
         self._model: Any = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` as the model's `auto_complete_config` completes it; raises what that raises."""
+        """Return `config` completed by the model's `auto_complete_config`; pass on its errors."""
         kind = self._find(ModelSpec.of(config))
         completed = ModelConfig(json.dumps(config))
         if hasattr(kind, "auto_complete_config"):
@@ -53,12 +53,12 @@ class PythonBackend(Backend):
                 f"auto_complete_config function in model '{self.context.model_name}' must return "
                 "a valid pb.ModelConfig object."
             )
-        # Through JSON, as in Triton: what is none, such as numpy's numbers, is the model's mistake.
+        # Converted through JSON like in Triton, which rejects values such as numpy's numbers.
         plain: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
         return plain
 
     def load(self, config: ModelSpec) -> None:
-        """Make the model and call its `initialize`; raises what that raises."""
+        """Create the model and call its `initialize`, whose errors are passed on."""
         context = self.context
         metrics.on_change = self._metrics_changed
         self.device_inputs = config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
@@ -93,7 +93,10 @@ class PythonBackend(Backend):
         self._server.running = True
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """One call of the model's `execute`. Raises what it raises, Internal for a bad return."""
+        """Call the model's `execute`.
+
+        Pass on its errors, and raise Internal for an invalid result.
+        """
         assert self._execution is not None
         self._server.executing = requests
         try:
@@ -102,8 +105,10 @@ class PythonBackend(Backend):
             self._server.executing = ()
 
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
-        """One call of the model's `execute`, which must return None: what it sends, it sends by
-        itself. Raises what it raises."""
+        """Call the model's `execute`, which sends responses itself and must return None.
+
+        Errors of the model are passed on.
+        """
         assert self._decoupled is not None
         self._server.executing = [stream.request for stream in streams]
         try:
@@ -112,8 +117,13 @@ class PythonBackend(Backend):
             self._server.executing = ()
 
     def is_ready(self) -> bool:
-        """Readiness by the model's `is_ready`, plain or a coroutine. Raises what it raises,
-        Internal for what is no bool."""
+        """Call the model's `is_ready`, plain or a coroutine.
+
+        Errors of the model are passed on.
+
+        Raises:
+            Internal: The result is not a bool.
+        """
         return says_ready(self._model, self._decoupled.run if self._decoupled else asyncio.run)
 
     def _metrics_changed(self, at_once: bool) -> None:
@@ -121,11 +131,11 @@ class PythonBackend(Backend):
         self.metrics_changed(at_once)
 
     def metrics(self) -> list[list[Any]] | None:
-        """The families that the model has made with `pb_utils.MetricFamily`."""
+        """Return the families that the model has created with `pb_utils.MetricFamily`."""
         return metrics.changes()
 
     def unload(self) -> None:
-        """Call the model's `finalize`; raises what it raises."""
+        """Call the model's `finalize`, whose errors are passed on."""
         self._server.running = False
         try:
             if hasattr(self._model, "finalize"):
@@ -150,13 +160,17 @@ logger = logging.getLogger(__name__)
 
 
 def file_name(config: ModelSpec) -> str:
-    """The name of a model's file."""
+    """Return the name of a model's file."""
     return config.default_model_filename or "model.py"
 
 
 def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
-    """The `TritonPythonModel` of a model's file; raises what that raises, Unavailable without it,
-    InvalidArgument for another name than a Python file's."""
+    """Return the `TritonPythonModel` of a model's file. Errors of the file are passed on.
+
+    Raises:
+        Unavailable: The file does not exist.
+        InvalidArgument: The name is not that of a Python file.
+    """
     file = file_name(config)
     if not file.endswith(".py"):
         raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
@@ -168,10 +182,10 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 
 
 def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
-    """Import a model's file as `VERSION.NAME`; raises what it raises.
+    """Import a model's file as `VERSION.NAME`, whose errors are passed on.
 
-    The version's folder is a package of its own name, so that `from . import` works, and modules
-    in it and in the model's folder can be imported.
+    The version's folder is a package of its own name, so that `from . import` works. Modules in
+    that folder and in the model's folder can be imported.
     """
     package = version_dir.name
     for folder in (str(version_dir), str(model_dir)):
@@ -187,7 +201,7 @@ def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
         spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
         spec.submodule_search_locations = [str(version_dir)]
     module = importlib.util.module_from_spec(spec)
-    # Not found by searching sys.path, where another folder may have this number as its name.
+    # Not found through sys.path, where another folder may have the same number as its name.
     sys.modules[package] = module
     if spec.loader is not None:
         spec.loader.exec_module(module)

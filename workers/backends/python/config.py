@@ -1,4 +1,4 @@
-"""The configuration that `auto_complete_config` of a model of the Python backend fills in."""
+"""The configuration that `auto_complete_config` of a Python model completes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ _WHERE = "in auto-complete-config function for model"
 
 
 class ModelConfig:
-    """A model's configuration; what its author wrote may be added to, not contradicted.
+    """A model's configuration, which may be extended but not contradicted.
 
-    Made of the configuration's JSON. The setters raise ValueError for a contradiction.
+    The constructor takes the configuration as JSON. The setters raise ValueError for a
+    contradiction.
     """
 
     def __init__(self, model_config: str) -> None:
         self._model_config: dict[str, Any] = json.loads(model_config)
 
     def as_dict(self) -> dict[str, Any]:
-        """The configuration as it is now; for reading."""
+        """Return the current configuration, for reading."""
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Set the largest batch; the configuration may not name a larger one."""
+        """Set the maximum batch size; the configuration may not contain a larger one."""
         written = self._model_config["max_batch_size"]
         if written > max_batch_size:
             raise ValueError(
@@ -32,7 +33,7 @@ class ModelConfig:
         self._model_config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Have the server form batches; the configuration may not choose another scheduler."""
+        """Enable the dynamic batcher; the configuration may not choose another scheduler."""
         for scheduler in ("sequence_batching", "ensemble_scheduling"):
             if scheduler in self._model_config:
                 raise ValueError(
@@ -43,7 +44,7 @@ class ModelConfig:
         self._model_config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, transaction_policy_dict: dict[str, Any]) -> None:
-        """Set {"decoupled": bool}; the configuration may not say otherwise."""
+        """Set {"decoupled": bool}; the configuration may not contradict it."""
         if transaction_policy_dict.keys() - {"decoupled"}:
             raise ValueError(
                 "model transaction property in auto-complete-config function for model "
@@ -61,12 +62,15 @@ class ModelConfig:
         policy["decoupled"] = wanted
 
     def add_input(self, input: dict[str, Any]) -> None:  # noqa: A002 - models may name it
-        """Add {"name", "data_type", "dims", perhaps "optional"}; one that is there must agree."""
+        """Add {"name", "data_type", "dims", optionally "optional"}.
+
+        An existing input must agree.
+        """
         listed = "'name', 'data_type', 'dims' and 'optional'"
         self._add("input", input, {"name", "data_type", "dims", "optional"}, listed)
 
     def add_output(self, output: dict[str, Any]) -> None:
-        """Add {"name", "data_type", "dims"}; one that is there must agree."""
+        """Add {"name", "data_type", "dims"}; an existing output must agree."""
         listed = "'name', 'data_type' and 'dims'"
         self._add("output", output, {"name", "data_type", "dims"}, listed)
 

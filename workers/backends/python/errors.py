@@ -1,4 +1,4 @@
-"""Errors as models of the Python backend know them, and checks of what models give."""
+"""Errors in the API of the Python backend, and checks of values from models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INT64 = 2**63
 
 
 class ErrorCode(IntEnum):
-    """The codes of an error, numbered as Triton numbers them."""
+    """The codes of an error, with Triton's numbers."""
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -25,13 +25,14 @@ class ErrorCode(IntEnum):
 
 
 class TritonModelException(Exception):
-    """Something that a model asked of `triton_python_backend_utils` went wrong."""
+    """The error of a call of `triton_python_backend_utils`."""
 
 
 class TritonError:
     """An error of one request: a message for the client, and a code (TritonError.NOT_FOUND, ...).
 
-    Raises TypeError for a message that is no text or a code that is no code.
+    Raises:
+        TypeError: The message is not a string, or the code is not an ErrorCode.
     """
 
     __slots__ = ("_code", "_message")
@@ -52,15 +53,15 @@ class TritonError:
         self._code = code
 
     def code(self) -> ErrorCode:
-        """Its code."""
+        """Return the code."""
         return self._code
 
     def message(self) -> str:
-        """Its message."""
+        """Return the message."""
         return self._message
 
 
-# What Triton says, as a RuntimeError, of a value that C++ has no room for.
+# Triton's RuntimeError for a value that does not fit a C++ type.
 NO_CAST = (
     "Unable to cast Python instance to C++ type (#define PYBIND11_DETAILED_ERROR_MESSAGES or "
     "compile in debug mode for details)"
@@ -68,10 +69,10 @@ NO_CAST = (
 
 
 def text(value: object, what: str) -> str:
-    """`value`, a str or bytes of UTF-8, as a str; raises TypeError for anything else.
+    """Return a str, or bytes of UTF-8, as a str; raise TypeError for anything else.
 
-    Triton takes bytes for a str everywhere: an element of a BYTES tensor is one, and its examples
-    call the model whose name came in such a tensor.
+    Triton accepts bytes for a str everywhere. Elements of BYTES tensors are bytes, and its examples
+    call the model named in such an element.
     """
     if isinstance(value, bytes):
         try:
@@ -84,7 +85,7 @@ def text(value: object, what: str) -> str:
 
 
 def listed(value: Any, what: str) -> list[Any]:
-    """The items of a sequence that is no text; raises TypeError for anything else."""
+    """Return the items of a sequence that is not a string; raise TypeError for anything else."""
     if isinstance(value, str | bytes | dict) or not hasattr(value, "__getitem__"):
         raise TypeError(f"{what} must be a list, not {type(value)}")
     return list(value)
@@ -104,17 +105,17 @@ def whole(value: object, what: str, least: int = 0, bits: int = 63) -> int:
 
 
 def to_server(error: TritonError) -> ShmserveError:
-    """A model's error as the server carries it."""
+    """Return a model's error as an error of the server."""
     return from_code(error.code().name, error.message())
 
 
 def to_model(error: ShmserveError) -> TritonError:
-    """An error of the server, or of another model, as a model sees it."""
+    """Return an error of the server, or of another model, in the API's form."""
     return TritonError(error.message, ErrorCode[error.code])
 
 
 def checked_parameters(parameters: Any) -> dict[str, bool | int | str]:
-    """Custom parameters from a model; raises TritonModelException where one is none."""
+    """Return custom parameters of a model; raise TritonModelException if one is invalid."""
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):

@@ -31,7 +31,7 @@ _NOT_ITERATIVE = (
     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
     "configured to handle such a flag."
 )
-# How the count of an object looks that only a list refers to.
+# The reference count of an object that only a list refers to.
 _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
 
@@ -87,7 +87,7 @@ class PythonExecution:
             self._runner.close()
 
     def _execute(self, received: list[ReceivedRequest]) -> list[Response]:
-        # Its own list: a model may empty what it is given.
+        # A copy, because a model may empty its list.
         returned = self._model.execute(list(received))
         if type(returned) is not list:
             returned = self._listed(returned, received)
@@ -184,7 +184,7 @@ class DecoupledExecution:
             Internal: The model returned something. Exceptions of the model are passed on.
         """
         for stream in streams:
-            # Nobody knows when the model's threads have done with them.
+            # The time when the model's threads have finished with the inputs is unknown.
             for item in stream.request.inputs.values():
                 self._context.copied.inputs += item.detach()
         received = [DecoupledRequest(stream) for stream in streams]
@@ -254,7 +254,7 @@ def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest
 def thread_ended(args: threading.ExceptHookArgs) -> None:
     """Log an exception of a thread, and release the variables of its functions.
 
-    It is a `threading.excepthook`; a model may install another.
+    This function is a `threading.excepthook`, which a model may replace.
     """
     if args.exc_type is not SystemExit and args.thread is not None:
         logger.error("thread '%s' of the model failed", args.thread.name, exc_info=args.exc_value)
@@ -264,5 +264,5 @@ def thread_ended(args: threading.ExceptHookArgs) -> None:
                 value = value.get_response_sender()
             if isinstance(value, InferenceResponseSender):
                 value._raised = args.exc_value
-    # Else, where one of their variables has the error, it has them until they are collected.
+    # Otherwise an error in one of their variables would keep them alive until the next collection.
     traceback.clear_frames(args.exc_traceback)

@@ -40,10 +40,11 @@ Labels = tuple[tuple[str, str], ...]
 @dataclass(slots=True)
 class _Value:
     buckets: tuple[float, ...]
-    # A counter's value; what a gauge was set to, when (monotonic ns, 0: never), and what was added
-    # since; the sum of a histogram, then its observations by bucket, and those above the last.
+    # A counter: its value. A gauge: the value set, the time of that (monotonic ns, 0: never), and
+    # the sum of increments since. A histogram: the sum, the observations by bucket, and those above
+    # the last.
     numbers: list[float]
-    owners: int = 0  # `MetricFamily` objects that have made it
+    owners: int = 0  # number of `MetricFamily` objects that have created it
 
 
 @dataclass(slots=True)
@@ -65,8 +66,8 @@ _DELETED = (
 _lock = threading.Lock()
 _families: dict[str, _Family] = {}
 _changed = False
-# Called when something changed that `changes` has not given yet, if anybody wants to know; whether
-# that may be called at once, or it is a moment at which the collector has ended a family.
+# Called after a change that `changes` has not returned yet. The argument is False during a garbage
+# collection, when an immediate report is not safe.
 on_change: Callable[[bool], None] | None = None
 
 
@@ -118,7 +119,7 @@ class _Owner:
         self.alive = True
 
 
-# Those whose object was collected, which may be at any moment: dropped when it is safe.
+# Owners whose object was collected, which may happen at any time; removed when it is safe.
 _ended: deque[_Owner] = deque()
 
 
@@ -142,8 +143,11 @@ def _drop_ended() -> None:
 class MetricFamily:
     """Values of one name with different labels. Families of one name and kind are the same.
 
-    The values are removed with the last object. It raises TritonModelException for a name that
-    Prometheus does not allow or that has another kind, TypeError for a wrong type of an argument.
+    The values are removed with the last object.
+
+    Raises:
+        TritonModelException: Prometheus does not allow the name, or it has another kind.
+        TypeError: An argument has a wrong type.
     """
 
     COUNTER = MetricKind.COUNTER
@@ -209,7 +213,7 @@ def _bounds(kind: MetricKind, buckets: Sequence[float] | None) -> tuple[float, .
         raise RuntimeError(NO_CAST) from None
     if list(bounds) != sorted(set(bounds)):
         raise TritonModelException(_FAILED + by_server("Bucket Boundaries must be strictly sorted"))
-    # What is above the last bound is counted anyway, as le="+Inf": it may not be there twice.
+    # The bucket le="+Inf" is always present and must not be duplicated.
     return bounds[:-1] if bounds and bounds[-1] == math.inf else bounds
 
 
@@ -222,7 +226,7 @@ def _labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:
             why = "attempt to access JSON non-string as string"
             raise TritonModelException(_FAILED + by_server(why))
         pairs.append((str(name), value))
-        # A histogram's samples have a label "le" of their own.
+        # Histograms reserve the label "le".
         if not _LABEL.fullmatch(str(name)) or (kind is MetricKind.HISTOGRAM and name == "le"):
             raise TritonModelException(_FAILED + by_server("Invalid label name"))
     return tuple(sorted(pairs))

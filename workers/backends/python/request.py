@@ -1,4 +1,4 @@
-"""Requests of the Python backend's API: those that a model receives, and those that it makes."""
+"""Requests of the Python backend's API: received by a model, or created by it."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ RELEASE_RESCHEDULE = 2
 
 
 class MemoryType(IntEnum):
-    """The memory in which outputs of a call may be wanted."""
+    """The kinds of memory that a call may prefer for its outputs."""
 
     TRITONSERVER_MEMORY_GPU = 0
     TRITONSERVER_MEMORY_CPU = 1
 
 
 class PreferredMemory:
-    """The preferred memory of a call's outputs; they come in host memory regardless."""
+    """The preferred memory of a call's outputs, which are in host memory regardless."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         if not isinstance(preferred_memory_type, MemoryType):
@@ -56,7 +56,7 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace of a request, as its message has it; "" for none."""
+    """The trace of a request in the form of a message, or ""."""
 
     def __init__(self, message: str = "") -> None:
         self.message = message
@@ -130,7 +130,7 @@ class InferenceRequest:
         self._parameters: dict[str, Any] = checked_parameters(parameters)
         self._release_flags = 0
 
-    # --- what it says
+    # --- fields
 
     def inputs(self) -> list[Tensor]:
         """Return the input tensors."""
@@ -244,7 +244,7 @@ class InferenceRequest:
             TraceContext.of(trace).child().message if trace else "",
         )
 
-    # --- only for requests that came from a client
+    # --- only for requests from a client
 
     def is_cancelled(self) -> bool:
         """Check whether the request was cancelled."""
@@ -290,10 +290,10 @@ async def _iterator(
 class ReceivedRequest(InferenceRequest):
     """A request that `execute` receives."""
 
-    # What most requests never have otherwise.
+    # Class attributes, because most requests never set these.
     _model_name = ""
     _model_version = -1
-    rescheduled = False  # the model wants to get it again
+    rescheduled = False  # the model reschedules the request
     _trace = _NO_TRACE
     _sender: weakref.ref[InferenceResponseSender] | None = None
     outbox: SingleResponse | None = None
@@ -333,7 +333,8 @@ class ReceivedRequest(InferenceRequest):
         if sender is None:
             if self.outbox is None:
                 self.outbox = SingleResponse(self._origin.is_cancelled)
-            # The outbox learns when the model has let go of its sender, so nobody else may hold it.
+            # The outbox detects when the model has released its sender, so nothing else may refer
+            # to it.
             sender = InferenceResponseSender(self.outbox)
             self._sender = weakref.ref(sender)
         return sender

@@ -1,5 +1,4 @@
-"""Responses as models of the Python backend give them, by `execute` or a sender, and get them from
-other models."""
+"""Responses of models of the Python backend, by `execute` or a sender, and of models they call."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from shmserve.workers.backends.python.tensor import ReceivedTensor, Tensor
 from shmserve.workers.bls.request import CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
-# An Output without the function in Python that makes a named tuple.
+# An Output, created without the Python function of named tuples.
 _output: Callable[[tuple[str, str, Any]], Output] = partial(tuple.__new__, Output)
 
 
@@ -76,7 +75,7 @@ def to_response(response: InferenceResponse) -> Response:
     error = response._error
     if error is not None:
         return Response(error=to_server(error))
-    outputs = [  # mostly as the model made them, for which no call is needed
+    outputs = [  # usually unchanged tensors, for which no call is needed
         _output((tensor._name, tensor._datatype, tensor._data))
         if type(tensor) is Tensor
         else tensor.as_output()
@@ -100,11 +99,11 @@ def from_error(error: ShmserveError) -> InferenceResponse:
 class ResponseIterator:
     """An iterator over the responses to a call, as they arrive.
 
-    It can be iterated again once all have arrived. A collected iterator cancels its call.
+    The iterator can be reused once all responses have arrived. Collecting it cancels its call.
     """
 
     def __init__(self, call: StreamCall | None, *responses: InferenceResponse) -> None:
-        self._call = call  # None: all have come
+        self._call = call  # None: all responses have arrived
         self._responses = list(responses)
         self._next = 0
 
@@ -230,7 +229,7 @@ class InferenceResponseSender:
 
     def __init__(self, channel: SingleResponse | StreamedResponses) -> None:
         self._channel = channel
-        self._raised: BaseException | None = None  # by a thread that had it
+        self._raised: BaseException | None = None  # by the thread that owned it
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response.

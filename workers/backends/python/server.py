@@ -1,7 +1,7 @@
-"""The server's API for a running model: calls of other models, their loading, the log.
+"""The server's API for a running model: calls of other models, model control, the log.
 
-Triton's interface is functions and classes of a module, to which a model hands nothing of its
-server: so a process has one, which `install` sets.
+Triton's interface consists of functions and classes of a module, without a reference to the server.
+A process therefore has a single server, which `install` sets.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ _server: ServerApi | None = None
 
 
 def install(server: ServerApi | None) -> None:
-    """Install the server of this process's model."""
+    """Set the server of this process's model."""
     global _server
     _server = server
 
@@ -250,15 +250,15 @@ shared_memory = SharedMemory()
 
 
 def workspace(byte_size: int) -> _Workspace:
-    """Lease bytes of the device's shared workspace for a with block, or for `async with`.
+    """Lease bytes of the device's shared workspace for a `with` or `async with` block.
 
     The block waits until the pool has the bytes. They are a numpy array of uint8, or on a GPU a
-    torch tensor, with undefined contents. Triton does not have this function. Ask for all bytes of
-    an execution at once, and call no other model in the block.
+    torch tensor, with undefined contents. Triton does not have this function. Lease all bytes of an
+    execution at once, and call no other model in the block.
 
     Raises:
         TritonModelException: There is no pool (--workspace-byte-size), the pool is smaller, or the
-            execution has a workspace already.
+            execution already has a workspace.
     """
     return _Workspace(current().context.workspace, byte_size, _as_array)
 
@@ -301,10 +301,10 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
-        """Write a line.
+        """Write a line to the log.
 
         Raises:
-            TypeError: The message is not a text, or the level is none.
+            TypeError: The message is not a string, or the level is invalid.
         """
         if not isinstance(level, Logger.LogLevel):
             raise TypeError(f"the level of a log message must be one of Logger's, not {level!r}")

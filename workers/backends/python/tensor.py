@@ -41,7 +41,7 @@ class Lender:
         self._copied = copied or Copied()
         self._copying = True
         self._trials_left = _TRIAL
-        # What is lent in this execution, and what a copy was made of.
+        # The inputs lent in this execution, and the originals of copies.
         self._loans: dict[Input, memoryview | None] = {}
         self._filter: Any = None
 
@@ -58,7 +58,7 @@ class Lender:
         return source.numpy()
 
     def _refuse_aliases(self) -> None:
-        # torch knows no read-only tensors: it warns, normally once, and lets the model write.
+        # torch has no read-only tensors: it warns, by default once, and permits the model to write.
         sys.modules["torch"].set_warn_always(True)
         if not warnings.filters or warnings.filters[0] is not self._filter:
             warnings.filterwarnings("error", message=_NOT_WRITABLE)
@@ -136,8 +136,8 @@ _CPU = (1, 0)  # DLPack's kDLCPU, device 0
 class Tensor:
     """A named tensor: `Tensor(name, numpy_array)`, or `from_dlpack`.
 
-    The array is not copied. It may have any numpy type that has a protocol datatype; BYTES are
-    object arrays or numpy's bytes.
+    The array is not copied. Any numpy type with a protocol datatype is allowed; BYTES are object
+    arrays or numpy's bytes.
 
     Raises:
         TritonModelException: The type is not supported, or the name is empty.
@@ -306,7 +306,7 @@ class ReceivedTensor(Tensor):
     def as_numpy(self) -> Array:
         source = self._data
         if source.on_device or self._datatype == "BF16":
-            return super().as_numpy()  # which says what is wrong
+            return super().as_numpy()  # which raises the error
         if source.shared and self._lender is not None:
             return self._lender.lend(source)
         return source.numpy()
@@ -345,6 +345,6 @@ class ReceivedTensor(Tensor):
     def _torch(self) -> torch.Tensor:
         if self._datatype == "BYTES":
             raise TritonModelException("DLPack does not have support for string tensors.")
-        # Whoever takes it may write into it, and nothing would show.
+        # A consumer may write to it unnoticed.
         tensor = self._data.torch()
         return tensor.clone() if self._data.shared else tensor

@@ -2,17 +2,23 @@
 
     model.pt    TorchScript
     model.pt2   torch.export.save: inputs, outputs and batch size need no configuration
-    model.py    a class; weights beside it in model.safetensors, model.pt or model.pth
+    model.py    a class; its weights are in model.safetensors, model.pt or model.pth
 
-TYPE_STRING is List[str] of TorchScript, the texts of all rows one after the other, as in Triton.
-The first of these in the version folder is taken unless `default_model_filename` names one, or
-`runtime` model.py, as a class with its weights in model.pt needs.
-Parameters: INFERENCE_MODE "false" runs under no_grad, DISABLE_OPTIMIZED_EXECUTION "true" turns
-TorchScript's optimiser off, TORCH_COMPILE_OPTIONAL_PARAMETERS (JSON, "{}" for torch's defaults)
-compiles a class with torch.compile (what it caches ends with the server, unless the environment's
-TORCHINDUCTOR_CACHE_DIR names a folder), INTRA_OP_THREAD_COUNT or NUM_THREADS sets the threads of
-one operation. `optimization.cuda.graphs` records a CUDA graph of each batch bucket where all shapes
-are fixed. Other parameters of Triton's backend have no effect.
+TYPE_STRING is List[str] of TorchScript: the concatenated texts of all rows, as in Triton. The first
+of these files in the version folder is used, unless `default_model_filename` names one or `runtime`
+is model.py. A class whose weights are in model.pt needs the latter.
+
+Parameters:
+
+    INFERENCE_MODE                     "false": run under no_grad
+    DISABLE_OPTIMIZED_EXECUTION        "true": disable TorchScript's optimiser
+    TORCH_COMPILE_OPTIONAL_PARAMETERS  JSON ("{}": torch's defaults): compile a class with
+                                       torch.compile. Its cache ends with the server unless
+                                       TORCHINDUCTOR_CACHE_DIR in the environment names a folder
+    INTRA_OP_THREAD_COUNT, NUM_THREADS the number of threads of one operation
+
+`optimization.cuda.graphs` records a CUDA graph of each batch bucket if all shapes are fixed. Other
+parameters of Triton's backend have no effect.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ from shmserve.workers.user_code import in_words
 logger = logging.getLogger(__name__)
 
 _FILES = ("model.pt", "model.pt2", "model.py")
-# As Triton reads them.
+# The texts that Triton accepts.
 _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
@@ -66,10 +72,11 @@ class PytorchBackend(Backend):
         self._loaded: tuple[Program, Description | None] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Inputs, outputs and batch size of an exported program.
+        """Add inputs, outputs and batch size of an exported program to the configuration.
 
-        Raises InvalidArgument for the other forms when inputs or outputs lack: they do not say
-        theirs.
+        Raises:
+            InvalidArgument: The model has another form, which does not describe its tensors, and
+                inputs or outputs are missing.
         """
         spec = ModelSpec.of(config)
         program, description = self._program(spec)
@@ -97,7 +104,7 @@ class PytorchBackend(Backend):
         self._graphs = self._plan_memory(config, signature)
 
     def execute(self, requests: list[Request]) -> list[Response]:
-        """One call of the model for the whole batch."""
+        """Call the model once for the whole batch."""
         inputs = self._runner.inputs(requests)
         graphs = self._graphs
         with self._grad_free():
@@ -113,7 +120,7 @@ class PytorchBackend(Backend):
         return self._results.name(program.call(*args, **kwargs))
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
-        """Allocate the memory of a model with fixed shapes; its graphs, if it is to have any."""
+        """Allocate the memory of a model with fixed shapes; return its CUDA graphs, if enabled."""
         plan = self._runner.memory_plan(config, self._serving.module)
         graphs, recorder, wanted = None, self._recorder(), config.optimization.cuda_graphs
         if wanted and (plan is None or recorder is None):
@@ -125,7 +132,7 @@ class PytorchBackend(Backend):
             try:
                 with self._grad_free():
                     graphs = Graphs(plan, signature, self._device.torch, self._call, recorder)
-            except Exception as error:  # not every model can be recorded
+            except Exception as error:  # not every model can be captured
                 logger.warning(
                     "model '%s' runs without CUDA graphs: %s", signature.name, in_words(error)
                 )
@@ -135,7 +142,7 @@ class PytorchBackend(Backend):
         return graphs
 
     def _recorder(self) -> Recorder | None:
-        """The recorder of graphs on this device, if there is one."""
+        """Return the recorder of CUDA graphs on this device, if there is one."""
         return CudaRecorder(self._device.torch) if self._device.torch.type == "cuda" else None
 
     def _program(self, config: ModelSpec) -> tuple[Program, Description | None]:
@@ -158,8 +165,10 @@ class PytorchBackend(Backend):
 
 
 def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
-    """Raise InvalidArgument for a BYTES input that the model does not take as a list of texts, or
-    the other way, and, with Triton's text, for BYTES of other than one dimension."""
+    """Raise InvalidArgument if BYTES inputs and lists of strings do not match.
+
+    BYTES tensors must also have one dimension; that message is Triton's.
+    """
     for spec in signature.inputs.values():
         if (spec.datatype == "BYTES") != (spec.name in strings):
             takes = "List[str] in TorchScript" if spec.name in strings else "a tensor"
@@ -178,7 +187,10 @@ def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
 
 
 def _texts(name: str, given: Any) -> list[str]:
-    """The elements of a BYTES input, in order. Raises InvalidArgument for what is no UTF-8."""
+    """Return the elements of a BYTES input, in order.
+
+    Raise InvalidArgument unless they are UTF-8.
+    """
     try:
         return [element.decode() for element in given.reshape(-1)]
     except UnicodeDecodeError as error:
@@ -195,7 +207,7 @@ def _set_options(given: dict[str, str]) -> None:
         if not value.isdecimal() or int(value) < 1:
             raise InvalidArgument(f"parameter '{key}' must be a positive integer, got '{value}'")
         torch.set_num_threads(int(value))
-    with contextlib.suppress(RuntimeError):  # may be set only before anything ran in parallel
+    with contextlib.suppress(RuntimeError):  # only possible before parallel work has started
         inter = given.get("INTER_OP_THREAD_COUNT") or given.get("NUM_INTEROP_THREADS")
         if inter and inter.isdecimal():
             torch.set_num_interop_threads(int(inter))

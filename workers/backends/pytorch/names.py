@@ -1,10 +1,10 @@
-"""Which of a model's arguments and results an input or output of the configuration means. Pure.
+"""The mapping of configured inputs and outputs to a model's arguments and results (pure).
 
     the argument's name       forward(self, image, mask)          "image", "mask"
     a position after "__"     any forward                         "INPUT__0", "OUTPUT__0"
-    neither                   the order in the configuration      with a warning, as Triton does
+    neither                   the order in the configuration      with a warning, like Triton
 
-Results go by key (dict), by field (named tuple, dataclass), or by position as above.
+Results are mapped by key (dict), by field (named tuple, dataclass), or by position as above.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ _INDEXED = re.compile(r".*__(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a model's forward, in order.
+    """An argument of a model's forward.
 
-    `required`: it has no default; `by_name`: it may be given only so; `strings`: it is a list of
-    texts.
+    Attributes:
+        name: The name.
+        required: Whether the argument has no default.
+        by_name: Whether the argument is keyword-only.
+        strings: Whether the argument is a list of strings.
     """
 
     name: str
@@ -40,9 +43,11 @@ class Argument:
 class ArgumentBinding:
     """The mapping of a configuration's inputs to the arguments of a call.
 
-    `arguments` None: the model does not say what it takes (`*args`), so only position or order can
-    be meant. `strings`: the inputs that it takes as a list of texts. Raises InvalidArgument when
-    the two do not fit.
+    If `arguments` is None, the model's arguments are unknown (`*args`), and inputs are mapped by
+    position or order. `strings` are the inputs that are lists of strings.
+
+    Raises:
+        InvalidArgument: Inputs and arguments do not match.
     """
 
     def __init__(
@@ -82,10 +87,10 @@ class ArgumentBinding:
             )
 
     def bind(self, given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """(positional, by keyword) arguments for the inputs of a request; optional ones may lack.
+        """Return (positional, keyword) arguments for the inputs of a request, without absent ones.
 
-        Raises InvalidArgument when one lacks before another and the model's arguments have no
-        names.
+        Raises:
+            InvalidArgument: An input is absent before another one, and the arguments have no names.
         """
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -108,8 +113,10 @@ class ArgumentBinding:
 class ResultBinding:
     """The mapping of a call's results to the outputs of a configuration.
 
-    `count` is how many results the model is known to return, None when that shows only when it
-    runs. Raises InvalidArgument when names and count do not fit.
+    `count` is the number of the model's results, or None if it is known only at run time.
+
+    Raises:
+        InvalidArgument: The outputs do not match the count.
     """
 
     def __init__(self, model: str, outputs: Sequence[str], count: int | None = None) -> None:
@@ -124,9 +131,10 @@ class ResultBinding:
         self._positions = _positions(model, "output", outputs, limit, strict=count is not None)
 
     def name(self, result: Any) -> dict[str, Any]:
-        """Each output's value.
+        """Return the value of each output.
 
-        Raises Internal when the model returned something else than the configuration says.
+        Raises:
+            Internal: The model's result does not match the configuration.
         """
         if isinstance(result, Mapping):
             return self._by_key(result)
@@ -135,7 +143,7 @@ class ResultBinding:
             fields = [field.name for field in dataclasses.fields(result)]
             result = [getattr(result, field) for field in fields]
         if fields and any(name in fields for name in self._outputs):
-            # By field, then all of them: another order would be other numbers.
+            # All outputs are then mapped by field: the order may differ.
             return self._by_key(dict(zip(fields, result, strict=True)))
         values = result if isinstance(result, (tuple, list)) else (result,)
         lost = [

@@ -63,7 +63,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         what = f"cannot be read: {in_words(error)}"
-        if type(error).__name__ == "UnpicklingError":  # which is torch's to import
+        if type(error).__name__ == "UnpicklingError":  # a type of pickle
             what = "holds objects that are no tensors"
         raise InvalidArgument(f"'{path.name}' {what}") from error
 
@@ -101,7 +101,7 @@ def load_script(path: Path, device: Device) -> Program:
             count = len(kind.elements())
         elif isinstance(kind, torch._C.TensorType):
             count = 1
-        elif _is_strings(kind):  # one output, not a list of them
+        elif _is_strings(kind):  # a single output, not a list of outputs
             call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
     return Program(call, None if single_dict else arguments, count, single_dict, module=module)
 
@@ -126,7 +126,7 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
 
         exported = move_to_device_pass(exported, device.torch)
     signature = exported.graph_signature
-    # What is no tensor was fixed when the program was exported, and must be given again as it was.
+    # Non-tensor arguments were fixed at export and must be passed unchanged.
     leaves = list(signature.user_inputs)
     tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, str)]
     module = exported.module()
@@ -149,8 +149,10 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
 
 @contextlib.contextmanager
 def _tensors_only() -> Iterator[None]:
-    """torch.export.load unpickles what is no tensor in an archive, whatever it runs, unless the
-    environment forbids that."""
+    """Restrict torch.export.load to tensors.
+
+    It otherwise unpickles other objects in an archive, which may execute code.
+    """
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
@@ -162,9 +164,10 @@ def _tensors_only() -> Iterator[None]:
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
-    """The `torch.nn.Module` that a Python file defines, with the weights beside it, if any.
+    """Return the `torch.nn.Module` in a Python file, with the weights in the same folder, if any.
 
-    Compiled with `torch.compile` when the configuration's parameters say with which options.
+    The module is compiled with `torch.compile` if the configuration's parameters have options for
+    it.
     """
     kind = _module_class(import_file(path, f"shmserve_model_{name}"), path)
     module: torch.nn.Module = kind()
@@ -320,7 +323,7 @@ def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Des
         if str(known) == symbol:
             upper = bounds.upper
             return int(upper) if upper < _UNBOUNDED else _UNBOUNDED
-    return 0  # an expression such as 2*s0 is no batch dimension
+    return 0  # an expression such as 2*s0 is not a batch dimension
 
 
 def check(
@@ -352,7 +355,7 @@ def check(
                 f"{TO_CONFIG[spec.datatype]}, but its program takes {TO_CONFIG[tensor.datatype]}"
             )
         if spec.ragged:
-            continue  # as many dimensions as the program likes
+            continue  # any number of dimensions
         dims = spec.model_dims
         want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
         if not agree(dims, want):

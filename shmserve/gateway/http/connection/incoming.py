@@ -32,7 +32,7 @@ from shmserve.gateway.settings import GatewaySettings
 # The head of a request, and the stream of its body.
 Message = tuple[RawRequestMessage, StreamReader]
 
-SMALL_BODY = 128 * 1024  # a tensor of 64 KiB is one, with its header
+SMALL_BODY = 128 * 1024  # fits a tensor of 64 KiB with its header
 _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
 _MOST_HEADERS = 128
@@ -105,7 +105,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected."""
+        """Return whether the client is connected."""
         return self.transport is not None
 
     def force_close(self) -> None:
@@ -134,17 +134,17 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether the connection accepts further requests."""
+        """Return whether the connection accepts further requests."""
         return not self._ended
 
     @property
     def idle_since(self) -> float | None:
-        """The time since which the connection has no request with a whole head, or None."""
+        """Return the time since which no request with a complete head is pending, or None."""
         return None if self._busy or self._held or self._messages else self._since
 
     @property
     def sending_since(self) -> float | None:
-        """The time since which the body of a received head is incomplete, or None."""
+        """Return the time since which the body of a received head is incomplete, or None."""
         sending = self._held or (self._busy and self._content is not None)
         return self._since if sending else None
 
@@ -300,7 +300,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self.transport is None:
             raise ConnectionResetError("the client is gone")
 
-    # --- reading, as the parser and its streams ask for it
+    # --- reading, called by the parser and its streams
 
     def pause_reading(self) -> None:
         """Pause reading, since the stream of a body is full."""

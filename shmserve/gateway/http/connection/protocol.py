@@ -1,11 +1,11 @@
-"""The asyncio protocol of HTTP connections: keep-alive and pipelining on one task a connection.
+"""The asyncio protocol of HTTP connections: keep-alive and pipelining with one task per connection.
 
 aiohttp's server creates a task, a request, a writer and a response for each request, which is a
-third of the cost of a small inference. This protocol uses aiohttp's parser, and handles the
-requests one after the other in the connection's task. A disconnect cancels the task.
+third of the cost of a small inference. This protocol uses aiohttp's parser and handles the requests
+of a connection in order, in the connection's task. A disconnect cancels the task.
 
-A request that equals an earlier request needs no turn of the task: the request is begun in
-`data_received`, and its response is written in the callback. The task waits meanwhile:
+A request that equals an earlier request does not wake the task. It is begun in `data_received`, and
+its response is written in the callback. The task waits meanwhile:
 
     data_received ──> in flight ──response──> written; the task continues if a request has arrived
                          ├──response that needs a task──> the task handles the begun request

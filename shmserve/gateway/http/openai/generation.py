@@ -235,7 +235,7 @@ class _Generation:
 
     @property
     def headers(self) -> bytes:
-        """The headers of the response, from the first prompt's inference request."""
+        """Return the headers of the response, from the first prompt's inference request."""
         return self._queues[0].headers
 
     async def begun(self) -> None:

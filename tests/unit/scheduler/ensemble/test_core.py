@@ -193,6 +193,17 @@ def test_only_so_many_requests_of_a_step_at_a_time() -> None:
     assert only(rig.told(), m.Failed).id == 3
 
 
+def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit(deadline_ms=10)
+    number = rig.runs()["a"]
+    rig.pass_ms(11)
+    assert only(rig.told(), m.Failed).early
+    rig.control_says(ProcessExited(7000, ""))
+    rig.step_says("a", m.Failed(number, "CANCELLED", "request cancelled", 0, False))
+    assert (rig.told(), rig.core.live) == ([], 0)
+
+
 def test_what_waits_for_room_is_bounded() -> None:
     rig = EnsembleRig(CHAIN, MODELS, max_inflight=1, max_queue_size=2)
     for number in (1, 2, 3, 4):

@@ -13,7 +13,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
-from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
+from shmserve.scheduler.ensemble.memory import DeviceBlocks
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
 from tests.rigs.fake_cuda import FakeCuda, FakeExporting
 from tests.support.messages import inference_of

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.memory.lent import Holding
-from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan, StepModels
-from shmserve.scheduler.ensemble.graph import Graph, Step
-from shmserve.scheduler.ensemble.values import SKIPPED, Value
+from shmserve.scheduler.ensemble.flow import Firing, Flow, Graph, Plan, Step, StepModel
+from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
+
+KIND = TensorKind("BYTES", (1,))
 
 
 def value(text: str, freed: list[str] | None = None, holds: bool = True) -> Value:
-    tensor = TensorRef("", "BYTES", (1,), text.encode())
-    return Value(
-        tensor, None if freed is None else Holding(lambda: freed.append(text)), holds=holds
-    )
+    memory = None if freed is None else Holding(lambda: freed.append(text))
+    return Value(KIND, text.encode(), memory, holds)
 
 
 @st.composite
@@ -40,27 +36,31 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(wanted))
 
 
-@dataclass
-class Models(StepModels):
-    """Those of a graph's steps, by the steps' numbers: which give any number of responses, and
-    which are on which device; the inputs that any of them can do without."""
+def models(
+    many: tuple[int, ...] = (),
+    optional: tuple[str, ...] = (),
+    devices: Mapping[int, int] | None = None,
+) -> Callable[[Step], StepModel]:
+    """Return the models of a graph's steps.
 
-    many: tuple[int, ...] = ()
-    leaves_out: tuple[str, ...] = ()
-    devices: Mapping[int, int] = field(default_factory=dict)
-
-    def decoupled(self, step: Step) -> bool:
-        return step.index in self.many
-
-    def optional(self, step: Step) -> frozenset[str]:
-        return frozenset(self.leaves_out)
-
-    def device(self, step: Step) -> int | None:
-        return self.devices.get(step.index)
+    Args:
+        many: The indices of the steps that give any number of responses.
+        optional: The inputs that any of them can do without.
+        devices: The devices of steps, by index.
+    """
+    return lambda step: StepModel(
+        step.index in many, frozenset(optional), (devices or {}).get(step.index)
+    )
 
 
 def plan(graph: Graph, many: tuple[int, ...] = (), optional: tuple[str, ...] = ()) -> Plan:
-    return Plan(graph, graph.outputs, Models(many, optional))
+    return Plan(graph, graph.outputs, models(many, optional))
+
+
+def respond(flow: Flow, firing: Firing, made: dict[str, Value]) -> None:
+    """A response of a step, by the model's names of its outputs."""
+    outputs = firing.step.outputs
+    flow.respond(firing.step, firing.number, [(outputs[name], each) for name, each in made.items()])
 
 
 def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
@@ -86,7 +86,7 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
     false = set(data.draw(st.lists(st.sampled_from(made), unique=True)))
     freed: list[str] = []
     flow = Flow(plan(graph))
-    flow.begin({"IN": value("IN", freed, "IN" not in false)})
+    flow.begin([("IN", value("IN", freed, "IN" not in false))])
     ran: list[int] = []
     created = ["IN"]
     running: list[Firing] = []
@@ -97,9 +97,9 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
             break
         firing = running.pop(data.draw(st.integers(0, len(running) - 1)))
         ran.append(firing.step.index)
-        wanted = {n: t for n, t in firing.step.outputs.items() if flow._plan.uses[t]}
+        wanted = {n: t for n, t in firing.step.outputs.items() if t in flow._plan.routes}
         created += wanted.values()
-        flow.respond(firing, {n: value(t, freed, t not in false) for n, t in wanted.items()})
+        respond(flow, firing, {n: value(t, freed, t not in false) for n, t in wanted.items()})
         for used in firing.inputs.values():
             used.release()
     runs, outputs = expected(graph, false)
@@ -107,8 +107,6 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
     (response,) = flow.responses
     assert response.keys() == outputs
     flow.close()
-    for each in [*flow.unused, *response.values()]:
-        each.release()
     assert sorted(freed) == sorted(created)
 
 
@@ -127,15 +125,14 @@ STREAM = Graph(
 @given(st.permutations(["many", "many", "many", "once"]))
 def test_a_stream_meets_what_there_is_one_of_in_any_order(order: list[str]) -> None:
     flow = Flow(plan(STREAM, many=(0,)))
-    flow.begin({"IN": value("IN")})
+    flow.begin([("IN", value("IN"))])
     many, once = sorted(flow.firings, key=lambda firing: firing.step.index)
     flow.firings.clear()
     for index, which in enumerate(order):
-        flow.respond(many if which == "many" else once, {"Y": value(f"{which}{index}")})
-    runs: list[Any] = [(f.number, f.inputs["X"].tensor) for f in flow.firings]
-    assert [number for number, _ in runs] == [0, 1, 2]
+        respond(flow, many if which == "many" else once, {"Y": value(f"{which}{index}")})
+    assert [firing.number for firing in flow.firings] == [0, 1, 2]
     for firing in flow.firings:
-        flow.respond(firing, {"Y": value("out")})
+        respond(flow, firing, {"Y": value("out")})
     assert len(flow.responses) == 3
 
 
@@ -147,7 +144,7 @@ def test_a_skipped_stream_is_one_response_without_it() -> None:
         ("OUT",),
     )
     flow = Flow(plan(graph, many=(0,)))
-    flow.begin({"IN": value("IN", holds=False)})
+    flow.begin([("IN", value("IN", holds=False))])
     assert (flow.firings, flow.responses) == ([], [{}])
 
 
@@ -156,7 +153,7 @@ def test_an_optional_input_does_without_what_was_skipped() -> None:
     graph = Graph("e", (step,), ("IN", "Z"), ("OUT",))
     for optional, runs in (((), False), (("Z",), True)):
         flow = Flow(plan(graph, optional=optional))
-        flow.begin({"IN": value("IN"), "Z": SKIPPED})
+        flow.begin([("IN", value("IN")), ("Z", SKIPPED)])
         assert bool(flow.firings) is runs
 
 
@@ -165,12 +162,13 @@ def test_only_what_nobody_else_reads_stays_on_a_device(
     graph: Graph, devices: dict[int, int]
 ) -> None:
     """Who writes a tensor and all who read it are there; no client, and no condition."""
-    made = Plan(graph, graph.outputs, Models(devices=devices))
+    made = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():
-            around = {devices.get(reader.index) for reader in made.readers.get(tensor, ())}
+            route = made.routes.get(tensor)
+            around = {devices.get(reader.index) for reader in (route.readers if route else ())}
             around.add(devices.get(step.index) if step.index in made.steps else None)
             free = tensor in graph.outputs or tensor in graph.conditions
-            read = bool(made.readers.get(tensor))
+            read = bool(route and route.readers)
             stays = read and not free and len(around) == 1 and None not in around
             assert made.devices.get(tensor) == (around.pop() if stays else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.transport.router import Router
-from shmserve.scheduler.ensemble.steps.links import StepSchedulers
+from shmserve.scheduler.ensemble.runner import StepSchedulers
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
 READ = Release(1, [0], 2)

@@ -11,7 +11,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
 from tests.support.messages import inferred_of
 
 STREAM = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
@@ -77,6 +77,17 @@ def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
     assert "a" in rig.runs()
 
 
+def test_a_response_that_cannot_be_read_is_counted() -> None:
+    """Its request fails; a producer of further responses has its credit back."""
+    for schema, data in ((b"\xc1", []), (made(b"")[0], [b"", b""])):
+        rig, number = begun_stream()
+        rig.step_says("a", m.Responded(number, "", "", schema, data, False))
+        assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
+        assert rig.core.gauges()["malformed"] == 1
+        rig.respond("a", number, b"", final=True)
+        assert (failed(rig).code, rig.ensemble.live) == ("INTERNAL", 0)
+
+
 def test_an_unreadable_condition_fails_its_request() -> None:
     """One that lies on a device, or in a client's memory."""
     second = {**STREAM[1], "input_map": {"X": "IN"}}
@@ -110,7 +121,7 @@ def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
             rig.finish("a", rig.runs()["a"])
         else:
             rig.sent()  # it stays: the first deadline is never done
-    assert len(rig.core._live.timers) < 2000
+    assert len(rig.core._requests.timers) < 2000
 
 
 class Elsewhere:

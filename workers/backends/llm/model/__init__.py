@@ -1,1 +1,1 @@
-"""The model: its folder, its weights, its keys and values."""
+"""The model: checkpoint, weights, and KV cache."""

@@ -1,4 +1,4 @@
-"""Architectures of decoder models: what config.json says, checked, and the weights that follow.
+"""Architectures of decoder models: the validated config.json, and the weights it implies.
 
 Llama, Qwen2 (biases in q, k and v) and Qwen3 (a norm over each head of q and k) are one model with
 options.
@@ -25,7 +25,8 @@ _SIZES = (
     "num_attention_heads",
     "vocab_size",
 )
-# What a kind of rope scaling needs; of "dynamic" what holds up to the length of training.
+# The required numbers of each kind of rope scaling; "dynamic" is supported up to the trained
+# length.
 _SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "dynamic": (),
@@ -48,8 +49,10 @@ class Rope:
     numbers: Mapping[str, float]
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
-        """The angle per position of each pair of a head's dimensions, float32 [head_dim / 2], as
-        transformers computes it."""
+        """Return the angle per position of each pair of a head, float32 [head_dim / 2].
+
+        The computation is that of transformers.
+        """
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         plain = 1.0 / (self.theta**exponents)
         if self.kind == "linear":
@@ -57,7 +60,7 @@ class Rope:
         return self._llama3(plain) if self.kind == "llama3" else plain
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
-        """Slow angles are divided by the factor, fast ones stay, with a ramp between."""
+        """Divide low frequencies by the factor and keep high ones, with a ramp between."""
         low, high = self.numbers["low_freq_factor"], self.numbers["high_freq_factor"]
         trained = self.numbers["original_max_position_embeddings"]
         wavelength = 2 * math.pi / plain
@@ -90,8 +93,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self | None:
-        """The architecture that config.json describes; None where that is wrong, and `problems`
-        say how."""
+        """Return the architecture in config.json, or None after adding to `problems`."""
         known = len(problems)
         names: list[str] = config.get("architectures") or []
         family: str = next((_FAMILIES[name] for name in names if name in _FAMILIES), "")
@@ -143,16 +145,16 @@ class Architecture:
 
     @property
     def head_norms(self) -> bool:
-        """Whether each head of q and k is normalised."""
+        """Return whether each head of q and k is normalised."""
         return self.family == "qwen3"
 
     @property
     def kv_floats(self) -> int:
-        """The numbers that keys and values of one token have, in all layers."""
+        """Return the number of floats of keys and values per token, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each weight, by its name in the files."""
+        """Return the shape of each weight by its name in the files."""
         hidden = self.hidden
         found: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocabulary, hidden),
@@ -189,8 +191,10 @@ class Architecture:
 
 
 def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
-    """The rope of either form of config.json: `rope_parameters`, or `rope_theta` and
-    `rope_scaling`."""
+    """Return the rope of either form of config.json.
+
+    The forms are `rope_parameters`, or `rope_theta` and `rope_scaling`.
+    """
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(field) or {}
     kind = given.get("rope_type") or given.get("type") or "default"

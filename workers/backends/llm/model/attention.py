@@ -29,7 +29,7 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass, Span
 
 _GRAIN = 16  # keys
-_MOST_ROWS = 16  # of a sequence: those that verify what was proposed
+_MOST_ROWS = 16  # of a sequence: rows that verify proposed tokens
 
 
 class LoneRow(NamedTuple):
@@ -61,7 +61,7 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
 
 
 class Seen(NamedTuple):
-    """The keys that lone rows see, which are at `places` of a pass.
+    """The keys that lone rows see, at indices `places` of a pass.
 
     Attributes:
         pattern: A CSR matrix [rows * heads of queries, keys and values, KV heads * slots], with 0
@@ -78,7 +78,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, lone: list[LoneRow], rows: int, cache: KvCache) -> Self:
-        """Return the keys that these rows see, in a pass of so many rows."""
+        """Return the keys that these rows see, in a pass of `rows` rows."""
         heads, kv_heads = cache.query_heads, cache.kv_heads
         first_slots = np.arange(heads, dtype=np.int32) // (heads // kv_heads) * cache.slots
         columns, values, widths = [], [], []
@@ -149,8 +149,8 @@ def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray,
     return np.where(seen, slots, slots[:, :1]), hidden
 
 
-# What the queries find in their sequences in a layer: of the rows' heads [rows, heads of queries,
-# keys and values, head size], the latter of which are in the cache by then, too. The result is
+# The attention of rows in a layer, as a function of the rows' heads [rows, heads of queries, keys
+# and values, head size] and the layer. Keys and values are already in the cache. The result is
 # [rows, heads * head size].
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 CHUNK = 16
@@ -158,9 +158,11 @@ _MOST_OF_RUN = 4 * CHUNK  # rows, on CPUs
 
 
 class Run(NamedTuple):
-    """The rows of a pass from `first` on, which see keys up to `length`: those of `blocks`, or of
-    all slots from `begin` on, where they lie side by side. Several rows, or the last one of a
-    prompt, have a `mask`, unless they begin their sequence."""
+    """Consecutive rows of a pass from `first` on, which see keys up to `length`.
+
+    The keys are in `blocks`, or in contiguous slots from `begin` on. Several rows, or the last row
+    of a prompt, have a `mask`, unless they begin their sequence.
+    """
 
     first: int
     size: int
@@ -171,7 +173,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, span: Span, block_size: int, device: str) -> Run:
-        """A span's rows."""
+        """Return the rows of a span."""
         blocks = span.table[: -(-span.length // block_size)]
         apart = any(after - before != 1 for before, after in pairwise(blocks))
         mask = None
@@ -189,8 +191,10 @@ class Run(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """The rows as which so many of a prompt are computed: a multiple of CHUNK, so that each has the
-    same bits wherever its prompt is cut at such."""
+    """Return the number of rows that compute `count` rows of a prompt: a multiple of CHUNK.
+
+    Each row then has the same bits if its prompt is split at multiples of CHUNK.
+    """
     return count + -count % CHUNK
 
 
@@ -201,7 +205,7 @@ class Attention:
         self._cache = cache
 
     def over(self, rows: Pass) -> Attend:
-        """The attention of the rows of a pass."""
+        """Return the attention of the rows of a pass."""
         runs = self._runs(rows, rows.spans)
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
@@ -234,7 +238,7 @@ class Attention:
         return found.squeeze(0).transpose(0, 1)[: run.size].reshape(run.size, -1)
 
     def _read(self, pool: torch.Tensor, run: Run) -> torch.Tensor:
-        """A sequence's keys or values, [1, KV heads, length, head size], of one layer's."""
+        """Return a sequence's keys or values in a layer, [1, KV heads, length, head size]."""
         heads, slots, size = pool.shape
         if run.blocks is not None:
             blocks = pool.view(heads, -1, self._cache.block_size, size)
@@ -245,11 +249,10 @@ class Attention:
 
 
 class SparseAttention(Attention):
-    """Attention on CPUs: of all rows that are computed one by one together, and of others run by
-    run."""
+    """Attention on CPUs: lone rows are computed together, and other rows run by run."""
 
     def over(self, rows: Pass) -> Attend:
-        """As `Attention.over` says."""
+        """Return the attention of the rows of a pass."""
         cache = self._cache
         lone = lone_rows(rows, cache)
         if not lone:
@@ -273,7 +276,7 @@ class SparseAttention(Attention):
         return attend
 
     def _runs(self, rows: Pass, spans: Iterable[Span]) -> list[Run]:
-        # The kernel computes what is behind a row, too, up to the last key that its run sees.
+        # The kernel also computes keys after a row, up to the last key of its run.
         return super()._runs(rows, (part for span in spans for part in span.parts(_MOST_OF_RUN)))
 
 
@@ -281,7 +284,7 @@ class PagedAttention(Attention):
     """Attention of all spans in one call, on CUDA devices whose kernels read block tables."""
 
     def over(self, rows: Pass) -> Attend:
-        """As `Attention.over` says."""
+        """Return the attention of the rows of a pass."""
         from torch.nn.attention.varlen import varlen_attn
 
         cache, spans, device = self._cache, rows.spans, rows.device
@@ -320,18 +323,21 @@ class PagedAttention(Attention):
 
 
 def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows that pad a pass repeat the last one in all, as they write to its slot, too."""
+    """Return the rows with the last one repeated.
+
+    Padding rows write to the slot of the last row.
+    """
     missing = rows - found.shape[0]
     return torch.cat((found, found[-1:].expand(missing, -1))) if missing else found
 
 
 def _ends(counts: Iterable[int], device: str) -> torch.Tensor:
-    """0 and the running sums, int32."""
+    """Return 0 and the running sums, int32."""
     return torch.tensor([0, *np.cumsum(list(counts))], dtype=torch.int32, device=device)
 
 
 def make_attention(cache: KvCache, architecture: Architecture, device: str) -> Attention:
-    """The best attention that works on a device."""
+    """Return the fastest attention that works on a device."""
     best = PagedAttention if device.startswith("cuda") else SparseAttention
     tried = KvCache(architecture, cache.block_size, 3, 0, device)
     generator = torch.Generator().manual_seed(0)
@@ -343,9 +349,9 @@ def make_attention(cache: KvCache, architecture: Architecture, device: str) -> A
     ways = best(tried), Attention(tried)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that sparse tensors may change
+            warnings.simplefilter("ignore")  # sparse tensors are in beta state
             found, expected = (way.over(rows)(given, 0) for way in ways)
         works = torch.allclose(found, expected, atol=1e-4)
-    except Exception:  # a torch, or a device, without such a kernel
+    except Exception:  # this torch or device has no such kernel
         works = False
     return best(cache) if works else Attention(cache)

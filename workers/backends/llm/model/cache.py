@@ -13,8 +13,11 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 
 
 class KvCache:
-    """Keys and values of a model, of all layers: [layers, 2, KV heads, blocks * block size, head
-    size], and the same on the host for `host_blocks`. Memory is taken as it is first written."""
+    """Keys and values of all layers: [layers, 2, KV heads, blocks * block size, head size].
+
+    A host pool of the same layout has `host_blocks` blocks. Memory is allocated when it is first
+    written.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class KvCache:
         self.block_size = block_size
         self.slots = blocks * block_size
         self.query_heads, self.kv_heads = architecture.heads, architecture.kv_heads
-        # Heads come before slots: then each is read in one piece.
+        # Heads precede slots, so that each head is read contiguously.
         heads = (architecture.layers, 2, self.kv_heads)
         size = architecture.head_dim
         self.pool = torch.zeros((*heads, self.slots, size), device=device)
@@ -36,20 +39,21 @@ class KvCache:
         self._layers = self.pool.flatten(1, 2).unbind()
         self.keys = [layer[0] for layer in self.pool]
         self.values = [layer[1] for layer in self.pool]
-        # The same with a row for each head and slot.
+        # The same, as rows of heads and slots.
         self.rows = [
             (keys.flatten(0, 1), values.flatten(0, 1))
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
 
     def write(self, layer: int, both: torch.Tensor, at: torch.Tensor) -> None:
-        """Put keys and values into these slots: [tokens, heads of keys and then of values, head
-        size]."""
+        """Store keys and values in slots: [tokens, heads of keys and then of values, head size]."""
         self._layers[layer].index_copy_(1, at, both.transpose(0, 1))
 
     def copy(self, out: list[int], back: list[int], within: list[int]) -> None:
-        """Copy blocks to the host pool, back from it, and within the pool, in this order; each is
-        from, to, from, to, ..."""
+        """Copy blocks to the host pool, back from it, and within the pool, in this order.
+
+        Each list alternates between source and destination.
+        """
         for source, target, pairs in (
             (self._blocks, self._host, out),
             (self._host, self._blocks, back),
@@ -62,9 +66,16 @@ class KvCache:
 
 
 class Span(NamedTuple):
-    """The rows of one sequence in a pass: `size` from `first` on, behind `before` tokens, which are
-    in the blocks of its `table`. Those of a `prompt` were given; the others are such as were
-    sampled one by one, and each is computed as it is alone."""
+    """The rows of one sequence in a pass.
+
+    Attributes:
+        first: The index of the first row.
+        size: The number of rows.
+        before: The number of tokens before the rows.
+        table: The block table.
+        prompt: Whether the tokens are from the prompt. Sampled tokens are computed with the same
+            bits as one by one.
+    """
 
     first: int
     size: int
@@ -74,12 +85,14 @@ class Span(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The tokens that its last row sees."""
+        """Return the number of tokens that the last row sees."""
         return self.before + self.size
 
     def parts(self, size: int) -> Iterator[Span]:
-        """Its rows as spans that end where the sequence has a multiple of `size` tokens, so that
-        they are the same wherever else a prompt is cut."""
+        """Yield the rows as spans that end at multiples of `size` tokens of the sequence.
+
+        The parts are then independent of how a prompt is split otherwise.
+        """
         for begin in range(self.before - self.before % size, self.length, size):
             start, end = max(begin, self.before), min(begin + size, self.length)
             first = self.first + start - self.before
@@ -88,8 +101,18 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class Pass:
-    """The rows of one pass through a model: where each is in its sequence (`positions`), and where
-    its keys and values go (`slots`). Rows without a span pad the batch: they repeat the last."""
+    """The rows of one pass through a model.
+
+    Rows without a span pad the batch and repeat the last row.
+
+    Attributes:
+        block_size: The size of a block.
+        device: The device.
+        spans: The rows by sequence.
+        tokens: The tokens.
+        positions: The position of each row in its sequence.
+        slots: The slot for the keys and values of each row.
+    """
 
     block_size: int
     device: str = "cpu"
@@ -99,8 +122,14 @@ class Pass:
     slots: list[int] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], start: int, table: list[int], prompt: bool = False) -> int:
-        """Rows for these tokens of a sequence, which begin at position `start`, perhaps in its
-        `prompt`; where they begin in the pass."""
+        """Add rows for tokens of a sequence; return the index of the first one.
+
+        Args:
+            tokens: The tokens.
+            start: The position of the first token.
+            table: The block table of the sequence.
+            prompt: Whether the tokens are from the prompt.
+        """
         first, size = len(self.tokens), self.block_size
         places = range(start, start + len(tokens))
         self.tokens += tokens
@@ -110,7 +139,7 @@ class Pass:
         return first
 
     def only(self, wanted: list[int]) -> Pass:
-        """A pass of the `wanted` rows: each span's are its last ones."""
+        """Return a pass of the `wanted` rows, which are the last ones of their spans."""
         few = Pass(self.block_size, self.device)
         for first, size, before, table, prompt in self.spans:
             end = first + size
@@ -123,12 +152,12 @@ class Pass:
         return few
 
     def pad(self, rows: int) -> None:
-        """Repeat the last row until there are so many."""
+        """Repeat the last row until there are `rows` rows."""
         for column in (self.tokens, self.positions, self.slots):
             column += column[-1:] * (rows - len(column))
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, positions and slots, int64 [rows]."""
+        """Return tokens, positions and slots, int64 [rows]."""
         columns = torch.tensor([self.tokens, self.positions, self.slots], device=self.device)
         tokens, positions, slots = columns.unbind()
         return tokens, positions, slots

@@ -20,14 +20,23 @@ from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_MOST_NAMED = 8  # weights in one problem
+_MOST_NAMED = 8  # weights in one message
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One folder. `files` has the file of each weight, `ends` the tokens that end a text,
-    `defaults` what generation_config.json says, `template` the chat template ("": none), `special`
-    the texts of special tokens that it may name."""
+    """A Hugging Face folder.
+
+    Attributes:
+        path: The folder.
+        architecture: The architecture.
+        tokenizer: The tokenizer.
+        files: The file of each weight.
+        ends: The tokens that end a text.
+        defaults: The content of generation_config.json.
+        template: The chat template, or "".
+        special: The texts of special tokens, for the template.
+    """
 
     path: Path
     architecture: Architecture
@@ -40,7 +49,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The checkpoint in a folder. Raises InvalidArgument with all that is wrong with it."""
+        """Return the checkpoint in a folder. Raises InvalidArgument with all problems."""
         problems: list[str] = []
         config = _json(path / "config.json", problems)
         architecture = Architecture.of(config, problems) if config else None
@@ -62,7 +71,7 @@ class Checkpoint:
         return cls(path, architecture, tokenizer, files, ends, defaults, template, special)
 
     def weight(self, name: str) -> torch.Tensor:
-        """A weight, as float32."""
+        """Return a weight as float32."""
         found: torch.Tensor = self._opened(self.files[name]).get_tensor(name)
         return found.float()
 
@@ -76,7 +85,7 @@ class Checkpoint:
         return self._handles[path]
 
     def close(self) -> None:
-        """Let go of the files of weights."""
+        """Close the files of weights."""
         self._handles.clear()
 
 
@@ -102,13 +111,13 @@ def _tokenizer(path: Path, problems: list[str]) -> Tokenizer | None:
         return None
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # what the library raises has no type of its own
+    except Exception as error:  # the library raises a bare Exception
         problems.append(f"{path.name} cannot be read: {error}")
         return None
 
 
 def _weight_files(path: Path, problems: list[str]) -> dict[str, Path]:
-    """The file of each weight."""
+    """Return the file of each weight."""
     if (path / _INDEX).exists():
         mapped = _json(path / _INDEX, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in mapped.values()})
@@ -128,7 +137,7 @@ def _weight_files(path: Path, problems: list[str]) -> dict[str, Path]:
 
 
 def _check_weights(architecture: Architecture, files: dict[str, Path], problems: list[str]) -> None:
-    """Missing and misshapen weights."""
+    """Add missing and misshapen weights to `problems`."""
     expected = architecture.weights()
     missing = [name for name in expected if name not in files]
     if files and missing:
@@ -152,7 +161,7 @@ def _some(names: list[str]) -> str:
 def _check_vocabulary(
     architecture: Architecture, tokenizer: Tokenizer, problems: list[str]
 ) -> None:
-    """A tokenizer whose ids go beyond the embedding; the other way round is padding."""
+    """Add a problem if token ids exceed the embedding; a larger embedding is padding."""
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= architecture.vocabulary:
         problems.append(
@@ -167,7 +176,7 @@ def _token_ids(given: Any) -> tuple[int, ...]:
 
 
 def _template(path: Path, said: dict[str, Any]) -> str:
-    """The chat template; of several by name the one that is called default."""
+    """Return the chat template; if there are several, the one named "default"."""
     file = path / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")
@@ -179,7 +188,7 @@ def _template(path: Path, said: dict[str, Any]) -> str:
 
 
 def _special(said: dict[str, Any]) -> dict[str, str]:
-    """The special tokens that tokenizer_config.json names, as texts."""
+    """Return the texts of special tokens in tokenizer_config.json."""
     found: dict[str, str] = {}
     for name, value in said.items():
         text = value.get("content") if isinstance(value, dict) else value

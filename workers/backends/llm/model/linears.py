@@ -1,10 +1,9 @@
-"""Linear layers: for a CPU packed for oneDNN, int8, or plain where neither can be trusted; for
-other devices plain, of 32 or 16 bits.
+"""Linear layers: packed for oneDNN, int8 or plain on CPUs; plain with 32 or 16 bits elsewhere.
 
-Packed weights are twice as fast as plain ones for 2 to 32 rows, and give each row the same bits
-whatever is computed beside it, as long as it is never alone: one row has a kernel of its own. The
-one for four to six takes least time of all, so that fewer are filled up. The operators behind this
-are not part of torch's interface, so that each is tried before it is used.
+Packed weights are twice as fast as plain ones for 2 to 32 rows. They also give each row the same
+bits, whatever rows are computed with it, as long as it is not alone: a single row has its own
+kernel. The kernel for four to six rows is the fastest, so fewer rows are padded. The underlying
+operators are not part of torch's public interface, so each is tested before use.
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ from torch.nn import functional
 
 FEWEST_ROWS = 4
 _PACKED_FOR_ROWS = 16
-_SMALLEST = 1e-8  # of a scale
-MOST_ROWS = 256  # in one call: above, other kernels give other bits
+_SMALLEST = 1e-8  # the minimum of a scale
+MOST_ROWS = 256  # in one call; kernels for more rows give other bits
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: str = "fp32") -> Linear:
-    """The best linear layer for a float32 weight [out, in], where that is: rows [M, in] ->
-    [M, out]."""
+    """Return the fastest linear layer for a float32 weight [out, in] on its device.
+
+    The layer maps rows [M, in] to [M, out].
+    """
     if kind == "bf16":
         return _half(weight, bias)
     if weight.device.type != "cpu":
@@ -40,15 +41,17 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: str = "fp
 
 @functools.cache
 def can_pack() -> bool:
-    """Whether packed weights work here: their results are those of the plain ones, and rows do not
-    depend on their neighbours."""
+    """Check whether packed weights work on this host.
+
+    Their results must equal those of plain weights, and rows must not depend on their neighbours.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 64, generator=generator)
     rows = torch.randn(19, 64, generator=generator)
     try:
         layer = _packed(weight, weight[:, 0].contiguous())
         found, few = layer(rows), layer(rows[:FEWEST_ROWS])
-    except Exception:  # no such operator, or one that has other arguments
+    except Exception:  # the operator is missing, or has other arguments
         return False
     expected = functional.linear(rows, weight, weight[:, 0])
     close = torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
@@ -61,7 +64,7 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     multiply = operators._linear_pointwise.default
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
-        count = rows.shape[0]  # `len` takes longer
+        count = rows.shape[0]  # `len` is slower
         if count <= MOST_ROWS:
             product: torch.Tensor = multiply(rows, packed, bias, "none", [], "")
             return product
@@ -81,24 +84,25 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def _half(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Weights and rows of 16 bits, whose products are summed in 32."""
+    """Return a layer with weights and rows of 16 bits, whose products are summed in 32 bits."""
     halves = weight.bfloat16()
     more = None if bias is None else bias.bfloat16()
     return lambda rows: functional.linear(rows.bfloat16(), halves, more).float()
 
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Weights of 8 bits with a scale each row, and rows that are quantised as they come.
+    """Return a layer with 8-bit weights, scaled per row, and dynamically quantised rows.
 
-    The operator has one scale for all the rows of a call. So that none is as coarse as its largest
-    neighbour makes it, each is divided by its own largest value before, and multiplied after.
+    The operator has one scale for all rows of a call. Each row is therefore divided by its own
+    largest value before the call and multiplied after it, so that large rows do not coarsen the
+    others.
     """
-    # Where there is a choice, FBGEMM: for up to 8 rows it is three times as fast as oneDNN.
+    # FBGEMM is preferred: for up to 8 rows it is three times as fast as oneDNN.
     known = torch.backends.quantized.supported_engines
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in known else "onednn"
     narrow = _saturates()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch's own types of quantised tensors will go
+        warnings.simplefilter("ignore")  # deprecation of torch's quantised tensors
         packed = _quantised(weight)
     multiply = torch.ops.quantized.linear_dynamic
     largest = torch.linalg.vector_norm
@@ -123,8 +127,7 @@ def _quantised(weight: torch.Tensor) -> object:
 
 @functools.cache
 def _saturates() -> bool:
-    """Whether sums of 8-bit products saturate here (processors without VNNI): rows then have 7
-    bits."""
+    """Check whether sums of 8-bit products saturate (CPUs without VNNI); rows then have 7 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 256, generator=generator)
     rows = torch.randn(16, 256, generator=generator)

@@ -19,8 +19,8 @@ from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.transformer import Transformer
 
 _LEAST_ROWS = 2
-_LEAST_KEYS = 256  # of a row
-_MOST_KEYS = 1 << 17  # of all rows: what is gathered is memory that a graph keeps
+_LEAST_KEYS = 256  # per row
+_MOST_KEYS = 1 << 17  # of all rows: a graph keeps memory for gathered keys
 _COLUMNS = 3  # of a row, before its blocks: token, position, slot
 
 
@@ -50,7 +50,7 @@ class DecodeGraphs:
             given = torch.zeros(
                 (rows, _COLUMNS + blocks), dtype=torch.int64, device=self._model.device
             )
-            decode_logits(self._model, self._cache, given)  # libraries take their memory before
+            decode_logits(self._model, self._cache, given)  # libraries allocate first
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -61,7 +61,7 @@ class DecodeGraphs:
     def logits(self, rows: Pass) -> torch.Tensor | None:
         """Return the logits of all rows of a pass, or None if no graph fits.
 
-        They are valid until the next pass.
+        The logits are valid until the next pass.
         """
         if any(span.size > 1 for span in rows.spans):
             return None
@@ -163,7 +163,8 @@ class Passes:
     def logits(self, rows: Pass, wanted: list[int]) -> torch.Tensor:
         """Return the logits of the `wanted` rows, float32 [wanted, vocabulary].
 
-        They are valid until the next pass. The keys and values of all rows are stored in the cache.
+        The logits are valid until the next pass. The keys and values of all rows are stored in the
+        cache.
         """
         captured = self._graphs.logits(rows)
         if captured is None:

@@ -20,14 +20,16 @@ from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS, MOST_ROWS, Linear, make_linear
 
-_TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")  # by a token's position
+_TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")  # rotated by a token's position
 _WIDER = 16  # columns
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer; q, k and v are one linear, and so are gate and up. Those of its
-    norms are None where they are in the linears that follow them."""
+    """The weights of one layer; q, k and v are one linear layer, and so are gate and up.
+
+    The weights of a norm are None if they are folded into the following linear layer.
+    """
 
     before: torch.Tensor | None
     qkv: Linear
@@ -39,16 +41,18 @@ class Layer:
 
 
 class Some(NamedTuple):
-    """Some rows of a pass, at `places`, with their own attention."""
+    """Some rows of a pass, at indices `places`, with their own attention."""
 
     places: list[int]
     attend: Attend
 
 
 class Transformer:
-    """A model's weights on a device, and the pass of rows through them.
+    """A model's weights on a device, and its forward pass.
 
-    It is made of few operators, since each of them costs as much as its work where rows are few."""
+    The pass consists of few operators, because the overhead of an operator equals its work for few
+    rows.
+    """
 
     def __init__(self, checkpoint: Checkpoint, kind: str = "fp32", device: str = "cpu") -> None:
         made = self.architecture = checkpoint.architecture
@@ -57,7 +61,7 @@ class Transformer:
         self._kind = kind
         self._turned = made.heads + made.kv_heads
         with moved_to_huge_pages() if device == "cpu" else contextlib.nullcontext():
-            # The norm of a row with this column is its root mean square, but for a factor.
+            # With this column, the norm of a row is its root mean square up to a factor.
             given = self._weight("model.embed_tokens.weight")
             embedding = self._embedding = functional.pad(given, (0, _WIDER))
             embedding[:, made.hidden] = math.sqrt(made.epsilon * made.hidden)
@@ -72,8 +76,11 @@ class Transformer:
     def forward(
         self, rows: Pass, cache: KvCache, attention: Attention, wanted: list[int]
     ) -> torch.Tensor:
-        """The logits of the `wanted` rows, the last ones of their spans, float32 [wanted,
-        vocabulary]; keys and values of all rows are in the cache then."""
+        """Return the logits of the `wanted` rows, float32 [wanted, vocabulary].
+
+        The `wanted` rows are the last ones of their spans. The keys and values of all rows are
+        stored in the cache.
+        """
         count = len(rows.tokens)
         rows.pad(FEWEST_ROWS)
         attend = attention.over(rows)
@@ -97,8 +104,11 @@ class Transformer:
         attend: Attend,
         some: Some | None = None,
     ) -> torch.Tensor:
-        """The states behind the last layer of all rows, or of `some`, within a wider tensor whose
-        norm is theirs: float32 [rows, hidden and more]."""
+        """Return the states after the last layer of all rows, or of `some`.
+
+        The result is float32 [rows, hidden and more]: the states within a wider tensor with the
+        norm of the states.
+        """
         made = self.architecture
         wide = functional.embedding(tokens, self._embedding)
         states = wide[:, : made.hidden]
@@ -108,7 +118,7 @@ class Transformer:
             heads = self._turn(layer, projected, turns)
             cache.write(number - 1, heads[:, made.heads :], slots)
             if some is not None and number == made.layers:
-                # Behind this, nobody reads the others' states.
+                # The states of other rows are not needed any more.
                 if not some.places:
                     break
                 wide, heads, attend = wide[some.places], heads[some.places], some.attend
@@ -118,7 +128,7 @@ class Transformer:
         return wide
 
     def _feed(self, layer: Layer, wide: torch.Tensor) -> None:
-        """Add what a layer's gate, up and down make of each row, in parts that stay in caches."""
+        """Add the feed-forward part of a layer to each row, in parts that fit into caches."""
         count = wide.shape[0]
         if count > MOST_ROWS:
             for part in wide.tensor_split(-(-count // MOST_ROWS)):
@@ -129,12 +139,14 @@ class Transformer:
         states += layer.down(functional.silu(gate).mul_(up))
 
     def logits(self, wide: torch.Tensor) -> torch.Tensor:
-        """The logits of rows of `states`, float32 [rows, vocabulary]."""
+        """Return the logits of rows of `states`, float32 [rows, vocabulary]."""
         return self.head(_normed(wide[:, : self.architecture.hidden], wide, self._norm))
 
     def _turn(self, layer: Layer, projected: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Turn queries and keys by their positions, in place: [rows, heads of queries, keys and
-        values, head size]."""
+        """Rotate queries and keys by their positions, in place.
+
+        The result is [rows, heads of queries, keys and values, head size].
+        """
         made = self.architecture
         heads = projected.view(projected.shape[0], -1, made.head_dim)
         turned = heads[:, : self._turned]
@@ -176,7 +188,7 @@ class Transformer:
             )
         before = self._gain(f"{prefix}.input_layernorm")
         after = self._gain(f"{prefix}.post_attention_layernorm")
-        # What is quantised has its gains apart: some are large, and would coarsen all weights.
+        # The gains of quantised weights stay separate: large gains would coarsen all weights.
         apart = self._kind != "fp32"
         return Layer(
             before if apart else None,
@@ -190,22 +202,25 @@ class Transformer:
 
 
 def _normed(states: torch.Tensor, wide: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """The states over their root mean square, which is the norm of `wide` but for a factor that
-    the weights have."""
+    """Return the states divided by their root mean square.
+
+    This is the norm of `wide` up to a factor, which the weights contain.
+    """
     normed: torch.Tensor = states / torch.linalg.vector_norm(wide, 2.0, -1, True)
     return normed if weight is None else normed.mul_(weight)
 
 
 def _paired(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The rows of a weight with the two side by side that a position turns together; in files they
-    are half a head apart."""
+    """Return the rows of a weight with the two rows of a rotated pair adjacent.
+
+    In files they are half a head apart.
+    """
     halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def _turns(made: Architecture, device: str) -> torch.Tensor:
-    """What turns each pair of a head's dimensions at every position, complex [positions, head size
-    / 2]."""
+    """Return the rotation of each pair at every position, complex [positions, head size / 2]."""
     positions = torch.arange(made.positions).float()
     angles = torch.outer(positions, made.rope.frequencies(made.head_dim))
     return torch.polar(torch.ones_like(angles), angles).to(device)
@@ -216,7 +231,7 @@ _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAPPED = Path("/proc/self/maps")
 _c = ctypes.CDLL(None)
 
-Range = tuple[int, int]  # of addresses: the first, and that behind the last
+Range = tuple[int, int]  # of addresses: the first, and the one after the last
 
 
 @contextmanager

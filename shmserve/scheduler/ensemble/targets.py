@@ -8,49 +8,54 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.ensemble.flow import StepModels
-from shmserve.scheduler.ensemble.graph import Graph, Step
+from shmserve.scheduler.ensemble.flow import Graph, Step, StepModel
 
-# Backends that compute on tensors where they are; a Python model's are copied to the host for it,
-# unless it says that they are not to be.
+# These backends compute on tensors where they are. A Python model's inputs are copied to the host
+# unless its configuration has the parameter.
 _ON_DEVICE = frozenset({"pytorch", "onnxruntime", "native"})
-_STAYS = "FORCE_CPU_ONLY_INPUT_TENSORS"
+_KEEP_ON_DEVICE = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
-    """A model version that serves: its scheduler's endpoint, what it takes, and the one CUDA device
-    of all its instances, if there is one."""
+class Target(StepModel):
+    """A model version that is served: its scheduler's endpoint and its signature."""
 
     endpoint: str
     config: ModelSpec
     signature: Signature
-    device: int | None
+
+    @classmethod
+    def of(cls, message: ModelPublished) -> Target:
+        """Return the target that a message publishes."""
+        config = message.config
+        signature = Signature(config, message.version)
+        optional = frozenset(signature.inputs) - signature.required
+        return cls(config.decoupled, optional, _device(config), message.endpoint, config, signature)
 
 
-class Targets(StepModels):
-    """The models of an ensemble by name and version, "" for the latest. `changes` counts what may
-    change how a request goes."""
+class Targets:
+    """The models of an ensemble by name and version.
+
+    Attributes:
+        changes: The number of changes after which earlier plans are no longer valid.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._names = frozenset(step.model for step in graph.steps)
         self._known: dict[str, dict[str, Target]] = {}
         self._latest: dict[str, str] = {}
-        self._of_steps: dict[int, Target] = {}  # as found since the last news
+        self._of_steps: dict[int, Target] = {}  # found since the last publication
         self.changes = 0
 
     def publish(self, message: ModelPublished) -> None:
-        """A version may be called, or is somewhere else now."""
+        """Register a version that is served, or its new endpoint."""
         if message.name not in self._names:
             return
         self._of_steps.clear()
         versions = self._known.setdefault(message.name, {})
         known = versions.get(message.version)
         if known is None or known.config != message.config:
-            signature = Signature(message.config, message.version)
-            versions[message.version] = Target(
-                message.endpoint, message.config, signature, _device(message.config)
-            )
+            versions[message.version] = Target.of(message)
             self.changes += 1
         else:
             versions[message.version] = replace(known, endpoint=message.endpoint)
@@ -59,8 +64,10 @@ class Targets(StepModels):
             self.changes += 1
 
     def move(self, endpoint: str, successor: str) -> None:
-        """Another scheduler serves what the one at `endpoint` did; "": none does. Until then a
-        version that was withdrawn takes what requests have begun."""
+        """Replace the scheduler at `endpoint` by its successor; "": its versions are removed.
+
+        A version that was withdrawn stays until then, for requests that have begun.
+        """
         self._of_steps.clear()
         for versions in self._known.values():
             for version, target in list(versions.items()):
@@ -73,7 +80,11 @@ class Targets(StepModels):
                     self.changes += 1
 
     def find(self, step: Step) -> Target:
-        """The target that runs a step now; raises Unavailable."""
+        """Return the target that runs a step now.
+
+        Raises:
+            Unavailable: The step's model is not served.
+        """
         target = self._of_steps.get(step.index)
         if target is None:
             target = self._of_steps[step.index] = self._find(step)
@@ -87,20 +98,10 @@ class Targets(StepModels):
             raise Unavailable(f"model '{step.model}'{version} is not at ready state")
         return target
 
-    def decoupled(self, step: Step) -> bool:
-        return self.find(step).config.decoupled
-
-    def optional(self, step: Step) -> frozenset[str]:
-        signature = self.find(step).signature
-        return frozenset(signature.inputs) - signature.required
-
-    def device(self, step: Step) -> int | None:
-        return self.find(step).device
-
 
 def _device(config: ModelSpec) -> int | None:
-    """The one device of all instances of a model that takes its inputs there, or None."""
-    if config.backend not in _ON_DEVICE and config.parameters.get(_STAYS) != "no":
+    """Return the one CUDA device of all instances of a model that takes its inputs there."""
+    if config.backend not in _ON_DEVICE and config.parameters.get(_KEEP_ON_DEVICE) != "no":
         return None
     if any(group.kind != "KIND_GPU" for group in config.instance_group):
         return None

@@ -1,0 +1,445 @@
+"""The requests of an ensemble: their states, their ends, and the messages to their clients.
+
+    RUNNING ──FAIL──> FAILED ──REPORT──> REPORTED: `Settled` is owed
+       │                │                   │
+       └──ABANDON──> ABANDONED <────────────┘     each ──END──> DONE
+
+A failed request begins no further steps. It ends, and its error is sent, when none of its steps is
+in flight. If its deadline expires, the error is sent early.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from functools import partial
+from typing import Any
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.credit import SendWindow
+from shmserve.ipc.messages.inference import (
+    ExecutionResponded,
+    Failed,
+    Finished,
+    Responded,
+    Settled,
+    Submit,
+)
+from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place
+from shmserve.ipc.tensors.inference import (
+    SEQUENCE_END,
+    SEQUENCE_START,
+    Packed,
+    inline_size_of,
+    pack_response_schema,
+)
+from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.ensemble.flow import Flow, Plan
+from shmserve.scheduler.ensemble.memory import EnsembleMemory, Value, overrides
+from shmserve.scheduler.requests.queue import EXPIRED, Timers, believable
+from shmserve.scheduler.requests.request import (
+    CACHED,
+    NOTHING,
+    Client,
+    IllegalEvent,
+    Lookup,
+    Timing,
+)
+from shmserve.scheduler.requests.responses import spans_of
+from shmserve.scheduler.response_cache import ResponseCache
+from shmserve.scheduler.statistics import Reason, Statistics
+
+logger = logging.getLogger(__name__)
+
+_MOST_SCHEMAS = 64
+
+
+class State(StrEnum):
+    """The states of a request."""
+
+    RUNNING = auto()
+    FAILED = auto()  # an error is owed
+    REPORTED = auto()  # the error was sent while steps were in flight: `Settled` is owed
+    ABANDONED = auto()  # the client has exited: nothing is owed
+    DONE = auto()
+
+
+class Event(StrEnum):
+    """An event that changes the state of a request."""
+
+    FAIL = auto()
+    REPORT = auto()
+    ABANDON = auto()
+    END = auto()
+
+
+TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
+    State.RUNNING: {
+        Event.FAIL: State.FAILED,
+        Event.ABANDON: State.ABANDONED,
+        Event.END: State.DONE,
+    },
+    State.FAILED: {
+        Event.REPORT: State.REPORTED,
+        Event.ABANDON: State.ABANDONED,
+        Event.END: State.DONE,
+    },
+    State.REPORTED: {Event.ABANDON: State.ABANDONED, Event.END: State.DONE},
+    State.ABANDONED: {Event.ABANDON: State.ABANDONED, Event.END: State.DONE},
+    State.DONE: {},
+}
+
+
+@dataclass(slots=True, eq=False)
+class EnsembleRequest:
+    """A request of an ensemble. Times are monotonic ns, durations ns.
+
+    Attributes:
+        units: The batch size.
+        places: The ranges of the client's memory for outputs, by the output's name.
+        parameters: The parameters that the request passes to its steps.
+        own_schema: The request's schema if its places or parameters affect the steps' requests;
+            else empty.
+        lookup: The result of the lookup in the response cache, if there was one.
+        running: The numbers of the steps' requests in flight.
+        waiting: The number of steps that wait because of `max_inflight_requests`.
+        failure: The error, once the request has failed.
+        input_ns: The input phase of all steps together; the other phases likewise.
+        spans: The spans of the steps.
+        unread: The responses of a stream that the client has not read.
+        responses: The number of responses of a stream that were sent.
+        responded_ns: The time of the last of these responses.
+        untimed: Unused; `Statistics` sets it for other kinds of requests.
+    """
+
+    client: Client[EnsembleRequest]
+    submit: Submit
+    plan: Plan
+    units: int
+    places: dict[str, Place]
+    parameters: dict[str, Any]
+    own_schema: bytes
+    lookup: Lookup | None
+    arrived_ns: int
+    enqueued_ns: int
+    deadline_ns: int
+    responded_ns: int
+    flow: Flow
+    running: set[int] = field(default_factory=set)
+    state: State = State.RUNNING
+    waiting: int = 0
+    failure: Failed | None = None
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+    spans: bytes = b""
+    unread: UnreadResponses | None = None
+    responses: int = 0
+    untimed: bool = False
+
+    def meet(self, event: Event) -> State:
+        """Move to the next state and return the previous one.
+
+        Raises:
+            IllegalEvent: The event is not allowed in this state. Nothing changes.
+        """
+        previous = self.state
+        try:
+            self.state = TRANSITIONS[previous][event]
+        except KeyError:
+            raise IllegalEvent(f"{event.name} in state {previous.name}") from None
+        return previous
+
+    def add_times(self, message: Finished | Responded) -> None:
+        """Add the phases of a step's execution."""
+        self.input_ns += message.input_ns
+        self.infer_ns += message.infer_ns
+        self.output_ns += message.output_ns
+        if message.spans:
+            self.spans += message.spans
+
+
+class UnreadResponses:
+    """The responses of a stream that its client has not read, oldest first."""
+
+    __slots__ = ("_values", "_window")
+
+    def __init__(self, placed: bool) -> None:
+        self._window = SendWindow(placed)
+        self._values: deque[list[Value]] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client takes another response."""
+        return self._window.is_open
+
+    def add(self, values: Iterable[Value], byte_size: int) -> None:
+        """Add a response that is sent; its values are released once it is read."""
+        self._window.sent(byte_size)
+        self._values.append(list(values))
+
+    def read(self, responses: int) -> None:
+        """Release the oldest responses, which the client has read."""
+        for _ in range(self._window.read(responses)):
+            _release(self._values.popleft())
+
+    def close(self) -> None:
+        """Release all responses."""
+        while self._values:
+            _release(self._values.popleft())
+
+
+@dataclass(eq=False)
+class EnsembleRequests:
+    """The requests of an ensemble that have not ended.
+
+    Attributes:
+        touched: The requests that have changed since the last turn.
+        timers: The deadlines.
+        count: The number of requests.
+    """
+
+    _name: str
+    _signature: Signature
+    _decoupled: bool
+    _memory: EnsembleMemory
+    _statistics: Statistics
+    _cache: ResponseCache | None
+    touched: dict[EnsembleRequest, None] = field(default_factory=dict)
+    count: int = 0
+    _warned: set[str] = field(default_factory=set)
+    # By the kinds of the tensors, their names, and the sequence.
+    _schemas: BoundedCache[Any, bytes] = field(default_factory=partial(BoundedCache, _MOST_SCHEMAS))
+
+    def __post_init__(self) -> None:
+        self.timers: Timers[EnsembleRequest] = Timers(lambda each: each.state is State.DONE)
+
+    def add(self, request: EnsembleRequest) -> None:
+        """Add an admitted request."""
+        request.client.requests[request.submit.id] = request
+        self.count += 1
+        self.touched[request] = None
+        if request.deadline_ns:
+            self.timers.add(request.deadline_ns, request)
+
+    def changed(self) -> list[EnsembleRequest]:
+        """Return the requests that have changed since the last call, without those that ended."""
+        touched, self.touched = self.touched, {}
+        return [request for request in touched if request.state is not State.DONE]
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def fail(
+        self,
+        request: EnsembleRequest,
+        code: str,
+        text: str,
+        now_ns: int,
+        retry_after_s: int = 0,
+    ) -> None:
+        """Fail a request unless it has failed before."""
+        self.touched[request] = None
+        if request.state is not State.RUNNING:
+            return
+        request.meet(Event.FAIL)
+        text = self.error_text(text)
+        request.failure = Failed(request.submit.id, code, text, retry_after_s, False)
+        reason = Reason.CANCELED if code == "CANCELLED" else Reason.OTHER
+        self._statistics.failed(request.arrived_ns, reason, now_ns)
+
+    def error_text(self, text: str) -> str:
+        """Return an error text in the form that clients receive."""
+        return f"in ensemble '{self._name}', {text}"
+
+    def report_early(self, request: EnsembleRequest) -> None:
+        """Send the error of a failed request whose steps are in flight; `Settled` follows."""
+        if request.state is State.FAILED and request.running:
+            self._report(request, early=True)
+
+    def abandon(self, request: EnsembleRequest, now_ns: int) -> None:
+        """Fail a request whose client has exited."""
+        if request.failure is None:
+            self._statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
+        request.meet(Event.ABANDON)
+        self.touched[request] = None
+
+    def stop(self, request: EnsembleRequest, text: str, now_ns: int) -> None:
+        """Fail a request at once because the scheduler stops."""
+        self.fail(request, Unavailable.code, text, now_ns)
+        if request.state is State.FAILED:
+            self._report(request, early=False)
+
+    def expire(self, now_ns: int) -> list[EnsembleRequest]:
+        """Fail the requests whose deadlines have expired, and return them."""
+        expired = self.timers.over(now_ns)
+        for request in expired:
+            self.fail(request, Unavailable.code, EXPIRED, now_ns)
+            self.report_early(request)
+        return expired
+
+    def _report(self, request: EnsembleRequest, early: bool) -> None:
+        request.meet(Event.REPORT)
+        failure = request.failure
+        assert failure is not None
+        code, text, retry_after_s = failure.code, failure.message, failure.retry_after_s
+        request.client.post(Failed(failure.id, code, text, retry_after_s, early))
+
+    # --- responses --------------------------------------------------------------------------------
+
+    def relay(self, request: EnsembleRequest, now_ns: int) -> None:
+        """Send the responses of a stream, as many as the client takes."""
+        responses = request.flow.responses
+        if not responses:
+            return
+        unread = request.unread
+        if unread is None:
+            unread = request.unread = UnreadResponses(bool(request.places))
+        while responses and unread.is_open:
+            response = responses.pop(0)
+            schema, data = self._packed(request, response)
+            unread.add(response.values(), len(schema) + inline_size_of(data))
+            self._count(request, schema, final=False, now_ns=now_ns)
+            request.responses += 1
+            request.client.post(Responded(request.submit.id, "", "", schema, data, final=False))
+
+    def credit(self, request: EnsembleRequest, responses: int) -> None:
+        """Release the responses of a stream that the client has read."""
+        if request.unread is not None:
+            request.unread.read(responses)
+        self.touched[request] = None
+
+    def end(self, request: EnsembleRequest, now_ns: int) -> None:
+        """End a request that has no steps in flight, and send what is owed to its client."""
+        match request.meet(Event.END):
+            case State.RUNNING:
+                self._succeed(request, now_ns)
+            case State.FAILED:
+                request.client.post(request.failure)
+            case State.REPORTED:
+                request.client.post(Settled(request.submit.id))
+        del request.client.requests[request.submit.id]
+        self.count -= 1
+        if request.unread is not None:
+            request.unread.close()
+        request.flow.close()
+
+    def _succeed(self, request: EnsembleRequest, now_ns: int) -> None:
+        flow, submit = request.flow, request.submit
+        if flow.absent:
+            self._warn(flow.absent)
+        times_ns = (request.input_ns, request.infer_ns, request.output_ns)
+        timing = Timing(request.enqueued_ns, *times_ns)
+        self._statistics.executed(Closed.IDLE, request.units, timing, now_ns)
+        packed = NOTHING
+        if self._decoupled:
+            self._count(request, b"", final=True, now_ns=now_ns)
+        else:
+            response = flow.responses.pop()
+            packed = self._packed(request, response)
+            _release(response.values())
+            self._store(request, packed, now_ns)
+        self._statistics.succeeded(request, timing, now_ns)
+        spans = b""
+        if submit.trace:
+            steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
+            times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
+            spans = spans_of(self._statistics, submit, *times)
+        if self._decoupled:
+            last = Responded(submit.id, "", "", *packed, True, *times_ns, spans)
+            request.client.post(last)
+        else:
+            request.client.post(Finished(submit.id, *packed, *times_ns, spans))
+
+    def _warn(self, absent: set[str]) -> None:
+        for tensor in absent - self._warned:
+            self._warned.add(tensor)
+            logger.warning("Composing models did not output tensor %s", tensor)
+
+    def hit(
+        self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
+    ) -> None:
+        """Send the cached response to a request, which runs no step."""
+        assert self._cache is not None
+        self._cache.lend(client.pid, lookup)
+        arrived_ns = believable(message.arrived_ns, now_ns)
+        self._statistics.hit(arrived_ns, 0, lookup.ns, now_ns)
+        times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
+        spans = spans_of(self._statistics, message, *times)
+        client.post(Finished(message.id, *lookup.response, spans=spans))
+
+    def _store(self, request: EnsembleRequest, response: Packed, now_ns: int) -> None:
+        lookup = request.lookup
+        if lookup is not None and self._cache is not None:
+            insert_ns = self._cache.insert(lookup.key, response)
+            self._statistics.missed(lookup.ns, insert_ns, now_ns)
+
+    def _count(self, request: EnsembleRequest, schema: bytes, final: bool, now_ns: int) -> None:
+        response = ExecutionResponded(0, "", "", schema, [], final, now_ns, now_ns)
+        self._statistics.responded(request, response, now_ns)
+
+    def _packed(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
+        """Return a response's schema and data, and lend the client what it reads in our memory."""
+        data: list[Any] = []
+        sequence = sequence_of(request.submit, overrides(response.values()))
+        key: list[Any] = [sequence]
+        for name, value in response.items():
+            key += (name, value.kind)
+            where = value.data
+            if type(where) is bytes:
+                data.append(where)
+                continue
+            assert isinstance(where, Place)
+            data.append(pack_place(where))
+            if name not in request.places:
+                value.acquire()
+                self._memory.lent.lend(request.client.pid, where, value)
+        kind = tuple(key)
+        schema = self._schemas.find(kind)
+        if schema is None:
+            schema = self._response_schema(response, *sequence)
+            self._schemas.remember(kind, schema)
+        return schema, data
+
+    def _response_schema(
+        self, response: dict[str, Value], correlation_id: int | str, flags: int
+    ) -> bytes:
+        batches, outputs = self._signature.max_batch_size > 0, self._signature.outputs
+        tensors = [
+            TensorRef(name, kind.datatype, kind.shape_for(outputs[name].dims, batches), b"")
+            for name, value in response.items()
+            if (kind := value.kind) is not None
+        ]
+        parameters = {
+            "sequence_id": correlation_id,
+            "sequence_start": bool(flags & SEQUENCE_START),
+            "sequence_end": bool(flags & SEQUENCE_END),
+        }
+        return pack_response_schema(tensors, parameters)
+
+
+def sequence_of(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
+    """Return the correlation id and the flags that belong to some tensors.
+
+    Args:
+        submit: The request.
+        override: The parameters of the response that contained one of the tensors; they have
+            precedence over the request's.
+    """
+    correlation_id: int | str = submit.correlation_text or submit.correlation_id
+    flags = submit.flags
+    if override:
+        correlation_id = override.get("sequence_id", correlation_id)
+        for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
+            if key in override:
+                flags = flags | bit if override[key] else flags & ~bit
+    return correlation_id, flags
+
+
+def _release(values: Iterable[Value]) -> None:
+    for value in values:
+        value.release()

@@ -1,0 +1,342 @@
+"""The steps in flight of an ensemble's requests, and the links to their schedulers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.ipc.inflight import ENDED, InflightTable, Response
+from shmserve.ipc.link_table import LinkTable
+from shmserve.ipc.memory.lent import unread
+from shmserve.ipc.messages import SchedulerToClient
+from shmserve.ipc.messages.inference import (
+    Cancel,
+    Credit,
+    Failed,
+    Finished,
+    Release,
+    Responded,
+    StatisticsReported,
+    Submit,
+)
+from shmserve.ipc.tensors.inference import byte_size_of
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.ensemble.flow import Firing, Graph
+from shmserve.scheduler.ensemble.memory import EnsembleMemory, overrides
+from shmserve.scheduler.ensemble.request import EnsembleRequest, EnsembleRequests, State
+from shmserve.scheduler.ensemble.step_messages import (
+    StepOutputs,
+    StepRequest,
+    allocate,
+    find_kind,
+    make_submit,
+)
+from shmserve.scheduler.ensemble.targets import Target, Targets
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
+
+logger = logging.getLogger(__name__)
+
+_MOST_MOVED = 256
+
+
+class StepLinks(Protocol):
+    """The links to the schedulers of steps, by endpoint."""
+
+    def submit(self, endpoint: str, message: Submit) -> None:
+        """Queue a request for a scheduler. Raises Unavailable if no link to it can be made."""
+
+    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
+        """Queue a message for a scheduler, or for its successor."""
+
+    def lose(self, endpoint: str, successor: str) -> None:
+        """Close the link to a scheduler that is lost, after its last messages are handled."""
+
+
+@dataclass(eq=False)
+class StepRunner:
+    """The steps of all requests: they wait while too many are in flight, are submitted, and end.
+
+    Attributes:
+        waiting: The number of steps that wait because of `max_inflight_requests`.
+        malformed: The number of responses of steps that could not be read.
+    """
+
+    _graph: Graph
+    _targets: Targets
+    _links: StepLinks
+    _memory: EnsembleMemory
+    _requests: EnsembleRequests
+    _table: InflightTable[StepRequest] = field(default_factory=InflightTable)
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    _events: list[tuple[StepRequest, Response | None]] = field(default_factory=list)
+    waiting: int = 0
+    malformed: int = 0
+
+    def __post_init__(self) -> None:
+        steps = self._graph.steps
+        self._outputs = StepOutputs(self._graph, self._memory, self._links.tell, self._credit)
+        self._running = [0] * len(steps)
+        self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
+
+    # --- from the schedulers ----------------------------------------------------------------------
+
+    def take(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
+        """Handle a message of the scheduler at `endpoint`.
+
+        The message is ignored if another scheduler has the step's request by now.
+        """
+        if type(message) is StatisticsReported:
+            return
+        table = self._table
+        step = table.pending.get(message.id) or table.settling.get(message.id)
+        taken = step is not None and step.endpoint == endpoint and table.take(message)  # type: ignore[arg-type]
+        if taken:
+            self._handle_events(now_ns)
+        elif isinstance(message, Finished | Responded):
+            for release in unread(message.data):
+                self._links.tell(endpoint, release)
+
+    def lost(self, endpoint: str, successor: str, now_ns: int) -> None:
+        """Submit the requests of a scheduler that is lost to those that serve their models now."""
+        self._targets.move(endpoint, successor)
+        self._links.lose(endpoint, successor)
+        for step in self._table.lose(endpoint):
+            if not self._move(step):
+                step.fail(ENDED)
+        self._handle_events(now_ns)
+
+    def _handle_events(self, now_ns: int) -> None:
+        """Handle what has happened to requests; that may submit others, which may fail at once."""
+        for step, message in self._events:  # which may become longer meanwhile
+            self._requests.touched[step.request] = None
+            if message is None:
+                self._end(step, now_ns)
+            elif type(message) is Failed:
+                self._fail(step, message, now_ns)
+            else:
+                self._respond(step, message, now_ns)  # type: ignore[arg-type]
+        self._events.clear()
+
+    def _respond(self, step: StepRequest, message: Finished | Responded, now_ns: int) -> None:
+        request = step.request
+        request.add_times(message)
+        more_follow = type(message) is Responded and not message.final
+        if type(message) is Responded and message.code:
+            self._requests.fail(request, message.code, message.message, now_ns)
+        elif message.schema:
+            try:
+                self._outputs.put(step, message, more_follow)
+                return
+            except ShmserveError as error:
+                self._requests.fail(request, error.code, error.message, now_ns)
+                return
+            except MalformedMessage as error:
+                self.malformed += 1
+                logger.error("a worker's response is malformed: %s", error)
+                self._requests.fail(request, Internal.code, "internal error", now_ns)
+        if more_follow:
+            self._credit(step)
+
+    def _fail(self, step: StepRequest, message: Failed, now_ns: int) -> None:
+        request = step.request
+        code, text, retry_after_s = message.code, message.message, message.retry_after_s
+        self._requests.fail(request, code, text, now_ns, retry_after_s)
+        if message.early:
+            self._requests.report_early(request)
+            self.cancel(request)
+
+    def _end(self, step: StepRequest, now_ns: int) -> None:
+        """End a step whose memory no worker has any more."""
+        request, index = step.request, step.firing.step.index
+        step.firing.release()
+        if step.blocks:
+            for block in step.blocks.values():
+                block.release()
+            step.blocks.clear()
+        request.running.discard(step.submit.id)
+        self._running[index] -= 1
+        if self._waiting[index]:
+            self._run_waiting(index, now_ns)
+
+    def _credit(self, step: StepRequest) -> None:
+        if step.submit.id in self._table.pending:
+            self._links.tell(step.endpoint, Credit(step.submit.id, 1))
+
+    # --- to the schedulers ------------------------------------------------------------------------
+
+    def run(self, request: EnsembleRequest, now_ns: int) -> None:
+        """Submit the steps of a request that can run now; others wait for their turn."""
+        most, running = self._graph.max_inflight, self._running
+        firings = request.flow.firings
+        while firings and request.state is State.RUNNING:
+            firing = firings.pop(0)
+            index = firing.step.index
+            if most and running[index] >= most:
+                self._waiting[index].append((request, firing))
+                request.waiting += 1
+                self.waiting += 1
+            else:
+                self._submit(request, firing, now_ns)
+        if self._events:
+            self._handle_events(now_ns)
+
+    def _run_waiting(self, index: int, now_ns: int) -> None:
+        waiting = self._waiting[index]
+        while waiting and self._running[index] < self._graph.max_inflight:
+            request, firing = waiting.popleft()
+            request.waiting -= 1
+            self.waiting -= 1
+            self._requests.touched[request] = None
+            if request.state is State.RUNNING:
+                self._submit(request, firing, now_ns)
+            else:
+                firing.release()
+
+    def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
+        number, memory, inputs = next(self._numbers), self._memory, firing.inputs
+        try:
+            target = self._targets.find(firing.step.step)
+            kind = find_kind(request, firing, target, self._graph)
+            blocks = allocate(kind, memory) if kind.sizes else {}
+        except ShmserveError as error:
+            firing.release()
+            self._requests.fail(request, error.code, error.message, now_ns)
+            return
+        override = overrides(inputs.values())
+        submit = make_submit(number, request, inputs, kind, blocks, override, memory, now_ns)
+        step = StepRequest(
+            submit,
+            target.endpoint,
+            request,
+            firing,
+            target,
+            kind,
+            blocks,
+            override,
+            self._events,
+            self._move,
+        )
+        request.running.add(number)
+        self._running[firing.step.index] += 1
+        self._send(step, target)
+
+    def _move(self, step: StepRequest) -> bool:
+        """Submit a request, which is out of the table, to another scheduler of its model."""
+        try:
+            target = self._targets.find(step.firing.step.step)
+        except ShmserveError:
+            return False
+        if target.endpoint == step.endpoint:
+            return False
+        self._send(step, target)
+        return True
+
+    def _send(self, step: StepRequest, target: Target) -> None:
+        step.endpoint = target.endpoint
+        try:
+            self._links.submit(target.endpoint, step.submit)
+        except ShmserveError as error:
+            step.fail(error.message)
+        else:
+            self._table.add(step)
+
+    def cancel(self, request: EnsembleRequest) -> None:
+        """Cancel the steps of a request that has failed: those in flight and those that wait."""
+        self._requests.touched[request] = None
+        for number in request.running:
+            step = self._table.pending.get(number)
+            if step is not None:
+                self._links.tell(step.endpoint, Cancel(number))
+
+    def drop_waiting(self, request: EnsembleRequest) -> None:
+        """Remove the waiting steps of a request, which do not run."""
+        if not request.waiting:
+            return
+        for index, waiting in enumerate(self._waiting):
+            firings = [firing for each, firing in waiting if each is request]
+            if firings:
+                self._waiting[index] = deque(entry for entry in waiting if entry[0] is not request)
+            for firing in firings:
+                firing.release()
+        self.waiting -= request.waiting
+        request.waiting = 0
+
+
+@dataclass(eq=False)
+class StepSchedulers:
+    """The links of an ensemble to the schedulers of its steps.
+
+    A scheduler in this process is called; the others have sockets.
+
+    Attributes:
+        _identity: The ensemble's address in this process.
+        _take: Receives the endpoint and each message of a scheduler.
+        _moved: The successors of schedulers that were lost, by endpoint.
+    """
+
+    _waiter: Waiter
+    _neighbours: InProcessLinks
+    _identity: bytes
+    _take: Callable[[str, Any], None]
+    _moved: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        name = f"{os.getpid()}.{secrets.token_hex(8)}"
+        self._links = LinkTable(name, self._watch, self._waiter.unwatch)
+        self._neighbours.enter(self._identity, self._take)
+
+    def _watch(self, fd: int) -> None:
+        self._waiter.watch(fd, partial(self._receive, fd))
+
+    def _receive(self, fd: int) -> None:
+        link = self._links.by_fd(fd)
+        assert link is not None
+        for message in link.receive():
+            self._take(link.endpoint, message)
+
+    def submit(self, endpoint: str, message: Submit) -> None:
+        if not self._neighbours.post(endpoint, self._identity, message):
+            self._links.queue(self._links.open(endpoint), message, byte_size_of(message.data))
+
+    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
+        now = self._moved.get(endpoint, endpoint)
+        if self._neighbours.post(now, self._identity, message):
+            return
+        if now != endpoint:  # it may be in another process, and nothing was submitted to it yet
+            with contextlib.suppress(Unavailable):
+                self._links.open(now)
+        self._links.tell(now, message)
+
+    def lose(self, endpoint: str, successor: str) -> None:
+        for before in [old for old, now in self._moved.items() if now == endpoint]:
+            del self._moved[before]
+            if successor:
+                self._moved[before] = successor
+        if successor:
+            self._moved[endpoint] = successor
+            if len(self._moved) > _MOST_MOVED:  # no memory that was lent is as old
+                del self._moved[next(iter(self._moved))]
+        self._links.lose(endpoint, successor, partial(self._take, endpoint))
+
+    @property
+    def pending(self) -> Sized:
+        """As in `Outbox`: what is to be flushed."""
+        return self._links.pending
+
+    def flush(self) -> None:
+        """Send the queued messages."""
+        self._links.flush()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close every link."""
+        self._neighbours.leave(self._identity)
+        self._links.close_all()

@@ -1,0 +1,465 @@
+"""The messages of steps: a step to run -> its request, a response -> values in the data flow.
+
+Both are derived once for each kind of message: a request's from the kinds of its inputs, a
+response's from its schema. At run time each is a lookup and a list of data.
+
+A step that gives any number of responses needs a credit for each (credit-based flow control). The
+credit is returned once nothing that was made of the response is in use. Responses that the
+ensemble's client has not read are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from shmserve.errors import ShmserveError, Unsupported
+from shmserve.ipc.inflight import LONGEST_TIMEOUT_US, InflightRequest, Response, correlation_fields
+from shmserve.ipc.memory.lent import Block, Holding, Token, releases
+from shmserve.ipc.messages.inference import Failed, Finished, Release, Responded, Submit
+from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place, unpack_place
+from shmserve.ipc.tensors.inference import (
+    INLINE_LIMIT,
+    RequestedOutput,
+    ResponseSchema,
+    pack_request_schema,
+)
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.trace import TraceContext
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, Step, Tensors
+from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
+from shmserve.scheduler.ensemble.request import EnsembleRequest, State, sequence_of
+from shmserve.scheduler.ensemble.targets import Target
+
+_MOST_KINDS = 256
+_OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
+
+
+@dataclass(slots=True, eq=False)
+class StepRequest(InflightRequest):
+    """The request of a step at its model's scheduler.
+
+    Attributes:
+        kind: The common part of the requests with these inputs.
+        blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
+        override: The parameters of a sequence that the inputs came with.
+        events: The queue of what happens to requests: a response, or None when no worker has the
+            request's memory any more. The runner handles the queue.
+        move: Submits a refused request to another scheduler that serves its model; returns whether
+            there is one.
+        answered: Whether there has been a response with outputs.
+    """
+
+    request: EnsembleRequest
+    firing: Firing
+    target: Target
+    kind: StepKind
+    blocks: dict[str, Block]
+    override: dict[str, Any] | None
+    events: list[tuple[StepRequest, Response | None]]
+    move: Callable[[StepRequest], bool]
+    answered: bool = False
+
+    def awaited(self) -> bool:
+        return self.request.state is State.RUNNING
+
+    def respond(self, message: Response) -> None:
+        self.events.append((self, message))
+
+    def goes_elsewhere(self, message: Failed) -> bool:
+        return self.move(self)
+
+    def free(self) -> None:
+        self.events.append((self, None))
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+class StepKind(NamedTuple):
+    """The common part of a step's requests whose inputs are of the same kinds.
+
+    Attributes:
+        schema: The schema of the requests.
+        schema_or_input: The schema of requests whose outputs may stay where an input lies.
+        placed: The outputs that have places: the model's name and the ensemble's.
+        sizes: The byte size of each output that the ensemble allocates, and its CUDA device.
+        to_client: The outputs that are written to the client's memory.
+    """
+
+    schema: bytes
+    schema_or_input: bytes
+    placed: tuple[tuple[str, str], ...]
+    sizes: dict[str, tuple[int, int | None]]
+    to_client: frozenset[str]
+
+
+def find_kind(request: EnsembleRequest, firing: Firing, target: Target, graph: Graph) -> StepKind:
+    """Return the kind of a step's request.
+
+    Raises:
+        InvalidArgument: The inputs do not fit the step's model.
+        Unsupported: The client's memory is given for an output of which there are many.
+    """
+    kinds = firing.step.kinds
+    key = (target.signature, request.own_schema, firing.kinds)
+    kind: StepKind | None = kinds.get(key)
+    if kind is None:
+        if len(kinds) >= _MOST_KINDS:
+            kinds.clear()
+        kind = kinds[key] = _new_kind(request, firing, target, graph)
+    return kind
+
+
+def _new_kind(request: EnsembleRequest, firing: Firing, target: Target, graph: Graph) -> StepKind:
+    wanted = _wanted(request, firing.step)
+    signature = target.signature
+    inputs: list[TensorRef] = []
+    for name, value in firing.inputs.items():
+        kind, spec = value.kind, signature.inputs.get(name)
+        assert kind is not None
+        batches = signature.max_batch_size > 0
+        shape = kind.shape if spec is None else kind.shape_for(spec.dims, batches)
+        inputs.append(TensorRef(name, kind.datatype, shape, value.data))
+    fit = signature.check(request.submit.request_id, inputs, wanted)
+    sizes = placed_sizes(firing.step.step, target, graph, fit.batch_size, wanted)
+    to_client = frozenset(output.name for output in wanted if output.place is not None)
+    names = [output.name for output in wanted]
+    placed = [name for name in names if name in sizes or name in to_client]
+    outputs, devices = firing.step.outputs, request.plan.devices
+    return StepKind(
+        pack_request_schema(inputs, names, placed, (), request.parameters),
+        pack_request_schema(inputs, names, placed, sizes, request.parameters),
+        tuple((name, outputs[name]) for name in placed),
+        {name: (size, devices.get(outputs[name])) for name, size in sizes.items()},
+        to_client,
+    )
+
+
+def _wanted(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
+    """Return the outputs of a step that are used, with the client's places."""
+    wanted: list[RequestedOutput] = []
+    for name, tensor in step.outputs.items():
+        if tensor not in request.plan.routes:
+            continue
+        place = request.places.get(tensor)
+        if place is not None and not step.once:
+            raise Unsupported(
+                f"output '{tensor}' follows a step that gives any number of responses: it cannot "
+                "go to shared memory"
+            )
+        wanted.append(RequestedOutput(name, place))
+    return tuple(wanted)
+
+
+def placed_sizes(
+    step: Step,
+    target: Target,
+    graph: Graph,
+    batch_size: int,
+    wanted: Sequence[RequestedOutput] | None = None,
+) -> dict[str, int]:
+    """Return the sizes of a step's outputs that are written to the ensemble's memory.
+
+    Outputs inside the message are not. Neither are those of a model that gives any number of
+    responses, because each would overwrite the one before it.
+
+    Args:
+        step: The step.
+        target: The model that runs it.
+        graph: The ensemble's graph.
+        batch_size: The batch size of the request.
+        wanted: The outputs that are used; None: all.
+    """
+    if target.decoupled:
+        return {}
+    if wanted is None:
+        wanted = tuple(map(RequestedOutput, step.outputs))
+    sizes = {
+        output.name: target.signature.output_size(output.name, batch_size)
+        for output in wanted
+        if output.place is None and step.outputs[output.name] not in graph.conditions
+    }
+    known = {name: size for name, size in sizes.items() if size is not None}
+    return known if sum(known.values()) > INLINE_LIMIT else {}
+
+
+def allocate(kind: StepKind, memory: EnsembleMemory) -> dict[str, Block]:
+    """Return a block for each output of a request that the ensemble allocates.
+
+    Raises:
+        Unavailable: The arena is full. No block is kept.
+    """
+    blocks: dict[str, Block] = {}
+    try:
+        for name, (byte_size, device) in kind.sizes.items():
+            blocks[name] = memory.allocate(byte_size, device)
+    except BaseException:
+        for block in blocks.values():
+            block.release()
+        raise
+    return blocks
+
+
+def make_submit(
+    number: int,
+    request: EnsembleRequest,
+    inputs: dict[str, Value],
+    kind: StepKind,
+    blocks: dict[str, Block],
+    override: dict[str, Any] | None,
+    memory: EnsembleMemory,
+    now_ns: int,
+) -> Submit:
+    """Return the message that submits a step's request with this number."""
+    origin, schema = request.submit, kind.schema
+    data: list[Any] = []
+    for value in inputs.values():
+        given = value.data
+        data.append(given if type(given) is bytes else pack_place(memory.passed_on(given)))  # type: ignore[arg-type]
+    if kind.placed:
+        # Other requests' outputs must not stay in a client's memory, which it may write to.
+        if kind.sizes and all(value.in_block for value in inputs.values()):
+            schema = kind.schema_or_input
+        for name, tensor in kind.placed:
+            block = blocks.get(name)
+            data.append(pack_place(request.places[tensor] if block is None else block.place))
+    deadline_ns, timeout_us = request.deadline_ns, origin.timeout_us
+    if timeout_us:
+        timeout_us = min(timeout_us, LONGEST_TIMEOUT_US)
+        own_ns = now_ns + timeout_us * 1000
+        deadline_ns = min(deadline_ns, own_ns) if deadline_ns else own_ns
+    flags, number_id, text_id = origin.flags, origin.correlation_id, origin.correlation_text
+    if override:
+        correlation_id, flags = sequence_of(origin, override)
+        number_id, text_id = correlation_fields(correlation_id)
+    return Submit(
+        number,
+        schema,
+        data,
+        now_ns,
+        deadline_ns,
+        timeout_us,
+        origin.priority,
+        origin.request_id,
+        flags,
+        number_id,
+        text_id,
+        origin.source,
+        TraceContext.of(origin.trace).child().message if origin.trace else "",
+    )
+
+
+# --- responses ------------------------------------------------------------------------------------
+
+
+class StepOutput(NamedTuple):
+    """An output in the responses of a step.
+
+    Attributes:
+        name: The model's name of the output.
+        tensor: The ensemble's name; "": the ensemble does not use it.
+        is_condition: Whether the output decides if a step runs.
+        for_client: Whether the output is in the response to the client.
+    """
+
+    name: str
+    kind: TensorKind
+    tensor: str
+    is_condition: bool
+    for_client: bool
+
+
+class StepResponse:
+    """What follows from the schema of a step's responses.
+
+    Attributes:
+        outputs: The outputs in the order of the data.
+        absent: The tensors of the step that the responses lack.
+        override: The parameters of the sequence in the responses.
+    """
+
+    __slots__ = ("absent", "outputs", "override")
+
+    def __init__(
+        self,
+        step: PlannedStep,
+        batched: bool,
+        conditions: frozenset[str],
+        client_outputs: frozenset[str],
+        packed: bytes,
+    ) -> None:
+        """Unpack a schema. Raises MalformedMessage."""
+        schema = ResponseSchema(packed)
+        outputs: list[StepOutput] = []
+        for name, datatype, shape, _ in schema.outputs:
+            tensor = step.outputs.get(name, "")
+            kind = TensorKind(datatype, shape, batched)
+            outputs.append(
+                StepOutput(name, kind, tensor, tensor in conditions, tensor in client_outputs)
+            )
+        made = {output.tensor for output in outputs}
+        given = schema.parameters or {}
+        self.outputs = tuple(outputs)
+        self.absent = tuple((t, ABSENT) for t in step.outputs.values() if t not in made)
+        self.override = {key: given[key] for key in _OVERRIDES if key in given} or None
+
+
+@dataclass(eq=False)
+class StepOutputs:
+    """Puts the outputs of steps into the data flow of their requests.
+
+    Attributes:
+        tell: Queues a release for the scheduler at an endpoint.
+        credit: Returns the credit for a response of a step.
+    """
+
+    _graph: Graph
+    _memory: EnsembleMemory
+    tell: Callable[[str, Release], None]
+    credit: Callable[[StepRequest], None]
+
+    def put(self, step: StepRequest, message: Finished | Responded, more_follow: bool) -> None:
+        """Put the outputs of a response into the data flow; discard those that nothing reads.
+
+        Args:
+            step: The step's request.
+            message: The response, which has a schema.
+            more_follow: Whether the step gives further responses once this one is not in use.
+
+        Raises:
+            MalformedMessage: The response cannot be read.
+            Unavailable: The memory of an output is gone, or the arena is full.
+            InvalidArgument: A condition lies in memory that cannot be read.
+        """
+        request, planned = step.request, step.firing.step
+        batched = step.target.signature.max_batch_size > 0
+        schemas = planned.responses.get(batched)
+        if schemas is None:
+            schemas = self._schemas(request, planned, batched)
+        response: StepResponse = schemas.find(message.schema) or schemas.learn(message.schema)
+        raw = message.data
+        if len(raw) != len(response.outputs):
+            raise MalformedMessage("a response's data do not match its schema")
+        data = [each if type(each) is bytes else unpack_place(each) for each in raw]
+        if request.state is not State.RUNNING or (step.answered and not planned.decoupled):
+            if more_follow:
+                self.credit(step)
+            self._discard(step, response.outputs, data)
+            return
+        step.answered = True
+        made = self._values(step, response, data, more_follow)
+        request.flow.respond(planned, step.firing.number, made)
+
+    def _schemas(
+        self, request: EnsembleRequest, planned: PlannedStep, batched: bool
+    ) -> Schemas[StepResponse]:
+        conditions, outputs = self._graph.conditions, request.plan.outputs
+        derive = partial(StepResponse, planned, batched, conditions, outputs)
+        schemas: Schemas[StepResponse] = Schemas(derive)
+        planned.responses[batched] = schemas
+        return schemas
+
+    def _values(
+        self,
+        step: StepRequest,
+        response: StepResponse,
+        data: list[bytes | Place],
+        more_follow: bool,
+    ) -> Tensors:
+        """Return the tensors that a response has made, or is lacking."""
+        firing = step.firing
+        override = response.override or step.override
+        held = () if firing.step.once else _held_credits(firing)
+        own = Holding(partial(self.credit, step)) if more_follow else None
+        if own is not None:
+            held = (*held, own)
+        made: list[tuple[str, Value]] = []
+        try:
+            for (name, kind, tensor, is_condition, for_client), where in zip(
+                response.outputs, data, strict=True
+            ):
+                holds = not is_condition or self._memory.any_true(name, where)
+                memory = None
+                if type(where) is not bytes:
+                    where, memory = self._keep(step, name, where, for_client)  # type: ignore[arg-type]
+                made.append((tensor, Value(kind, where, memory, holds, override, held)))
+        except ShmserveError:
+            for _, value in made:
+                value.release()
+            self._discard(step, response.outputs[len(made) :], data[len(made) :])
+            raise
+        finally:
+            if own is not None:
+                own.release()
+        made += response.absent
+        return made
+
+    def _keep(
+        self, step: StepRequest, name: str, place: Place, for_client: bool
+    ) -> tuple[Place, Token | None]:
+        """Return where an output may stay, and the token that keeps its memory.
+
+        The worker that made an output reuses its memory when this process exits. The client may
+        read for longer, so its outputs are copied: an ensemble lends only its own memory.
+
+        Returns:
+            The range, and its token; None: the range is in none of the ensemble's memory.
+        """
+        if name in step.kind.to_client:
+            return place, None
+        block = step.blocks.pop(name, None)
+        if block is not None:
+            return place, _returned(step, place, block)
+        self._memory.hold(place)
+        if not for_client:
+            return place, Holding(partial(self._let_go, step.endpoint, place))
+        try:
+            block = self._memory.copy(place)
+        except ShmserveError:
+            self._memory.let_go(place)
+            raise
+        self._let_go(step.endpoint, place)
+        return block.place, block
+
+    def _let_go(self, endpoint: str, place: Place) -> None:
+        self._memory.let_go(place)
+        self.tell(endpoint, Release(place.memory.pid, [place.offset], place.memory.id))
+
+    def _discard(
+        self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Place]
+    ) -> None:
+        """Release outputs that are in their workers' memory."""
+        ours = step.kind.to_client | step.blocks.keys()
+        places = [
+            where
+            for output, where in zip(outputs, data, strict=True)
+            if isinstance(where, Place) and output.name not in ours
+        ]
+        for release in releases(places):
+            self.tell(step.endpoint, release)
+
+
+def _returned(step: StepRequest, place: Place, block: Block) -> Block:
+    """Return the block that keeps an output at `place`.
+
+    The model may have returned an input in place. Otherwise the output is in `block`.
+    """
+    if place.offset == block.place.offset and place.memory.id == block.place.memory.id:
+        return block
+    for value in step.firing.inputs.values():
+        returned = value.block_at(place)
+        if returned is not None:
+            returned.acquire()
+            block.release()
+            return returned
+    return block
+
+
+def _held_credits(firing: Firing) -> tuple[Token, ...]:
+    """Return the credits that are held by the inputs of a step."""
+    found = (credit for value in firing.inputs.values() for credit in value.held_credits)
+    return tuple(dict.fromkeys(found))
