@@ -1,7 +1,7 @@
 """Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
-A gateway never maps a region: it checks that a range lies within one and tells the worker where
-that is.
+A gateway never maps a region. It checks that a range lies within the region, and sends the range to
+the worker.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ class GatewayRegion:
         self.spans = Spans()
 
     def admits(self, peer: Peer) -> bool:
-        """Whether the region is this user's to use."""
+        """Check whether a user may use the region."""
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def place(self, wanted: RegionRange) -> Place:
-        """The place of a range of this region; raises InvalidArgument when it lies outside."""
+        """Return a range of this region as a memory range.
+
+        Raise InvalidArgument if it lies outside.
+        """
         offset, size = wanted.offset, wanted.byte_size
         if offset >= self.byte_size:
             raise InvalidArgument(
@@ -62,7 +65,7 @@ class GatewayRegion:
         return Place(self.memory, self.offset + offset, size)
 
     def status(self) -> dict[str, Any]:
-        """As the status endpoint of its kind shows it."""
+        """Return the region in the format of the status endpoint of its kind."""
         if self.memory.cuda is not None:
             device_id = self.memory.cuda.device
             return {"name": self.name, "device_id": device_id, "byte_size": self.byte_size}
@@ -75,10 +78,10 @@ class GatewayRegion:
 
 
 class Spans:
-    """An interval set: the ranges of one shared memory object that requests in flight write to, by
-    their start.
+    """An interval set of the ranges of a shared memory object that requests in flight write to.
 
-    Only ranges that overlap no other are kept, so that one look to each side tells.
+    The ranges are sorted by their start and do not overlap, so that checking the two neighbours
+    suffices.
     """
 
     __slots__ = ("regions", "taken", "warned")
@@ -149,7 +152,7 @@ class Uses:
             self._overlaps(region)
 
     def pattern(self) -> Pattern:
-        """The references as a template, for a prepared request."""
+        """Return the references as a template for a prepared request."""
         return Pattern(self._table, self._table.version, tuple(self.regions), tuple(self._spans))
 
     def _overlaps(self, region: GatewayRegion) -> None:
@@ -167,7 +170,7 @@ class Uses:
             )
 
     def release(self) -> None:
-        """The request is over."""
+        """Release the references at the end of the request."""
         for region, span in self._writes:
             region.spans.remove(span)
         self._writes.clear()
@@ -188,9 +191,10 @@ class Pattern:
     _spans: tuple[tuple[GatewayRegion, tuple[int, int]], ...]
 
     def again(self) -> Uses | None:
-        """The same references, or None when the names may mean something else by now.
+        """Return the same references, or None if names may have changed their meaning.
 
-        Raises AlreadyExists when an output overlaps another one and may not.
+        Raises:
+            AlreadyExists: An output overlaps another one, and the policy forbids that.
         """
         if self._version != self._table.version:
             return None
@@ -228,14 +232,14 @@ class RegionTable:
             self._draining[memory_id] = region
         elif memory_id not in self._by_id:
             self._by_id[memory_id] = region
-            # Two names for one object share what is written in it.
+            # Two names of one object share the ranges written to it.
             region.spans = self._spans.setdefault(region.memory.object, region.spans)
             region.spans.regions += 1
             self._by_name[message.name] = region
             self.version += 1
 
     def withdraw(self, memory_id: int) -> None:
-        """The name is free; requests in flight keep the generation."""
+        """Remove a region's name; requests in flight keep the generation."""
         region = self._by_id.get(memory_id)
         if region is None:
             self._on_released(memory_id)
@@ -260,7 +264,7 @@ class RegionTable:
         self._on_released(region.memory.id)
 
     def find(self, name: str) -> GatewayRegion:
-        """The region of a name, for a request. Raises NotFound."""
+        """Return the region of a name for a request; raise NotFound."""
         region = self._by_name.get(name)
         if region is None:
             raise NotFound(
@@ -271,9 +275,10 @@ class RegionTable:
         return region
 
     def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
-        """The regions that the status call of a kind of memory shows `peer`; all for an empty name.
+        """Return the regions of a kind that `peer` may see: that of a name, or all for "".
 
-        Raises NotFound with Triton's texts for an unknown name and for one of the other kind.
+        Raises:
+            NotFound: The name is unknown or of the other kind; the message is Triton's.
         """
         listed = self._listed()
         if not name:

@@ -288,7 +288,7 @@ class Inferences(ActiveCount):
             encoded = self.encode(built, schema, inferred)
         finally:
             # The encoded response is a copy.
-            inference.scheduler.release_outputs(inferred)
+            inference.release_outputs(inferred)
         if built.responses is not None and _is_plain(built.infer_request, inferred):
             placed = _placed(built.infer_request)
             template = self.encoder.template(built.model, schema, inferred, placed)

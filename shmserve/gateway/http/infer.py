@@ -216,8 +216,6 @@ class HttpInference(Inference):
                 return _assemble(*filled)
         inferred = self.outputs(message)
         lent = _uses_worker_memory(asked, inferred)
-        if lent:
-            self.scheduler.use()
         try:
             shown = classified_as_requested(gateway, model, asked, inferred)
             template = None
@@ -230,15 +228,11 @@ class HttpInference(Inference):
             response = await _encode(gateway, self.request, asked.id, template, shown)
         except BaseException:
             if lent:
-                self._release(inferred)
+                self.release_outputs(inferred)
             raise
         if lent:
-            response.on_sent = partial(self._release, inferred)
+            response.on_sent = partial(self.release_outputs, inferred)
         return response
-
-    def _release(self, inferred: Inferred) -> None:
-        self.scheduler.release_outputs(inferred)
-        self.scheduler.leave()
 
 
 def _uses_worker_memory(infer_request: InferRequest, inferred: Inferred) -> bool:

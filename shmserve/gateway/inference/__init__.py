@@ -1,4 +1,4 @@
-"""Inference requests of every protocol. HTTP and gRPC decode and encode; this package does the rest.
+"""Inference requests of every protocol, between the decoders and encoders of HTTP and gRPC.
 
     decoded: InferRequest (request.py)
        │
@@ -13,6 +13,6 @@
        │
     encoded by its protocol
 
-The protocols have the caches of fingerprints: http/json/fingerprint.py and grpc/wire/fingerprint.py.
+The caches of fingerprints are in http/json/fingerprint.py and grpc/wire/fingerprint.py.
 body_arrival.py limits the time and the memory of bodies that are arriving.
 """

@@ -28,9 +28,10 @@ from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.region_table import authorise
 from shmserve.ipc.credit import ReadWindow
-from shmserve.ipc.inflight import Response, make_submit, stopping
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.inference import Response, make_submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred
+from shmserve.ipc.tensors.signature import stopping
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def submit(
     if traceparent or gateway.tracer.active or "explain" in request.parameters:
         trace = _begin_trace(gateway, built, arrived_ns, traceparent)
     message = make_submit(
-        gateway.dispatcher.next_number(),
+        gateway.schedulers.next_number(),
         built.schema,
         built.data,
         arrived_ns,
@@ -97,9 +98,8 @@ def submit(
         source=client.source if request.correlation_id else 0,
         trace=trace,
     )
-    scheduler = model.scheduler
-    inference = make(message, scheduler.endpoint, scheduler, built.release, built, *args)
-    scheduler.submit(inference)
+    inference = make(message, gateway.schedulers, built.release, built, *args)
+    gateway.schedulers.submit(inference, model.endpoint)
     return inference
 
 
@@ -177,7 +177,7 @@ class Inference(GatewayRequest):
 
     def responded(self, message: Response) -> None:
         if not self.over:
-            self.scheduler.discard(message)  # the model has one response
+            self.discard(message)  # the model has one response
             return
         self.message = message
         self.on_response(self)
@@ -215,7 +215,7 @@ class Inference(GatewayRequest):
         """Cancel the request, since the client has disconnected."""
         message, self.message = self.message, None
         if message is not None:
-            self.scheduler.discard(message)
+            self.discard(message)
         self.give_up()
         if self.built.trace is not None:
             self.built.trace.gone()
@@ -275,11 +275,6 @@ class StreamingInference(GatewayRequest):
             log_failure(self.built, error)
             raise
 
-    def release_outputs(self, inferred: Inferred | None) -> None:
-        """Release the memory of outputs that were copied."""
-        if inferred is not None:
-            self.scheduler.release_outputs(inferred)
-
     def credit(self, inferred: Inferred | None) -> None:
         """Record that the response with these outputs was sent, and return its credit."""
         self._unsent -= 1
@@ -290,12 +285,7 @@ class StreamingInference(GatewayRequest):
         sizes = () if inferred is None else (_size(tensor.data) for tensor in inferred.outputs)
         credit = self._window.read(sum(sizes))
         if credit:
-            self.grant(credit)
-
-    def discard(self, message: Message) -> None:
-        """Discard a response that is not sent."""
-        if isinstance(message, m.Responded):
-            self.scheduler.discard(message)
+            self.schedulers.credit(self, credit)
 
     def cancel(self) -> None:
         """Cancel the request."""

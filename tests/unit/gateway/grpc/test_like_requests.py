@@ -57,7 +57,7 @@ class Read:
 @pytest.fixture
 def model() -> GatewayModel:
     nobody: Any = SimpleNamespace(endpoint="ipc:///nowhere")
-    return GatewayModel(publication(identity_config("m", "INT8", [1]), nobody), nobody)
+    return GatewayModel(publication(identity_config("m", "INT8", [1]), nobody))
 
 
 @pytest.fixture

@@ -120,7 +120,9 @@ class Underway:
             asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
         else:
             response = self._response
-            self._answer(written(response.headers, b"".join(response.pieces)) if self._whole else None)
+            self._answer(
+                written(response.headers, b"".join(response.pieces)) if self._whole else None
+            )
 
     async def response(self) -> HttpResponse:
         await asyncio.sleep(0)
