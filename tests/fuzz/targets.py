@@ -32,7 +32,7 @@ from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import Numbers, loads, loads_large
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.inference.prepare import raw_request
-from shmserve.gateway.inference.request import InferRequest, RegionRange
+from shmserve.gateway.inference.request import InferRequest, RegionRange, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, Spans
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
@@ -180,11 +180,21 @@ def _same_with_other_numbers(body: bytes) -> None:
 _OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")
 
 
-class _Inline:
-    """A prepared request that gives the inline tensors' bytes."""
+class _Built(bytes):
+    """The bytes of a request's tensors."""
 
-    def fill(self, body: bytes, at: int) -> bytes:
-        return body[at:]
+    def identify(self, identity: RequestIdentity) -> None:
+        """Ignore the identity."""
+
+
+class _Inline:
+    """A request template that returns the bytes of inline tensors."""
+
+    def fill_from(self, body: bytes, at: int) -> _Built:
+        return _Built(body[at:])
+
+    def fill(self, datas: list[bytes]) -> _Built:
+        return _Built(b"".join(datas))
 
 
 def _compressed(given: _Bytes) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -26,7 +27,6 @@ from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.request_sink import RequestSink
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.arriving import ArrivingRequest, receive
-from shmserve.gateway.inference.body_arrival import LARGE
 from shmserve.gateway.inference.inference import (
     Inference,
     Message,
@@ -92,9 +92,6 @@ class Inferences(ActiveCount):
             else:
                 call.fail(*_ending(error, call))
             return
-        finally:
-            if len(raw) >= LARGE:
-                self.gateway.malloc_trim.soon(len(raw))
         if not call.done:
             self.active += 1
             call.on_gone = inference.cancel
@@ -116,8 +113,6 @@ class Inferences(ActiveCount):
             call.fail(*_ending(error, call))
         else:
             call.finish(response)
-            if len(response) >= LARGE:
-                self.gateway.malloc_trim.soon(len(response))
 
     # --- in
 
@@ -160,20 +155,20 @@ class Inferences(ActiveCount):
         """
         arrived_ns = time.monotonic_ns()
         built = self._read(raw, headers, streamed=on_streamed is not None)
-        how = (Inference, on_response)
+        how: tuple[Any, ...] = (Inference, on_response, True)
         if built.model.decoupled:
             if on_streamed is None:
                 built.release()
                 raise RequestRefused(Unsupported(_DECOUPLED), built.infer_request.id)
-            how = (StreamingInference, on_streamed)  # type: ignore[assignment]
+            how = (StreamingInference, on_streamed)
         limit_us = 0 if call.head.timeout_s is None else _limit_us(call.time_remaining())
-        trace = call.head.traceparent
         try:
-            return submit(
+            inference: Inference | StreamingInference = submit(
                 *(self.gateway, built, call.client, arrived_ns, *how),
                 call_limit_us=limit_us,
-                traceparent=trace,
+                traceparent=call.head.traceparent,
             )
+            return inference
         except ShmserveError as error:
             raise RequestRefused(error, built.infer_request.id) from None
 
@@ -181,26 +176,26 @@ class Inferences(ActiveCount):
         self, raw: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
         if type(raw) is ArrivingRequest:
+            self.gateway.malloc_trim.soon(len(raw))
             if not raw.built.model.published and self.awaits_load(raw):
                 raise RequestRefused(Unavailable(_UNLOADED), raw.built.infer_request.id)
             return raw.built
-        built: BuiltRequest | None = None
-        parts: Split | None = None
-        if not headers:  # forwarded headers are parameters that the message does not contain
-            try:
-                built = self._prepared.find(raw)
-                if built is None and (parts := split(raw)) is not None:
-                    built = self._prepared.repeat(raw, parts)
-            except ShmserveError as error:
-                raise RequestRefused(error, _id_of(raw)) from None
-            if built is not None:
-                return built
-        return self._parse(raw, parts, headers, streamed=streamed)
+        if headers:  # parameters that the message does not contain
+            return self._parse(raw, None, headers, streamed=streamed)
+        try:
+            built = self._prepared.find(raw)
+            parts = split(raw) if built is None else None
+            if parts is not None:
+                built = self._prepared.repeat(raw, parts)
+        except ShmserveError as error:
+            raise RequestRefused(error, _id_of(raw)) from None
+        return built or self._parse(raw, parts, headers, streamed=streamed)
 
     def _parse(
         self, raw: bytes, parts: Split | None, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
         request_id = ""
+        self.gateway.malloc_trim.soon(len(raw))
         try:
             message = _parsed(raw)
             request_id = message.id
@@ -266,17 +261,17 @@ class Inferences(ActiveCount):
         Raises:
             ShmserveError: The inference failed.
         """
-        trace = inference.built.trace
+        response: bytes | None = inference.encoded
+        inference.encoded = None
         try:
-            message = inference.take()
-            response: bytes | None = inference.from_template(message)
             if response is None:
-                response = self._encoded(inference, message)
+                response = self._encoded(inference, inference.take())
         except ShmserveError as error:
             fail(inference.built, error)
             raise
-        if trace is not None:
-            trace.finish()
+        inference.message = None
+        if inference.built.trace is not None:
+            inference.built.trace.finish()
         return response
 
     def _encoded(self, inference: Inference, message: m.Finished | m.Responded) -> bytes:
@@ -289,6 +284,7 @@ class Inferences(ActiveCount):
         finally:
             # The encoded response is a copy.
             inference.release_outputs(inferred)
+        self.gateway.malloc_trim.soon(len(encoded))
         if built.responses is not None and _is_plain(built.infer_request, inferred):
             placed = _placed(built.infer_request)
             template = self.encoder.template(built.model, schema, inferred, placed)

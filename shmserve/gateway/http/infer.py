@@ -85,7 +85,8 @@ async def infer(
             built,
             request.connection.client,
             arrived_ns,
-            *(HttpInference, HttpInference.arrived, gateway, request),
+            *(HttpInference, HttpInference.arrived, ACCEPT_ENCODING not in headers),
+            *(gateway, request),
             traceparent=headers.get(TRACEPARENT, ""),
         )
     except ShmserveError as error:
@@ -138,7 +139,7 @@ def _repeat(
         built = known_request(gateway, model, body, header_length)
         if built is None:
             return None
-        how = (HttpInference, HttpInference.arrived, gateway, request, answer)
+        how = (HttpInference, HttpInference.arrived, True, gateway, request, answer)
         return submit(gateway, built, request.connection.client, arrived_ns, *how)
     except Exception:
         return None
@@ -167,18 +168,11 @@ class HttpInference(Inference):
 
     def _filled(self) -> bytes | None:
         """Return the bytes of the response if no task is needed."""
-        message = self.message
-        traced = self.built.trace is not None or logger.isEnabledFor(logging.DEBUG)
-        if message is None or traced or self.gateway.draining:
+        if self.encoded is None or self.built.trace is not None or self.gateway.draining:
             return None
-        try:
-            filled = self.from_template(message)
-        except Exception:
-            return None  # the task encodes the response again, and reports the error
-        if filled is None:
-            return None
-        self.message = None
-        json, binary = filled
+        if logger.isEnabledFor(logging.DEBUG):
+            return None  # the task logs the duration
+        json, binary = self.encoded
         if not binary:
             return written(JSON, json)
         return written(_headers(json, binary), b"".join((json, *binary)))
@@ -194,7 +188,7 @@ class HttpInference(Inference):
                 self.cancel()
                 raise
         try:
-            response = await self._encoded(self.take())
+            response = await self._response(self.take())
         except ShmserveError as error:
             fail(built, error)
             raise
@@ -207,13 +201,11 @@ class HttpInference(Inference):
             logger.debug("inference of model '%s' took %d us", *args, extra=extra)
         return response
 
-    async def _encoded(self, message: m.Finished | m.Responded) -> HttpResponse:
+    async def _response(self, message: m.Finished | m.Responded) -> HttpResponse:
+        if self.encoded is not None:
+            return _assemble(*self.encoded)
         built, gateway = self.built, self.gateway
         asked, model = built.infer_request, built.model
-        if ACCEPT_ENCODING not in self.request.headers:
-            filled = self.from_template(message)
-            if filled is not None:
-                return _assemble(*filled)
         inferred = self.outputs(message)
         lent = _uses_worker_memory(asked, inferred)
         try:

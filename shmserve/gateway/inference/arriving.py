@@ -46,9 +46,7 @@ class ArrivingTensors:
     def feed(self, piece: memoryview) -> int:
         """Receive bytes of the current tensor; return how many bytes belong to it."""
         size = min(len(self._left), len(piece))
-        if (
-            size and piece.obj is not self._left.obj
-        ):  # else they are in place
+        if size and piece.obj is not self._left.obj:  # else they are in place
             self._left[:size] = piece[:size]
         self._left = self._left[size:]
         return size

@@ -6,8 +6,8 @@ An `Inference` has one response, a `StreamingInference` any number. Both are beg
                     ├──cancelled: the scheduler is notified, later responses are discarded
                     └──response* (streaming) ──> the last one: a final `Responded`, or a `Failed`
 
-The response to a request with a known header is encoded by `Inference.from_template` if its schema
-is known, too. Every other response is unpacked, and encoded by its protocol.
+The response to a request with a known header is encoded by a template if its schema is known, too
+(`Inference.responded`). Every other response is unpacked, and encoded by its protocol.
 
 A `StreamingInference` has credit-based flow control: the scheduler sends responses only for credit,
 which is returned when responses have been sent to the client.
@@ -168,36 +168,38 @@ class Inference(GatewayRequest):
     Attributes:
         built: The request.
         on_response: The callback for the response. It is not called after `cancel`.
+        is_templated: Whether the response may be encoded by a template.
         message: The response, until it is taken.
+        encoded: The response as its template has encoded it, or None.
     """
 
     built: BuiltRequest
     on_response: Callable[[Any], None]
+    is_templated: bool
     message: Response | None = field(init=False, default=None)
+    encoded: Any = field(init=False, default=None)
 
     def responded(self, message: Response) -> None:
         if not self.over:
             self.discard(message)  # the model has one response
             return
         self.message = message
-        self.on_response(self)
-
-    def from_template(self, message: Response) -> Any:
-        """Return the encoded response if it has a template and its data is in the message."""
         built = self.built
-        if built.responses is None:
-            return None
-        if type(message) is not m.Finished and type(message) is not m.Responded:
-            return None
-        template = built.responses.find(message.schema)
-        return None if template is None else template.fill(built.infer_request.id, message.data)
+        if built.trace is not None:
+            built.trace.answered(message)
+        if self.is_templated and built.responses is not None and type(message) is m.Finished:
+            template = built.responses.find(message.schema)
+            if template is not None:
+                try:
+                    self.encoded = template.fill(built.infer_request.id, message.data)
+                except Exception:
+                    self.encoded = None  # the error is reported when the response is encoded again
+        self.on_response(self)
 
     def take(self) -> m.Finished | m.Responded:
         """Take the response; raise the error of a failed request."""
         message, self.message = self.message, None
         assert message is not None
-        if self.built.trace is not None:
-            self.built.trace.answered(message)
         if isinstance(message, m.Failed):
             raise failure(message)
         return message

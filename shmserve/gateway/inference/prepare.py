@@ -199,13 +199,15 @@ class RequestTemplate:
         self._resources = resources
         self._responses: BoundedCache[bytes, Any] = BoundedCache(_MOST_RESPONSES)
 
-    def cut(self, body: bytes, at: int) -> Sequence[bytes | memoryview]:
-        """Return the tensors that are in `body` from `at`."""
+    def fill_from(self, body: bytes, at: int) -> BuiltRequest | None:
+        """Return the request whose tensors are in `body` from `at`, as `fill` does."""
+        if not self._sizes:
+            return self.fill(())
         if self._resources is None:
-            return self._cut(body, at)
+            return self.fill(self._cut(body, at))
         whole = memoryview(body)
         ends = accumulate(self._sizes, initial=at)
-        return [whole[start:end] for start, end in pairwise(ends)]
+        return self.fill([whole[start:end] for start, end in pairwise(ends)])
 
     def fill(self, tensors: Sequence[bytes | memoryview]) -> BuiltRequest | None:
         """Return the request with these tensors, or None if its regions have changed.
@@ -218,7 +220,7 @@ class RequestTemplate:
         regions: Sequence[GatewayRegion] = ()
         data: list[Any] = [*tensors]
         if self._uses is not None:
-            uses = self._uses.again()
+            uses = Uses.again(self._uses)
             if uses is None:
                 return None
             release, regions = uses.release, uses.regions

@@ -108,7 +108,7 @@ def test_an_answer_that_is_not_read_is_given_back(tmp_path: Path, kind: Any, ans
         built: Any = SimpleNamespace(trace=None, responses=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified: list[Any] = []
-        how = (message, rig.schedulers, lambda: None, built, notified.append)
+        how = (message, rig.schedulers, lambda: None, built, notified.append, True)
         request = Inference(*how)
         if kind is HttpInference:
             request = HttpInference(*how, MagicMock(), MagicMock())
@@ -264,6 +264,6 @@ def test_what_begins_while_the_server_ends_is_refused(
     built: Any = MagicMock(infer_request=begins, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        submit(leaving, built, client, 0, Inference, None)
+        submit(leaving, built, client, 0, Inference, None, True)
     assert caught.value.message == text
     built.release.assert_called_once()

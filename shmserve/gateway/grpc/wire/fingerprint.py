@@ -211,9 +211,13 @@ class PreparedRequests:
             except UnicodeDecodeError:
                 return None
             cut = cut[1:]
-        built = self._fill(known, cut, identity)
+        built = None
+        if known.revision == self._models.revision:
+            built = known.template.fill(cut)
         if built is None:
-            del layout.known[kept]
+            del layout.known[kept]  # `repeat` finds the template if it is still valid
+        elif identity != known.identity:
+            built.identify(identity)
         return built
 
     def repeat(self, raw: bytes, parts: Split) -> BuiltRequest | None:

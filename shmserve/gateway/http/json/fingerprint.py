@@ -144,7 +144,7 @@ def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> Buil
             return None
         built = template.fill(tensors)
     else:
-        built = template.fill(template.cut(body, at))
+        built = template.fill_from(body, at)
     if built is not None and fingerprint.identity is not None:
         built.identify(fingerprint.identity)
     return built
