@@ -16,7 +16,7 @@ The files that an HTTP request passes, in order:
 
 A gRPC request:
 
-    grpc/connection.py              bytes to http2/, the engine without sockets, to calls (grpc/calls/)
+    grpc/connection.py              bytes to the engine in http2/, to calls (grpc/calls/)
     grpc/service.py                 the call authorised, errors become a status
     grpc/infer.py                   inference; stream_call.py for many requests in a call
     grpc/wire/fingerprint.py        a template for a known message, otherwise
