@@ -10,15 +10,23 @@ ensemble's client has not read are in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import ShmserveError, Unsupported
-from shmserve.ipc.inflight import LONGEST_TIMEOUT_US, InflightRequest, Response, correlation_fields
 from shmserve.ipc.memory.lent import Block, Holding, Token, releases
-from shmserve.ipc.messages.inference import Failed, Finished, Release, Responded, Submit
+from shmserve.ipc.messages.inference import (
+    LONGEST_TIMEOUT_US,
+    Finished,
+    Release,
+    Responded,
+    Response,
+    Submit,
+    correlation_fields,
+)
+from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place, unpack_place
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
@@ -48,8 +56,6 @@ class StepRequest(InflightRequest):
         override: The parameters of a sequence that the inputs came with.
         events: The queue of what happens to requests: a response, or None when no worker has the
             request's memory any more. The runner handles the queue.
-        move: Submits a refused request to another scheduler that serves its model; returns whether
-            there is one.
         answered: Whether there has been a response with outputs.
     """
 
@@ -60,7 +66,6 @@ class StepRequest(InflightRequest):
     blocks: dict[str, Block]
     override: dict[str, Any] | None
     events: list[tuple[StepRequest, Response | None]]
-    move: Callable[[StepRequest], bool]
     answered: bool = False
 
     def awaited(self) -> bool:
@@ -68,9 +73,6 @@ class StepRequest(InflightRequest):
 
     def respond(self, message: Response) -> None:
         self.events.append((self, message))
-
-    def goes_elsewhere(self, message: Failed) -> bool:
-        return self.move(self)
 
     def free(self) -> None:
         self.events.append((self, None))
@@ -313,14 +315,12 @@ class StepOutputs:
     """Puts the outputs of steps into the data flow of their requests.
 
     Attributes:
-        tell: Queues a release for the scheduler at an endpoint.
-        credit: Returns the credit for a response of a step.
+        schedulers: The client that submits the steps.
     """
 
     _graph: Graph
     _memory: EnsembleMemory
-    tell: Callable[[str, Release], None]
-    credit: Callable[[StepRequest], None]
+    schedulers: SchedulerClient[StepRequest]
 
     def put(self, step: StepRequest, message: Finished | Responded, more_follow: bool) -> None:
         """Put the outputs of a response into the data flow; discard those that nothing reads.
@@ -347,7 +347,7 @@ class StepOutputs:
         data = [each if type(each) is bytes else unpack_place(each) for each in raw]
         if request.state is not State.RUNNING or (step.answered and not planned.decoupled):
             if more_follow:
-                self.credit(step)
+                self.schedulers.credit(step, 1)
             self._discard(step, response.outputs, data)
             return
         step.answered = True
@@ -374,7 +374,7 @@ class StepOutputs:
         firing = step.firing
         override = response.override or step.override
         held = () if firing.step.once else _held_credits(firing)
-        own = Holding(partial(self.credit, step)) if more_follow else None
+        own = Holding(partial(self.schedulers.credit, step, 1)) if more_follow else None
         if own is not None:
             held = (*held, own)
         made: list[tuple[str, Value]] = []
@@ -427,7 +427,8 @@ class StepOutputs:
 
     def _let_go(self, endpoint: str, place: Place) -> None:
         self._memory.let_go(place)
-        self.tell(endpoint, Release(place.memory.pid, [place.offset], place.memory.id))
+        release = Release(place.memory.pid, [place.offset], place.memory.id)
+        self.schedulers.release(endpoint, (release,))
 
     def _discard(
         self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Place]
@@ -439,8 +440,7 @@ class StepOutputs:
             for output, where in zip(outputs, data, strict=True)
             if isinstance(where, Place) and output.name not in ours
         ]
-        for release in releases(places):
-            self.tell(step.endpoint, release)
+        self.schedulers.release(step.endpoint, releases(places))
 
 
 def _returned(step: StepRequest, place: Place, block: Block) -> Block:
