@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc.inflight import ENDED, InflightTable, Response
+from shmserve.ipc.inflight import ENDED, InflightTable
 from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.memory.lent import unread
 from shmserve.ipc.messages import SchedulerToClient
@@ -31,15 +31,9 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.tensors.inference import byte_size_of
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, overrides
-from shmserve.scheduler.ensemble.request import EnsembleRequest, EnsembleRequests, State
-from shmserve.scheduler.ensemble.step_messages import (
-    StepOutputs,
-    StepRequest,
-    allocate,
-    find_kind,
-    make_submit,
-)
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests
+from shmserve.scheduler.ensemble.step_messages import StepMessages, StepRequest
 from shmserve.scheduler.ensemble.targets import Target, Targets
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
@@ -77,13 +71,13 @@ class StepRunner:
     _requests: EnsembleRequests
     _table: InflightTable[StepRequest] = field(default_factory=InflightTable)
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    _events: list[tuple[StepRequest, Response | None]] = field(default_factory=list)
     waiting: int = 0
     malformed: int = 0
 
     def __post_init__(self) -> None:
         steps = self._graph.steps
-        self._outputs = StepOutputs(self._graph, self._memory, self._links.tell, self._credit)
+        callbacks = (self._links.tell, self._credit, self._move)
+        self._messages = StepMessages(self._graph, self._memory, *callbacks)
         self._running = [0] * len(steps)
         self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
 
@@ -116,7 +110,9 @@ class StepRunner:
 
     def _handle_events(self, now_ns: int) -> None:
         """Handle what has happened to requests; that may submit others, which may fail at once."""
-        for step, message in self._events:  # which may become longer meanwhile
+        events = self._messages.events
+        while events:
+            step, message = events.pop(0)
             self._requests.touched[step.request] = None
             if message is None:
                 self._end(step, now_ns)
@@ -124,17 +120,20 @@ class StepRunner:
                 self._fail(step, message, now_ns)
             else:
                 self._respond(step, message, now_ns)  # type: ignore[arg-type]
-        self._events.clear()
 
     def _respond(self, step: StepRequest, message: Finished | Responded, now_ns: int) -> None:
         request = step.request
-        request.add_times(message)
+        request.input_ns += message.input_ns
+        request.infer_ns += message.infer_ns
+        request.output_ns += message.output_ns
+        if message.spans:
+            request.spans += message.spans
         more_follow = type(message) is Responded and not message.final
         if type(message) is Responded and message.code:
             self._requests.fail(request, message.code, message.message, now_ns)
         elif message.schema:
             try:
-                self._outputs.put(step, message, more_follow)
+                self._messages.put(step, message, more_follow)
                 return
             except ShmserveError as error:
                 self._requests.fail(request, error.code, error.message, now_ns)
@@ -157,7 +156,8 @@ class StepRunner:
     def _end(self, step: StepRequest, now_ns: int) -> None:
         """End a step whose memory no worker has any more."""
         request, index = step.request, step.firing.step.index
-        step.firing.release()
+        for value in step.firing.inputs.values():
+            value.release()
         if step.blocks:
             for block in step.blocks.values():
                 block.release()
@@ -177,7 +177,7 @@ class StepRunner:
         """Submit the steps of a request that can run now; others wait for their turn."""
         most, running = self._graph.max_inflight, self._running
         firings = request.flow.firings
-        while firings and request.state is State.RUNNING:
+        while firings and request.state is RUNNING:
             firing = firings.pop(0)
             index = firing.step.index
             if most and running[index] >= most:
@@ -186,7 +186,7 @@ class StepRunner:
                 self.waiting += 1
             else:
                 self._submit(request, firing, now_ns)
-        if self._events:
+        if self._messages.events:
             self._handle_events(now_ns)
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
@@ -196,35 +196,20 @@ class StepRunner:
             request.waiting -= 1
             self.waiting -= 1
             self._requests.touched[request] = None
-            if request.state is State.RUNNING:
+            if request.state is RUNNING:
                 self._submit(request, firing, now_ns)
             else:
                 firing.release()
 
     def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
-        number, memory, inputs = next(self._numbers), self._memory, firing.inputs
+        number = next(self._numbers)
         try:
             target = self._targets.find(firing.step.step)
-            kind = find_kind(request, firing, target, self._graph)
-            blocks = allocate(kind, memory) if kind.sizes else {}
+            step = self._messages.make(number, request, firing, target, now_ns)
         except ShmserveError as error:
             firing.release()
             self._requests.fail(request, error.code, error.message, now_ns)
             return
-        override = overrides(inputs.values())
-        submit = make_submit(number, request, inputs, kind, blocks, override, memory, now_ns)
-        step = StepRequest(
-            submit,
-            target.endpoint,
-            request,
-            firing,
-            target,
-            kind,
-            blocks,
-            override,
-            self._events,
-            self._move,
-        )
         request.running.add(number)
         self._running[firing.step.index] += 1
         self._send(step, target)
