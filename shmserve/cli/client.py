@@ -145,10 +145,7 @@ def run(arguments: Sequence[str]) -> int:
             answers = _infer(transport, args) if infers else _answers(transport, name, args)
             for answer in answers:
                 print(json.dumps(answer), flush=True)
-    except (
-        InvalidArgument,
-        UnicodeError,
-    ) as error:  # invalid UTF-8 in an argument
+    except (InvalidArgument, UnicodeError) as error:  # invalid UTF-8 in an argument
         return _complain(name, str(error), _USAGE)
     except ShmserveError as error:
         return _complain(name, f"{where}{error}", _FAILED)

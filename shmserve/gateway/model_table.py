@@ -8,7 +8,7 @@ from typing import Any, Never
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.links import RequestDispatcher, SchedulerHandle
+from shmserve.gateway.links import GatewaySchedulers
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
@@ -26,7 +26,7 @@ class GatewayModel:
     `labels` the texts for the indices of each output that has any.
     """
 
-    def __init__(self, published: ModelPublished, scheduler: SchedulerHandle) -> None:
+    def __init__(self, published: ModelPublished) -> None:
         self.published = True
         self.name = published.name
         self.version = published.version
@@ -37,7 +37,7 @@ class GatewayModel:
         self.ready = published.ready
         self.checks_ready = bool(published.metadata.get("checks_ready"))
         self.load_seconds = published.load_seconds
-        self.scheduler = scheduler
+        self.endpoint = published.endpoint  # of its scheduler
         self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
         self.stateful = published.config.sequence_batching is not None
@@ -61,8 +61,8 @@ class ModelTable:
     `revision` changes with what any name and version mean.
     """
 
-    def __init__(self, dispatcher: RequestDispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, schedulers: GatewaySchedulers) -> None:
+        self._schedulers = schedulers
         self._models: dict[str, dict[str, GatewayModel]] = {}
         self._latest: dict[str, GatewayModel] = {}
         self._withdrawn: dict[str, set[str]] = {}
@@ -72,11 +72,10 @@ class ModelTable:
     def publish(self, message: ModelPublished) -> None:
         """Add a version, or replace it."""
         self.revision += 1
-        scheduler = self._dispatcher.scheduler(message.endpoint)
-        scheduler.use()
+        self._schedulers.open(message.endpoint)
         versions = self._models.setdefault(message.name, {})
         old = versions.get(message.version)
-        model = versions[message.version] = GatewayModel(message, scheduler)
+        model = versions[message.version] = GatewayModel(message)
         withdrawn = self._withdrawn.get(message.name, set())
         withdrawn -= {message.version, ""}
         if not withdrawn:
@@ -85,7 +84,6 @@ class ModelTable:
             self._latest[message.name] = model
         if old is not None:
             old.published = False
-            old.scheduler.leave()
 
     def set_ready(self, name: str, version: str, ready: bool) -> None:
         """A version is ready now, or not any more; what was prepared of its requests stays."""
@@ -110,7 +108,6 @@ class ModelTable:
             model.published = False
             if self._latest.get(name) is model:
                 del self._latest[name]
-            model.scheduler.leave()
 
     def resolve(self, name: str, version: str) -> GatewayModel:
         """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""

@@ -1,12 +1,14 @@
-"""Schedulers: each owns its model version's requests from arrival to their last response, and
-decides what runs when. One model is one process, which also hosts the steps of an ensemble.
+"""Schedulers: each owns its model version's requests from arrival to their last response.
+
+A scheduler decides which requests run when. Each model has its own process, except that the steps
+of an ensemble are scheduled in the ensemble's process.
 
 hosting/                host.py         the process: its entry point and its loop
                         hosted.py       one scheduler: sockets, front, core; the table of kinds
                         event_loop.py   waiting for sockets and timers; calls between the schedulers
                                         of one process
                         local_clients.py
-                                        checks of the requests of programs outside the server
+                                        validation of requests of programs outside the server
 front.py                clients, submit, cancel, credit, release, drain, reports: for every kind
 batching.py             the core of a model that has instances (no clock, no socket)
 settings.py             the scheduling of a model version
@@ -14,13 +16,13 @@ requests/               request.py      the state machine of a request, as a tab
                         queue.py        admission, order by priority, deadlines
                         responses.py    messages to clients; ordering
 batchers/               dynamic.py, adaptive.py
-                                        (queue, time) -> a batch, or until when to wait
-                        estimates.py    what the adaptive batcher learns
+                                        (queue, time) -> a batch, or a time to wait until
+                        estimates.py    the estimates of the adaptive batcher
                         dispatch.py     from the queue to the instances
                         sequence/       the sequence batcher: slots, strategies, its dispatch.py
 instances/              pool.py         slots: which instances are ready, free, busy; tickets
                         executions.py   messages to workers, and the recent service time
-                        results.py      messages of workers; retries of what lost workers had
+                        results.py      messages of workers; retries of requests of lost workers
 response_cache.py       responses of earlier requests
 statistics.py           the counters of a model version and their report
 tables.py               tables of counters, histograms, quantiles

@@ -1,11 +1,10 @@
-"""The core of a batching scheduler: the queue, the batcher and the pool of a model that has
-instances.
+"""The core of a batching scheduler: the queue, the batcher and the pool of instances.
 
     admit, cancel, ...   messages of clients, from the front
     from_control         messages of the supervisor (`results` handles those of workers)
     tick                 expire, dispatch, release
 
-Messages to send are posted to outboxes, which the event loop flushes once a turn.
+Messages to send are posted to outboxes, which the event loop flushes once per iteration.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError, Unavailable
-from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
 from shmserve.ipc.messages.control_requests import TicketGranted
 from shmserve.ipc.messages.inference import Release, Submit
@@ -27,7 +25,7 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
 )
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import BatchFit, id_prefix
+from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
@@ -57,8 +55,11 @@ logger = logging.getLogger(__name__)
 
 
 class BatchingCore(Core[ScheduledRequest]):
-    """The core of a model version with instances. `executions` sends batches to workers, `results`
-    handles their messages. `fits` has the batch fit of each request schema."""
+    """The core of a model version with instances.
+
+    `executions` sends batches to workers, `results` handles their messages. `fits` has the batch
+    fit of each request schema.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,7 @@
-"""The front of a scheduler, the same for every kind: clients and dead peers, submit, cancel,
-credit, release, drain, stop, restore, reports. It has no clock and no socket.
+"""The front of a scheduler, the same for every kind: clients, drains, statistics.
+
+The front handles clients and exited peers, submit, cancel, credit, release, drain, stop, restore
+and reports. It has no clock and no socket.
 
     client       Submit Cancel Credit Release ReportStatistics ─┐
                                                                ├─> Front ──> Core
@@ -18,7 +20,6 @@ from typing import Any, Generic, Protocol, TypeVar, assert_never
 from shmserve.common import model_metrics
 from shmserve.common.model_metrics import ModelMetrics
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
-from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import ClientToScheduler
 from shmserve.ipc.messages.inference import (
     Cancel,
@@ -41,6 +42,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
 )
 from shmserve.ipc.processes import REMEMBERED_EXITS
+from shmserve.ipc.tensors.signature import stopping
 from shmserve.ipc.transport.router import last_number
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
@@ -124,8 +126,10 @@ class Reports:
         return gauges
 
     def snapshot(self, brief: bool = False) -> None:
-        """Send the counts to the supervisor, which passes them to a successor: a count that was
-        shown must never decrease. `brief` as in `Statistics.snapshot`."""
+        """Send the counts to the supervisor, which passes them to a successor.
+
+        A published count must never decrease. `brief` is that of `Statistics.snapshot`.
+        """
         gauges = self._count_malformed()
         now = {name: gauges[name] for name in _NOW}
         statistics = {**self._statistics.snapshot(brief), **now}
@@ -167,8 +171,10 @@ _EVERY_NS = 60_000_000_000
 
 
 class OverloadLog:
-    """The rate-limited log of one model's refused requests; times are monotonic ns. The next line
-    is due at `due_ns` (NEVER: nothing was counted)."""
+    """The rate-limited log of one model's refused requests; times are monotonic ns.
+
+    The next line is due at `due_ns` (NEVER: nothing was counted).
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -199,9 +205,11 @@ class OverloadLog:
 
 
 class Core(Protocol[R]):
-    """The decisions of one kind of scheduler about the requests of a model version. Times are
-    arguments (monotonic ns). `R` is its kind of request; a request is in its `client.requests` from
-    `admit` to its end."""
+    """The decisions of one kind of scheduler about the requests of a model version.
+
+    Times are arguments (monotonic ns). `R` is its kind of request; a request is in its
+    `client.requests` from `admit` to its end.
+    """
 
     statistics: Statistics
 
@@ -218,8 +226,10 @@ class Core(Protocol[R]):
         """Raise ShmserveError if the request would not be admitted; `admit` checks the same."""
 
     def admit(self, client: Client[R], submit: Submit, lookup: Lookup | None, now_ns: int) -> None:
-        """Admit a request with the result of its cache lookup; raise ShmserveError if it is not
-        admitted."""
+        """Admit a request with the result of its cache lookup.
+
+        Raise ShmserveError if it is not admitted.
+        """
 
     def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
         """Answer a request from the cache; it has passed `check`."""
@@ -270,9 +280,11 @@ class Core(Protocol[R]):
 
 @dataclass(eq=False)
 class Front(Generic[R]):
-    """The clients of a scheduler and its lifecycle. `wall_clock` returns epoch ns; `model` is a
-    name for the log. While the scheduler drains, it admits nothing new. After it has `stopped`, it
-    has nothing to do."""
+    """The clients of a scheduler and its lifecycle.
+
+    `wall_clock` returns epoch ns; `model` is a name for the log. While the scheduler drains, it
+    admits nothing new. After it has `stopped`, it has nothing to do.
+    """
 
     _core: Core[R]
     _links: ClientLinks
@@ -402,7 +414,7 @@ class Front(Generic[R]):
 
     def metrics_reported(self, peer: bytes, message: MetricsReported) -> None:
         """Record the metrics of the model at the instance with this address."""
-        pid = last_number(peer)  # as the instance's InstanceReady says
+        pid = last_number(peer)  # the pid of the instance's InstanceReady
         if not (pid and peer.partition(b".")[0].isdigit()):
             self.misplaced()
         elif pid not in self._dead:

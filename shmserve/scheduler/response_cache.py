@@ -68,8 +68,11 @@ class _Head(NamedTuple):
 
 @dataclass(eq=False)
 class ResponseCache:
-    """The cached responses of one model version. `start` has its size and the owner of clients'
-    memory; copies of large responses are `lent` to clients."""
+    """The cached responses of one model version.
+
+    `start` has its size and the owner of clients' memory; copies of large responses are `lent` to
+    clients.
+    """
 
     _model: str
     _version: str
@@ -85,8 +88,10 @@ class ResponseCache:
         self._heads: Schemas[_Head] = Schemas(self._head)
 
     def look_up(self, submit: Submit) -> Lookup | None:
-        """Return the result of a lookup, which the caller settles, or None if the request bypasses
-        the cache."""
+        """Return the result of a lookup, or None if the request bypasses the cache.
+
+        The caller settles the result.
+        """
         began_ns = self._clock()
         copies: list[Block] = []
         try:
@@ -145,8 +150,10 @@ class ResponseCache:
     # --- memory -----------------------------------------------------------------------------------
 
     def _read(self, place: Place) -> memoryview:
-        """Return the bytes of a memory range; raise Unavailable if a client may change them or they
-        are gone."""
+        """Return the bytes of a memory range.
+
+        Raise Unavailable if a client may change them or they are gone.
+        """
         memory = place.memory
         clients = memory.pid == self._start.supervisor_pid
         if memory.cuda is not None or memory.copied or not memory.sealed or clients:
@@ -214,8 +221,10 @@ class ResponseCache:
 
 
 class LruCache(Generic[T]):
-    """Values by key with a total size of at most `bound` bytes; the least recently used ones are
-    evicted."""
+    """Values by key with a total size of at most `bound` bytes.
+
+    The least recently used ones are evicted.
+    """
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
@@ -235,8 +244,10 @@ class LruCache(Generic[T]):
         return entry[1]
 
     def insert(self, key: bytes, value: T, byte_size: int) -> bool:
-        """Add a value and evict others to make space; return False, without a change, if it is
-        larger than the cache."""
+        """Add a value and evict others to make space.
+
+        Return False, without a change, if it is larger than the cache.
+        """
         if byte_size > self.bound:
             return False
         before = self._entries.pop(key, None)
@@ -265,14 +276,12 @@ class LruCache(Generic[T]):
 
 
 def cache_head(model: str, version: str, request: RequestSchema) -> _Head:
-    """Return the part of the cache key that requests of one schema have in common.
+    """Return the part of the cache key that all requests of one schema have in common.
 
-    Triton's key is 64 bits of names and bytes alone, so that other shapes with the same bytes, or
-    other outputs, meet in one entry. This one covers the model and its version; of each input,
-    whatever the order they come in, name, datatype, shape and bytes; the request's parameters and
-    its correlation id; and the outputs in the order they are asked for. It does not cover the
-    request's id, priority, timeout and deadline, which are about this request and not about what it
-    asks.
+    Triton's key has 64 bits and covers names and bytes only, so that other shapes with the same
+    bytes, or other outputs, collide. This key covers the model and its version; the name, datatype,
+    shape and bytes of each input, in any order; the parameters; the correlation id; and the
+    requested outputs in order. It does not cover the request's id, priority, timeout and deadline.
     """
     order = sorted(range(len(request.inputs)), key=lambda index: request.inputs[index].name)
     head = (
@@ -289,9 +298,9 @@ def cache_key(prefix: bytes, sequence: tuple[int, str, int], datas: list[Any]) -
     """Return the cache key of a request: BLAKE2b (RFC 7693) with 256 bits.
 
     Args:
-        prefix: What follows from its schema, see `cache_head`.
-        sequence: Its correlation id, as a number and as a text, and its flags.
-        datas: The bytes of its inputs, by name. With their sizes they can be cut in one way only.
+        prefix: The part determined by its schema; see `cache_head`.
+        sequence: The correlation id, as a number and as a text, and the flags.
+        datas: The bytes of the inputs, by name. Their sizes make the encoding unambiguous.
     """
     sizes = msgpack.packb((sequence, [len(data) for data in datas]))
     digest = hashlib.blake2b(prefix, digest_size=_DIGEST_SIZE)

@@ -25,9 +25,11 @@ _MOST_SEQUENCES = 16384  # waiting for a slot, of a client
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """The rules of the dynamic batcher. Sizes are sums of request batch sizes, at least 1.
-    `target_ns` is the latency target that it adapts to (0: none). `padding` decides which shapes
-    may share a batch (None: equal ones)."""
+    """The rules of the dynamic batcher.
+
+    Sizes are sums of request batch sizes, at least 1. `target_ns` is the latency target that it
+    adapts to (0: none). `padding` decides which shapes may share a batch (None: equal ones).
+    """
 
     max_batch_size: int
     preferred: frozenset[int]
@@ -43,8 +45,10 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicies:
-    """The queue's priority levels, 1 .. `levels` (0: one level, and priorities are ignored), and
-    the policy of each."""
+    """The queue's priority levels, 1 ..
+
+    `levels` (0: one level, and priorities are ignored), and the policy of each.
+    """
 
     default: LevelPolicy
     levels: int = 0
@@ -63,12 +67,11 @@ class QueuePolicies:
 
 @dataclass(frozen=True, slots=True)
 class Sequencing:
-    """The rules of the sequence batcher: the configuration (`spec`) and what follows from it and
-    the server's limits.
+    """The rules of the sequence batcher, from the configuration (`spec`) and the server's limits.
 
     Each instance has `slots`. Without `oldest`, the strategy is direct, which waits up to
     `delay_ns` for a minimum utilization of its slots if both are set. A sequence is idle after
-    `idle_ns`, and `most` of a client may wait for a slot.
+    `idle_ns`, and `most` sequences of a client may wait for a slot.
     """
 
     spec: SequenceBatching
@@ -97,8 +100,10 @@ class Sequencing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The scheduling of a model version. Without `batching`, each execution has one request, in
-    order."""
+    """The scheduling of a model version.
+
+    Without `batching`, each execution has one request, in order.
+    """
 
     name: str
     version: str
@@ -111,8 +116,8 @@ class Settings:
     sequences: Sequencing | None = None
     request_limit_ns: int = 0  # from a request's arrival to its last response; 0: none
     decoupled: bool = False  # any number of responses to a request
-    most_open: int = 0  # requests that an instance of a decoupled model has at a time; 0: any
-    quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
+    most_open: int = 0  # open requests per instance of a decoupled model; 0: unlimited
+    quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not computed
     first_response_buckets_ms: tuple[float, ...] = model_settings.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
@@ -185,7 +190,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         idle_ns=given.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=given.direct_delay_microseconds * _NS_PER_US,
-        # So few that the sequences of one client cannot fill the queue.
+        # A limit, so that the sequences of one client cannot fill the queue.
         most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
     )
 

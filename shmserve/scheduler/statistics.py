@@ -75,8 +75,8 @@ from shmserve.scheduler.tables import (
 )
 
 # Ended requests and executions are recorded first, and counted together when the statistics are
-# read, or when an execution ends and so many units are recorded: that takes half the time, and no
-# request waits for it.
+# read, or when an execution ends and this many units are recorded. This takes half the time and
+# delays no request.
 MOST_NOTED = 64
 
 _NS_PER_MS = 1_000_000

@@ -1,12 +1,12 @@
-"""Tables of counters with snapshot and restore: histograms, quantiles, executions, responses,
-generated text (pure).
+"""Tables of counters with snapshot and restore (pure).
 
-A histogram counts in fixed buckets since the start. Quantiles are read from a sketch of the last
-minute, whose bucket bounds grow by a constant factor, so that each quantile is known within a
-relative error of `ACCURACY` for one dictionary entry per observation: C. Masson, J. E. Rim, H. K.
-Lee, "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees", PVLDB
-12(12), 2019. (Triton's client library bounds the error of the rank instead, with CKMS, at the cost
-of a sorted insertion for each of five windows.)
+The tables are histograms, quantiles, executions, responses and generated text. A histogram counts
+in fixed buckets since the start. Quantiles are read from a sketch of the last minute, whose bucket
+bounds grow by a constant factor. Each quantile is thus known within a relative error of `ACCURACY`
+for one dictionary entry per observation: C. Masson, J. E. Rim, H. K. Lee, "DDSketch: A Fast and
+Fully-Mergeable Quantile Sketch with Relative-Error Guarantees", PVLDB 12(12), 2019. (Triton's
+client library bounds the error of the rank instead, with CKMS, at the cost of a sorted insertion
+for each of five windows.)
 
 The window is that of Triton's library: 60 seconds in five parts. The oldest part expires as a
 whole, so that quantiles cover the last 48 to 60 seconds.
@@ -223,8 +223,10 @@ class ResponseStats(Table):
     def responded(
         self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
-        """Count the response with index `request.responses`, or the end without a response. Times
-        are clamped to the possible ones."""
+        """Count the response with index `request.responses`, or the end without a response.
+
+        Times are clamped to the possible ones.
+        """
         if response.code == Cancelled.code:
             self.cancelled(request, now_ns)
             request.responded_ns = now_ns
@@ -347,8 +349,11 @@ class ExecutionStats(Table):
 
 
 class GenerationStats(Table):
-    """Counters of a generative model since it was loaded: tokens, steps, blocks, and the latencies
-    of its clients. `prefilled` and `decoded` are the tokens computed in prompts and one by one."""
+    """Counters of a generative model since it was loaded, and the latencies of its clients.
+
+    The counters are tokens, steps and blocks. `prefilled` and `decoded` are the tokens computed in
+    prompts and one by one.
+    """
 
     def __init__(self) -> None:
         self.generated = 0

@@ -58,7 +58,7 @@ class SequenceExecutor(Executor):
         self._states = States(
             read_states(config, self._context.model_dir), self._backend.read_only_inputs
         )
-        # Those that clients get, too.
+        # The outputs that are also sent to clients.
         self._returned = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
         self._keeps_rows = sequences is not None and sequences.oldest is None

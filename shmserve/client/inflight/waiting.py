@@ -78,7 +78,7 @@ class ThreadChannel:
 
     def credit(self, pending: ClientStream, responses: int) -> None:
         with self.lock:
-            self.channel.credit(pending, responses)
+            self.channel.schedulers.credit(pending, responses)
             self.channel.flush()
 
     def wait(self, pending: ClientRequest) -> Result:
@@ -204,9 +204,7 @@ class SharedChannel:
 
     def credit(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
-            self.connection.call(
-                partial(RequestChannel.credit, pending=pending, responses=responses)
-            )
+            self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
 
     def cancel(self, left: Iterable[Future[Result] | ClientStream]) -> None:
         for each in left:

@@ -1,2 +1,5 @@
-"""Batching: batchers decide what runs next (dynamic.py, adaptive.py: from the queue and the time to
-a batch or a time to wait until); dispatchers (dispatch.py, sequence/) start what they decide."""
+"""Batching: batchers decide what runs next, and dispatchers execute these decisions.
+
+A batcher (dynamic.py, adaptive.py) returns a batch, or a time to wait until, from the queue and the
+time. The dispatchers are in dispatch.py and sequence/.
+"""

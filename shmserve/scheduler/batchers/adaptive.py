@@ -51,16 +51,16 @@ _FIRST, _MOST = 64.0, 24.0  # misses that may be spent at first, and that are sa
 _EARNED = 0.002  # misses for each request in time
 
 _EVERY, _SOON = 16, 2  # batches from one size that is tried to the next
-LEARNING = 48  # batches in which sizes are tried soon
-_LEAST_IDLE = 0.25  # parts of the time: with less, clients wait for responses, or all is late
+LEARNING = 48  # batches during which new sizes are tried early
+_LEAST_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
 
 _EPOCH = 24  # batches
 _SETTLING = 4  # of them, which still have to do with the epoch before
-_ENOUGH = 12  # of them, where the other way is clearly worse
-# Epochs from one of the other way to the next: at first, where it is unclear, and at most.
+_ENOUGH = 12  # batches of an epoch, if the other way is clearly worse
+# Epochs between two uses of the other way: initially, while the choice is unclear, and at most.
 _OTHER_EVERY, _UNCLEAR_EVERY, _MOST_EVERY = 2, 10, 160
-_PAYS = 0.8  # times as long are latencies where waiting is sure to pay
-_CLEAR = 0.05  # parts by which one way is better: else it is tried often
+_PAYS = 0.8  # ratio of latencies at which waiting certainly pays
+_CLEAR = 0.05  # relative difference by which one way is clearly better
 _WEIGHT = 1 / 3  # of the newest epoch
 _STEP = 0.02  # by how much a miss lowers the aim, in parts of it
 _ALLOWED = 0.01  # of the requests may miss the target
@@ -166,9 +166,15 @@ class Ways:
 
 @record
 class Moment:
-    """The state of an instance when a size is tried: the time left to the oldest request, the time
-    that new requests could wait longer, the best duration of a row, the rows that arrive in a ns,
-    and the maximum number of requests. `needed`: the known sizes do not keep up with the arrivals.
+    """The state of an instance when a size is tried.
+
+    Attributes:
+        own_ns: The time left to the oldest request.
+        spare_ns: The time that new requests could wait longer.
+        row_ns: The shortest duration per row.
+        per_ns: The rows that arrive per ns.
+        most_here: The maximum number of requests.
+        needed: Whether the known sizes do not keep up with the arrivals.
     """
 
     own_ns: float
@@ -196,7 +202,8 @@ class Sizes:
         self._size = 0  # that is being tried, as of this moment
         self._moment = Moment(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle = 1.0
-        # Of the last one: the requests that may still be late for it, and how many may be.
+        # For the last trial: the requests that may still be late because of it, and their maximum
+        # number.
         self._behind = self._price = 0.0
 
     def due(self, batches: int) -> bool:
@@ -302,8 +309,8 @@ class AdaptiveBatcher(Batcher):
         head = gather(pending, self._rules)
         if head is None:
             return None
-        # A batch that was decided on is not always taken: the instance may still wait for its
-        # ticket. So what ends a wait is that its first request is gone, not the decision.
+        # A batch that was decided on is not always taken, since the instance may still wait for its
+        # ticket. The wait therefore ends when its first request is gone, not with the decision.
         if not any(request is self._first for request in head.requests):
             self._first, self._until_ns = head.requests[0], now_ns + int(self._time.setup_ns)
         batch = closed(head)
@@ -356,8 +363,11 @@ class AdaptiveBatcher(Batcher):
         return Batch(_within(head.requests, best), Closed.PREFERRED)
 
     def _burst(self, head: QueueHead) -> tuple[int, bool]:
-        """Return until when to wait for the next request of a burst (0: do not wait), and whether
-        the larger batch would even end sooner."""
+        """Return until when to wait for the next request of a burst; 0: do not wait.
+
+        Returns:
+            The time, and whether the larger batch would even end sooner.
+        """
         time, units, count = self._time, head.units, len(head.requests)
         best = time.best(units)
         now_ns = time.expected_ns(best)
@@ -400,8 +410,10 @@ class AdaptiveBatcher(Batcher):
         return int(oldest_ns + self._aim_ns - self._time.most_ns(units))
 
     def _in_time(self, now_ns: int, requests: list[Pending]) -> int:
-        """Return the number of first requests to run at once so that all are in time, with the
-        others in a second batch; 0 if that is impossible."""
+        """Return the number of first requests to run at once so that all requests are in time.
+
+        The others run in a second batch. The result is 0 if that is impossible.
+        """
         first, oldest = 0, NEVER
         before: list[tuple[int, int]] = []  # size, and oldest request, of the first ones
         for request in requests:

@@ -1,5 +1,8 @@
-"""Dispatchers start queued requests at instances. This module has their interface, and the
-dispatcher of models without sequences: retries alone, then the batches that the batcher forms."""
+"""Dispatchers start queued requests at instances.
+
+This module has their interface, and the dispatcher of models without sequences: retries alone, then
+the batches that the batcher forms.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,10 @@ class Dispatcher(ABC):
         self._holds = any(self._settings.hold)
 
     def _is_held(self, waiting: int, backlog: int = 0) -> bool:
-        """Check whether no batch may start until more requests wait: a hook of Triton's tests
-        (TRITONSERVER_DELAY_SCHEDULER, TRITONSERVER_BACKLOG_DELAY_SCHEDULER)."""
+        """Check whether batches are held until more requests wait, by a hook of Triton's tests.
+
+        The hook is TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER.
+        """
         least, least_backlog = self._settings.hold
         self._holds = waiting < least or backlog < least_backlog
         return self._holds
@@ -82,12 +87,17 @@ class Dispatcher(ABC):
     def removed(  # noqa: B027
         self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False
     ) -> None:
-        """Handle the final removal of a request from the queue. Requests that cannot run without it
-        fail, unless the caller handles each request itself (`apart`)."""
+        """Handle the final removal of a request from the queue.
+
+        Requests that cannot run without it fail, unless the caller handles each request itself
+        (`apart`).
+        """
 
     def again(self, request: ScheduledRequest) -> bool:
-        """Requeue an executed request that its model has asked for again; return whether that was
-        done."""
+        """Requeue an executed request that its model has rescheduled.
+
+        Return whether that was done.
+        """
         return False
 
     def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
@@ -188,7 +198,7 @@ class Dispatch(Dispatcher):
         times, pool = self._executions.service_time, self._pool
         depth = times.pipeline_depth
         if depth == 1 and times.ends_soon and pool.ready_count == 1:
-            depth = 2  # no other instance could take what is sent ahead
+            depth = 2  # no other instance could run a batch that is sent ahead
         return pool.room(depth)
 
     def _would_run(self, now_ns: int) -> bool:

@@ -71,8 +71,10 @@ class WaitUntil:
 
 
 class Batcher:
-    """A batcher; this one runs one request at a time, in order, without waiting. A batcher that
-    `learns` is notified of arrivals and executions."""
+    """A batcher; this one runs one request at a time, in order, without waiting.
+
+    A batcher that `learns` is notified of arrivals and executions.
+    """
 
     learns: bool = False
 
@@ -152,7 +154,9 @@ class QueueHead:
 
 def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     """Return the requests at the head of the queue that may run together, or None if it is empty.
-    Visits at most one request more than fits a batch."""
+
+    Visits at most one request more than fits a batch.
+    """
     largest, most, preferred = rules.largest_preferred, rules.max_batch_size, rules.preferred
     requests: list[Pending] = []
     total = best = 0

@@ -7,14 +7,14 @@ from bisect import insort
 from collections.abc import Iterator
 
 _KEPT = 1 - 1 / 64  # of an observation's weight at each one after it
-_KNOWN = 8  # observations after which there is something to say
-_WIDEST = 4  # spreads: what lies further out counts as if it were there
-_LEAST_VARIATION = 0.05  # of the sizes, to their mean: with less, they tell nothing of the slope
+_KNOWN = 8  # minimum number of observations for an estimate
+_WIDEST = 4  # spreads at which outliers are clamped
+_LEAST_VARIATION = 0.05  # of the sizes, relative to their mean; below it, the slope is undetermined
 
-_EXACT_BITS = 6  # sizes below 2**6 are told apart, larger ones to one part in 32
+_EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part in 32
 _REMEMBERED = 256.0  # executions that the mean of a size remembers: the level is held by means that
 # move much more slowly than it does
-_GAIN = 1 / 32  # of what all sizes have in common: level and spread
+_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
 _FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # of a time, in parts of it
 _DEVIATION = 1.25  # standard deviations, of a normal distribution, that a spread is
 _SAME = 0.03  # rates that differ by less are taken for equal
@@ -30,18 +30,17 @@ _AS_MANY = 0.95
 
 _MOST_LEVELS = 512
 _LIKELY = 0.6
-_FIRST_SEEN = 3  # observations that say something about the next one
-_MARGIN_NS = 50_000  # of turns of the loop
+_FIRST_SEEN = 3  # minimum number of observations for a prediction
+_MARGIN_NS = 50_000  # of the event loop
 
 
 class BatchTime:
-    """A linear model: time = setup + each * units, fitted by least squares with exponential
-    forgetting.
+    """A linear model, time = setup + each * units, fitted with exponential forgetting.
 
-    As in Huber's M-estimator (1964), an outlier is clamped before it counts. The spread is a moving
-    average of the absolute residuals. The first execution is ignored, because models initialise
-    then. If all batches have one size, the slope keeps its last value, at first 0: this optimistic
-    guess leads to larger batches, which reveal the slope.
+    The fit is by least squares. As in Huber's M-estimator (1964), an outlier is clamped before it
+    counts. The spread is a moving average of the absolute residuals. The first execution is
+    ignored, because models initialise then. If all batches have one size, the slope keeps its last
+    value, at first 0: this optimistic guess leads to larger batches, which reveal the slope.
     """
 
     def __init__(self) -> None:
@@ -105,12 +104,13 @@ class _Size:
 
 
 class SizeTimes:
-    """The duration of batches by size: an exponentially weighted mean for each observed size,
-    linear interpolation between two sizes, and the slope of `BatchTime` above all of them.
+    """The duration of batches by size.
 
-    All sizes share their relative spread and a level, which follows a drift also for sizes that do
-    not occur. A smaller size is preferred only if its rate is higher by more than the standard
-    errors of both. A cliff between two sizes is found by bisection.
+    There is an exponentially weighted mean for each observed size, linear interpolation between two
+    sizes, and the slope of `BatchTime` above all of them. All sizes share their relative spread and
+    a level, which also follows a drift for sizes that do not occur. A smaller size is preferred
+    only if its rate is higher by more than the standard errors of both. A cliff between two sizes
+    is found by bisection.
     """
 
     def __init__(self, largest: int) -> None:
@@ -156,8 +156,7 @@ class SizeTimes:
         return self.expected_ns(units) * (1 + 3 * self._spread)
 
     def best(self, units: int, *, late: bool = False) -> int:
-        """Return the size up to `units` with the highest row rate; if that is uncertain, the larger
-        size.
+        """Return the size up to `units` with the highest row rate; if uncertain, the larger one.
 
         If all requests are `late`, the uncertainty must end: the result is then the size with the
         highest possible rate (a bandit problem, as solved by UCB1: Auer et al., 2002).
@@ -171,8 +170,10 @@ class SizeTimes:
     # --- learning -----------------------------------------------------------------------------
 
     def observe(self, units: int, took_ns: float, *, late: bool = False) -> None:
-        """Record the duration of a batch. `late`: the target is out of reach with no end in sight.
-        The first batch is ignored."""
+        """Record the duration of a batch.
+
+        `late`: the target is out of reach with no end in sight. The first batch is ignored.
+        """
         self._line.observe(units, took_ns)
         self._late += late
         self._seen += 1
@@ -197,8 +198,8 @@ class SizeTimes:
         """Return the clamped duration, and update what all sizes share."""
         ratio = took / size.mean
         if size.weight >= 4:
-            # What scatters more says less of a drift (the gain of a Kalman filter); and the ratio
-            # is 1 on average, where of skewed times its logarithm is not 0.
+            # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The ratio is
+            # 1 on average, whereas the mean logarithm of skewed times is not 0.
             noise = max(1.0, self._spread / _FIRST_SPREAD)
             self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _GAIN / noise
         off = abs(ratio - 1)
@@ -214,8 +215,11 @@ class SizeTimes:
     # --- what follows -------------------------------------------------------------------------
 
     def untried(self, units: int) -> tuple[int, float]:
-        """Return a size up to `units` to try, because its rate might exceed that of `best`, and its
-        duration at worst; (0, 0.0) if there is none."""
+        """Return a size up to `units` to try, because its rate might exceed that of `best`.
+
+        Returns:
+            The size and its duration at worst; (0, 0.0) if there is none.
+        """
         if self._stale:
             self._refresh()
         last = min(_index(units), self._last)
@@ -282,9 +286,11 @@ class SizeTimes:
                 best, top, top_error, top_score = index, rate, error, score
 
     def _at_best(self, spread: float) -> dict[int, float]:
-        """Return the shortest plausible duration by index. Neighbours that do not clearly differ
-        are pooled: otherwise the luckiest of many sizes would pass for the fastest, and each would
-        have to be tried."""
+        """Return the shortest plausible duration by index.
+
+        Neighbours that do not clearly differ are pooled: otherwise the luckiest of many sizes would
+        pass for the fastest, and each would have to be tried.
+        """
         least: dict[int, float] = {}
         together: list[int] = []
         mean = weight = 0.0
@@ -301,10 +307,13 @@ class SizeTimes:
         return least
 
     def _again(self, least: dict[int, float]) -> tuple[int, float]:
-        """Return a size whose executions may all have been disturbed, and the highest rate that it,
-        or the sizes up to the next observed one, can have if it is as fast as a smaller size; (0,
-        0.0) if there is none. The longer the target is missed, the more executions are needed to
-        discard a size (a logarithm: Lai and Robbins, 1985)."""
+        """Return a size whose executions may all have been disturbed, and its highest rate.
+
+        The rate is the highest one that this size, or the sizes up to the next observed one, can
+        have if it is as fast as a smaller size. The result is (0, 0.0) if there is no such size.
+        The longer the target is missed, the more executions are needed to discard a size (a
+        logarithm: Lai and Robbins, 1985).
+        """
         top = max(_size(index) / time for index, time in least.items())
         below = min(least.values())
         enough = math.log(1 + self._late) / math.log(_DISTURBED)
@@ -380,14 +389,16 @@ class _Level:
 
 
 class Arrivals:
-    """The expected times of the next requests. Events are arrivals and the ends of batches; `here`
-    is the number of requests that are not done after an event, `soon_ns` the limit of a short gap.
+    """The expected times of the next requests.
 
     Clients that wait for a response send their next request when they have received it. Requests
-    therefore arrive in bursts after the end of a batch, until every client has one waiting: the
-    number of requests shows the progress of a burst. For each number there are moving averages, as
-    TCP keeps them of round trips (RFC 6298): how often another request came soon, and after which
+    therefore arrive in bursts after the end of a batch, until every client has one waiting. The
+    number of requests shows the progress of a burst. For each number there are moving averages,
+    like TCP's of round trips (RFC 6298): how often another request followed soon, and after which
     gap.
+
+    Events are arrivals and the ends of batches. `here` is the number of requests that are not
+    completed after an event, and `soon_ns` the limit of a short gap.
     """
 
     def __init__(self) -> None:
@@ -418,8 +429,10 @@ class Arrivals:
         return level
 
     def burst(self, most: int) -> Iterator[tuple[float, float]]:
-        """Yield, for each of up to `most` further requests of the current burst, the expected
-        number of requests so far and the expected wait."""
+        """Yield expected numbers and waits for up to `most` further requests of the current burst.
+
+        Each item is the expected number of requests so far and the expected wait.
+        """
         chance, requests, wait_ns = 1.0, 0.0, 0.0
         for more in range(most):
             level = self._likely(self._here + more)

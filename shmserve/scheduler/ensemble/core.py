@@ -18,16 +18,16 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.publications import ModelPublished, SchedulerLost
 from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.descriptors import Place, unpack_place
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import Signature, id_prefix
+from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
@@ -38,7 +38,7 @@ from shmserve.scheduler.ensemble.request import (
     KnownRequest,
     State,
 )
-from shmserve.scheduler.ensemble.runner import StepLinks, StepRunner
+from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
 from shmserve.scheduler.ensemble.targets import Targets
 from shmserve.scheduler.front import Core
@@ -64,7 +64,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self,
         settings: Settings,
         config: ModelSpec,
-        links: StepLinks,
+        links: Links,
         control: ControlLink,
         memory: EnsembleMemory,
         cache: ResponseCache | None = None,

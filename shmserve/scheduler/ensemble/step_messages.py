@@ -10,15 +10,23 @@ ensemble's client has not read are in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import ShmserveError, Unsupported
-from shmserve.ipc.inflight import LONGEST_TIMEOUT_US, InflightRequest, Response, correlation_fields
 from shmserve.ipc.memory.lent import Block, Holding, Token, releases
-from shmserve.ipc.messages.inference import Failed, Finished, Release, Responded, Submit
+from shmserve.ipc.messages.inference import (
+    LONGEST_TIMEOUT_US,
+    Finished,
+    Release,
+    Responded,
+    Response,
+    Submit,
+    correlation_fields,
+)
+from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place, unpack_place
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
@@ -46,30 +54,27 @@ class StepRequest(InflightRequest):
         kind: The common part of the requests with these inputs.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
         override: The parameters of a sequence that the inputs came with.
-        messages: Receives what happens to the request.
+        events: What has happened to requests: a response, or None when no worker has the request's
+            memory any more. The runner handles these events.
         answered: Whether there has been a response with outputs.
     """
 
     request: EnsembleRequest
     firing: Firing
-    target: Target
     kind: StepKind
     blocks: dict[str, Block]
     override: dict[str, Any] | None
-    messages: StepMessages
+    events: list[tuple[StepRequest, Response | None]]
     answered: bool = False
 
     def awaited(self) -> bool:
         return self.request.state is RUNNING
 
     def respond(self, message: Response) -> None:
-        self.messages.events.append((self, message))
-
-    def goes_elsewhere(self, message: Failed) -> bool:
-        return self.messages.move(self)
+        self.events.append((self, message))
 
     def free(self) -> None:
-        self.messages.events.append((self, None))
+        self.events.append((self, None))
 
 
 class StepKind(NamedTuple):
@@ -149,19 +154,12 @@ class StepMessages:
     """Makes the requests of steps, and puts the outputs of steps into the data flow.
 
     Attributes:
-        tell: Queues a release for the scheduler at an endpoint.
-        credit: Returns the credit for a response of a step.
-        move: Submits a refused request to another scheduler that serves its model; returns whether
-            there is one.
-        events: What has happened to requests: a response, or None when no worker has the request's
-            memory any more. The runner handles these events.
+        events: See `StepRequest`.
     """
 
     _graph: Graph
     _memory: EnsembleMemory
-    tell: Callable[[str, Release], None]
-    credit: Callable[[StepRequest], None]
-    move: Callable[[StepRequest], bool]
+    _schedulers: SchedulerClient[StepRequest]
     events: list[tuple[StepRequest, Response | None]] = field(default_factory=list)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -221,8 +219,7 @@ class StepMessages:
             origin.source,
             TraceContext.of(origin.trace).child().message if origin.trace else "",
         )
-        endpoint = target.endpoint
-        return StepRequest(submit, endpoint, request, firing, target, kind, blocks, override, self)
+        return StepRequest(submit, request, firing, kind, blocks, override, self.events)
 
     def _new_kind(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepKind:
         wanted = _wanted(request, firing.step)
@@ -286,7 +283,7 @@ class StepMessages:
         data = [each if type(each) is bytes else unpack_place(each) for each in raw]
         if request.state is not RUNNING or (step.answered and not planned.decoupled):
             if more_follow:
-                self.credit(step)
+                self._schedulers.credit(step, 1)
             self._discard(step, response.outputs, data)
             return
         step.answered = True
@@ -304,7 +301,7 @@ class StepMessages:
         firing = step.firing
         override = response.override or step.override
         held = () if firing.step.once else _held_credits(firing)
-        own = Holding(partial(self.credit, step)) if more_follow else None
+        own = Holding(partial(self._schedulers.credit, step, 1)) if more_follow else None
         if own is not None:
             held = (*held, own)
         made: list[tuple[str, Value]] = []
@@ -357,7 +354,8 @@ class StepMessages:
 
     def _let_go(self, endpoint: str, place: Place) -> None:
         self._memory.let_go(place)
-        self.tell(endpoint, Release(place.memory.pid, [place.offset], place.memory.id))
+        release = Release(place.memory.pid, [place.offset], place.memory.id)
+        self._schedulers.release(endpoint, (release,))
 
     def _discard(
         self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Place]
@@ -369,8 +367,7 @@ class StepMessages:
             for output, where in zip(outputs, data, strict=True)
             if isinstance(where, Place) and output.name not in ours
         ]
-        for release in releases(places):
-            self.tell(step.endpoint, release)
+        self._schedulers.release(step.endpoint, releases(places))
 
 
 def _returned(step: StepRequest, place: Place, block: Block) -> Block:

@@ -25,8 +25,10 @@ def block_key(before: bytes, tokens: array[int]) -> bytes:
 
 
 class BlockPool:
-    """A pool of `count` blocks, numbered from 0. `references` counts the tables that hold each
-    block."""
+    """A pool of `count` blocks, numbered from 0.
+
+    `references` counts the tables that hold each block.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -56,8 +58,10 @@ class BlockPool:
     # --- allocation
 
     def allocate(self, wanted: int, after: int = -1) -> list[int]:
-        """Return `wanted` blocks with one reference each, after block `after` if possible. As many
-        must be `available`."""
+        """Return `wanted` blocks with one reference each, after block `after` if possible.
+
+        As many must be `available`.
+        """
         found: list[int] = []
         while len(found) < wanted and after >= 0:
             after += 1
@@ -128,8 +132,10 @@ class BlockPool:
             self._cached.pop(block, None)
 
     def release(self, blocks: list[int]) -> None:
-        """Remove a reference from the successive blocks of a table; the last ones are evicted
-        first."""
+        """Remove a reference from the successive blocks of a table.
+
+        The last ones are evicted first.
+        """
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block]:

@@ -1,10 +1,11 @@
-"""The dispatcher of a generative model: from the queue to one engine for each instance. The worker
-of an instance tokenizes a prompt first.
+"""The dispatcher of a generative model: from the queue to one engine for each instance.
+
+The worker of an instance tokenizes a prompt first.
 
     queue ── Prepare ──> preparing ── Prepared ──> engine ── Step, Stepped, ... ──> over
 
 The generations of an instance that died are prepared again on another instance and continue where
-they were; their clients see a pause.
+they were. Their clients only see a pause.
 """
 
 from __future__ import annotations
@@ -54,9 +55,12 @@ _MOST_DEATHS = 3  # of its workers, after which a request fails
 
 @dataclass(slots=True, eq=False)
 class Ongoing:
-    """A request that was assigned to an instance (`slot`; None: the instance died). By sample: the
-    last message that its client was `told`, and the tokens and reason of the samples that are
-    `over`."""
+    """A request that was assigned to an instance (`slot`; None: the instance died).
+
+    Attributes:
+        told: The last report of text sent to the client, by sample.
+        over: The tokens and the finish reason of samples that have ended.
+    """
 
     request: ScheduledRequest
     slot: Slot | None = None
@@ -117,7 +121,7 @@ class GenerativeDispatch(Dispatcher):
         return len(self._queue) + unprepared + waiting
 
     def flush(self) -> None:
-        """As `Dispatcher` says."""
+        """Do nothing: an engine never waits for further requests."""
 
     # --- turns
 

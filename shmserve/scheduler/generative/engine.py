@@ -34,8 +34,11 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Engine(Generic[T]):
-    """The sequences and blocks of an instance. `ended` is called for each sequence that needs no
-    more steps, with the reason; `chosen` for each beam search that has its hypotheses."""
+    """The sequences and blocks of an instance.
+
+    `ended` is called for each sequence that needs no more steps, with the reason; `chosen` for each
+    beam search that has its hypotheses.
+    """
 
     settings: EngineSettings
     counts: GenerationStats
@@ -62,8 +65,10 @@ class Engine(Generic[T]):
     # --- requests
 
     def fits(self, generation: Generation[T]) -> bool:
-        """Return whether the KV pool is large enough for a generation, including all sequences that
-        must be there together."""
+        """Return whether the KV pool is large enough for a generation.
+
+        It must hold all sequences that must run together.
+        """
         size = self.settings.block_size
         shared, most = generation.shared // size, -(-generation.most_tokens // size)
         preempted = self.settings.enable_preemption and generation.beams is None
@@ -72,8 +77,10 @@ class Engine(Generic[T]):
         return needed <= self.pool.count and generation.rows <= self.settings.max_batch_size
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
-        """Add a generation. `resumed` has the tokens of its open samples if another instance has
-        lost it."""
+        """Add a generation.
+
+        `resumed` has the tokens of its open samples if another instance has lost it.
+        """
         samples = resumed or dict.fromkeys(range(1), array("i"))
         for sample, tokens in samples.items():
             sequence = Sequence(next(self.numbers), generation, sample, generation.prompt + tokens)
@@ -110,8 +117,11 @@ class Engine(Generic[T]):
             self._end(sequence, "stop")
 
     def drop(self, sequence: Sequence[T]) -> None:
-        """Free a sequence's blocks. The running step may still write to them, so they are reused no
-        earlier than in the next step."""
+        """Free a sequence's blocks.
+
+        The running step may still write to them, so they are reused no earlier than in the next
+        step.
+        """
         if self._live.pop(sequence.number, None) is None:
             return
         sequence.generation.sequences.remove(sequence)
@@ -175,11 +185,13 @@ class Engine(Generic[T]):
         return self._ready(plan)
 
     def _run(self, plan: StepPlan, sequences: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
-        """Add rows for sequences that have blocks; preempt the last of the sequences `inside` if
-        blocks are short."""
+        """Add rows for sequences that have blocks.
+
+        Preempt the last of the sequences `inside` if blocks are short.
+        """
         for sequence in sequences:
             if sequence.place is not Place.RUNNING or sequence.held:
-                continue  # it was preempted, or waits for other beams
+                continue  # preempted, or waiting for other beams
             count, drafts = self._share_of(plan, sequence)
             while count and not self._room(plan, sequence, count + drafts):
                 if drafts:
@@ -198,8 +210,7 @@ class Engine(Generic[T]):
                     plan.add(sequence, count, drafts)
 
     def _share_of(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
-        """Return how many of its missing tokens fit the rest of the budgets, and the number of
-        drafts."""
+        """Return a sequence's numbers of missing tokens and drafts within the remaining budgets."""
         missing, forks = sequence.missing, sequence.forks
         missing -= forks > 0
         if missing > 1 or forks:
@@ -228,8 +239,10 @@ class Engine(Generic[T]):
         return acceptance.length(max(most, 0), speculation.accept_threshold)
 
     def _room(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
-        """Provide a writable block for each of the next `count` positions; return False if too few
-        are free."""
+        """Provide a writable block for each of the next `count` positions.
+
+        Return False if too few are free.
+        """
         size, table = self.settings.block_size, sequence.table
         first = sequence.computed // size
         last = (sequence.computed + count - 1) // size
@@ -321,21 +334,25 @@ class Engine(Generic[T]):
         return self.settings.max_batch_size - seats
 
     def _needed(self, sequence: Sequence[T]) -> int:
-        """Return the number of further blocks that a sequence must get without preempting others:
-        those of its tokens, or, without preemption, of its maximum length."""
+        """Return the number of further blocks that a sequence must get without preempting others.
+
+        These are the blocks of its tokens or, without preemption, of its maximum length.
+        """
         size, generation = self.settings.block_size, sequence.generation
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // size) - len(sequence.table), 0)
         most = -(-generation.most_tokens // size)
         shared = generation.shared // size
-        # Beams share blocks, which are copied on write.
+        # Beams share blocks (copy-on-write).
         own = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
         held = min(len(sequence.table), shared) + own
         return max(shared + sequence.seats * (most - shared) - held, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free: int) -> bool:
-        """Assign the cached blocks of its beginning to a sequence; return False unless the blocks
-        that it needs besides are `free`."""
+        """Assign the cached blocks of its beginning to a sequence.
+
+        Return False unless the blocks that it needs besides are `free`.
+        """
         size = self.settings.block_size
         cached: list[int] = []
         if self.settings.enable_prefix_caching and not sequence.generation.whole:
@@ -460,8 +477,10 @@ class Engine(Generic[T]):
     # --- beam search
 
     def _searched(self, sequence: Sequence[T], result: RowResult) -> None:
-        """Add the candidates of a beam; after the last one, replace the beams by the best
-        candidates."""
+        """Add the candidates of a beam.
+
+        After the last one, replace the beams by the best candidates.
+        """
         self._seal(sequence)
         beams = self._beams[sequence.generation.key]
         sequence.held = True

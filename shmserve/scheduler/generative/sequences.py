@@ -34,8 +34,11 @@ class Place(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Generation(Generic[T]):
-    """A prepared request of `owner`. `samples` sequences of at most `max_tokens` are generated from
-    one prompt, or those of a beam search. `arrived_ns` orders it."""
+    """A prepared request of `owner`.
+
+    `samples` sequences of at most `max_tokens` are generated from one prompt, or those of a beam
+    search. `arrived_ns` orders it.
+    """
 
     owner: T
     key: int
@@ -58,8 +61,10 @@ class Generation(Generic[T]):
 
     @property
     def shared(self) -> int:
-        """The number of computed tokens that its samples share: each sample computes the last token
-        of the prompt itself."""
+        """Return the number of computed tokens that its samples share.
+
+        Each sample computes the last token of the prompt itself.
+        """
         return len(self.prompt) - 1
 
     @property
@@ -70,10 +75,11 @@ class Generation(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Sequence(Generic[T]):
-    """A sequence of a generation, with its `number`. `forks` further samples begin from it once its
-    prompt is computed except for the last token. `held`: it waits for the other beams of its
-    search. `stopped`: its text has ended, and the sequence ends with the running step. The worker
-    knows the first `told` entries of the table.
+    """A sequence of a generation, with its `number`.
+
+    `forks` further samples begin from it once its prompt is computed except for the last token.
+    `held`: it waits for the other beams of its search. `stopped`: its text has ended, and the
+    sequence ends with the running step. The worker knows the first `told` entries of the table.
     """
 
     number: int
@@ -158,8 +164,9 @@ Rank = tuple[float, int, int]
 
 
 def ranking(settings: EngineSettings, now_ns: int) -> Callable[[Sequence[Any]], Rank]:
-    """Return the key by which the sequences of a step are sorted; ties are broken by arrival, then
-    by number.
+    """Return the key by which the sequences of a step are sorted.
+
+    Ties are broken by arrival, then by number.
 
     Sequences are served in this order and preempted in reverse order. The order is made once a
     step, so that it is stable while it is used. A waiting request gains rank with time, so that
@@ -265,8 +272,7 @@ class Beams(Generic[T]):
         del self.found[search.width :]
 
     def _settled(self, best: float, length: int) -> bool:
-        """Check whether no beam can become better than the worst hypothesis, by the rule of
-        `early_stopping`."""
+        """Check whether no beam can improve on the worst hypothesis, by `early_stopping`."""
         search = self.generation.beams
         assert search is not None
         if len(self.found) < search.width:

@@ -117,8 +117,10 @@ class StepTimes:
         self.copy_ms += _EWMA * (took_ms / blocks - self.copy_ms)
 
     def drafted(self, tokens: int, took_ms: float) -> None:
-        """Learn from the duration of successive draft tokens. The duration is capped, because a
-        draft model may have read a prompt first."""
+        """Learn from the duration of successive draft tokens.
+
+        The duration is capped, because a draft model may have read a prompt first.
+        """
         self.draft_ms += _EWMA * (min(took_ms / tokens, _OUTLIER * self.draft_ms) - self.draft_ms)
 
     def swap_pays(self, blocks: int, tokens: int) -> bool:
@@ -128,18 +130,22 @@ class StepTimes:
         return 2 * blocks * self.copy_ms < again_ms
 
     def chunk(self, load: StepWork, begin: int, target_ms: float) -> int:
-        """Return how many prompt tokens after the first `begin` fit a step beside `load` within the
-        target: a multiple of 16, at least 16 if the step has no other prompt tokens."""
+        """Return how many prompt tokens after the first `begin` fit a step within the target.
+
+        The step also contains `load`. The result is a multiple of 16, and at least 16 if the step
+        has no other prompt tokens.
+        """
         room = max(target_ms - self.expect(load), 0.0)
-        # Each token reads its predecessors: n tokens take linear * n + square * n * n.
+        # Each token reads all tokens before it: n tokens take linear * n + square * n * n.
         square = self._weights[3] / _KEYS
         linear = self.prompt_token_ms + square * begin
         count = int(2 * room / (linear + math.sqrt(linear * linear + 4 * square * room)))
         return max(count // CHUNK * CHUNK, 0 if load.prefilled else CHUNK)
 
     def draft_length(self, decoding: int, acceptance: float, most: int) -> int:
-        """Return the number of draft tokens a sequence with the highest token rate, perhaps 0
-        (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023).
+        """Return the number of draft tokens per sequence with the highest token rate, possibly 0.
+
+        See Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023.
 
         Args:
             decoding: The number of sequences that decode together.
@@ -166,8 +172,10 @@ class Acceptance:
     _seen: int = _GUESSED
 
     def length(self, wanted: int, threshold: float) -> int:
-        """Return the number of draft tokens of this step: `wanted`, or 0 during a pause. One step
-        after each pause drafts again."""
+        """Return the number of draft tokens of this step: `wanted`, or 0 during a pause.
+
+        One step after each pause drafts again.
+        """
         if self._pause:
             self._pause -= 1
             return 0
@@ -186,8 +194,15 @@ class Acceptance:
 
 
 class Running(NamedTuple):
-    """The running step: its sequences and rows by number, its work, and the number of block
-    copies."""
+    """The running step.
+
+    Attributes:
+        step: Its number.
+        rows: Its sequences and rows, by the sequence's number.
+        load: Its work.
+        copies: The number of block copies.
+        drafts: The number of draft tokens.
+    """
 
     step: int
     rows: dict[int, tuple[Sequence[Any], Row]]
@@ -231,8 +246,10 @@ class StepPlan:
         self.preempted = False
 
     def add(self, sequence: Sequence[Any], count: int, drafts: int) -> None:
-        """Add a row for the next `count` tokens of a sequence and its drafts, and charge the
-        budgets."""
+        """Add a row for the next `count` tokens of a sequence and its drafts.
+
+        Charge the budgets.
+        """
         start, samples = sequence.computed, count == sequence.missing
         blocks = sequence.table[sequence.told :]
         row = Row(sequence.number, start, count, sequence.told, blocks, drafts, samples)

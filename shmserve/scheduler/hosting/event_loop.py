@@ -1,5 +1,4 @@
-"""The parts of a host's event loop: waiting for sockets and timers, and messages between the
-schedulers of one process."""
+"""The parts of a host's event loop: waiting, and messages between its schedulers."""
 
 from __future__ import annotations
 
@@ -29,8 +28,10 @@ Handler = Callable[[Any, Any], None]  # of the sender's address and its message
 
 
 class Waiter:
-    """A wait for readable descriptors: asleep, or awake where busy polling pays. `takers` are the
-    handlers by descriptor."""
+    """A wait for readable descriptors: asleep, or awake where busy polling pays.
+
+    `takers` are the handlers by descriptor.
+    """
 
     def __init__(self) -> None:
         self.takers: dict[int, Take] = {}
@@ -93,9 +94,12 @@ class Waiter:
 
 
 class InProcessLinks:
-    """Links between the schedulers of one process: a message is a call of the handler registered
-    for its address, made at the next delivery in the order of posting. Nothing is packed. The
-    address of a scheduler is its endpoint; as a client, its identity."""
+    """Links between the schedulers of one process.
+
+    A message is a call of the handler registered for its address, made at the next delivery in the
+    order of posting. Nothing is packed. The address of a scheduler is its endpoint; as a client,
+    its identity.
+    """
 
     def __init__(self) -> None:
         self._handlers: dict[Hashable, Handler] = {}

@@ -1,5 +1,6 @@
-"""The host of schedulers, a process. Its loop waits, receives, ticks and sends for all of them; the
-supervisor opens and closes them.
+"""The host of schedulers, a process.
+
+Its loop waits, receives, ticks and sends for all of them; the supervisor opens and closes them.
 
 One model is one scheduler in a process of its own, except that the steps of an ensemble are
 scheduled in the ensemble's process: a message to a step is then a call (event_loop.py).
@@ -86,8 +87,10 @@ class Host:
             self._control.close()
 
     def _turn(self, wake_ns: int) -> None:
-        """Do what is due and send the resulting messages; a scheduler asked for a turn at
-        `wake_ns`."""
+        """Do what is due and send the resulting messages.
+
+        A scheduler asked for a turn at `wake_ns`.
+        """
         touched, neighbours = self._touched, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
@@ -101,7 +104,8 @@ class Host:
                 scheduler.tick(time.monotonic_ns())
             if neighbours.posted:
                 neighbours.deliver()
-        # All together, because a receiver that wakes up may take this core from the other flushes.
+        # All together, because a receiver that wakes up may occupy this core before the other
+        # flushes.
         for scheduler in turned:
             scheduler.flush()
         for scheduler in turned:

@@ -68,8 +68,13 @@ Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepSchedulers
 
 
 class Parts(NamedTuple):
-    """The parts of a scheduler that differ by kind: its core, the handlers of its own peers'
-    messages by descriptor, and all its links in the order in which they are flushed."""
+    """The parts of a scheduler that differ by kind.
+
+    Attributes:
+        core: The core.
+        inboxes: The handlers of its own peers' messages, by descriptor.
+        outboxes: All links, in the order of flushing.
+    """
 
     core: Core[Any]
     inboxes: dict[int, Take]
@@ -204,8 +209,10 @@ class HostedScheduler(ABC):
         return self._routed.malformed + self._local_clients.link.malformed
 
     def to(self, peer: bytes) -> Callable[[Any], object]:
-        """Return the function that queues a message for the client at this address: a program on
-        this host, a scheduler in this process, or a gateway or a worker."""
+        """Return the function that queues a message for the client at this address.
+
+        The client is a program on this host, a scheduler in this process, a gateway or a worker.
+        """
         if first_number(peer) >= FIRST_LOCAL_CLIENT:
             return partial(self._to_local_client, peer)
         if self._neighbours.has(peer):
@@ -269,8 +276,10 @@ class BatchingScheduler(HostedScheduler):
 
 
 class EnsembleScheduler(HostedScheduler):
-    """The scheduler of an ensemble; its peers are the schedulers of its steps, in this process or
-    others."""
+    """The scheduler of an ensemble.
+
+    Its peers are the schedulers of its steps, in this process or others.
+    """
 
     allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
 

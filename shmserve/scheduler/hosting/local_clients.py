@@ -1,11 +1,11 @@
-"""Requests of local clients: checked here, because no gateway has.
+"""Validation of requests of local clients, which no gateway has validated.
 
-A gateway is part of the server, and says truly what a request is: a local client's word is not
-taken. Its identity must carry its token, the memory it names must be its own, and what the request
-counts as in a batch is worked out from the request itself.
+A gateway belongs to the server and is trusted; a local client is not. The identity of a client must
+contain its token, and the memory that a request refers to must be the client's own. The units of a
+request in a batch are computed from the request itself.
 
-No gateway sees their times either: one of so many is traced, and with a limit each is measured, so
-that those that take longer are told.
+No gateway measures these requests either. They are sampled for traces, and with a limit for slow
+requests all of them are measured and the slow ones are reported.
 
     begin ──> Submit.trace ... response ──ended──> RequestTraced, to the supervisor
 """
@@ -23,8 +23,7 @@ from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LARGEST_WORK, MOST_LINKS, Capabilities
-from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
-from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
@@ -37,15 +36,17 @@ from shmserve.scheduler.requests.request import ControlLink
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
-# Between a local client and us; what says that it took longer would be seen in everybody's
-# statistics.
+# The longest plausible time from a local client to the scheduler. A longer one would distort the
+# statistics of all clients.
 _LONGEST_WAY_NS = 1_000_000_000
 _NS_PER_MS = 1_000_000
 
 
 class LocalClientListener:
-    """The listener for a scheduler's local clients; `link` is the socket at `endpoint`. `limit_us`
-    is the server's limit from a request's arrival to its last response (0: none)."""
+    """The listener for a scheduler's local clients; `link` is the socket at `endpoint`.
+
+    `limit_us` is the server's limit from a request's arrival to its last response (0: none).
+    """
 
     def __init__(
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
@@ -119,9 +120,11 @@ class LocalClientRules:
         self._memories = {item for item in self._memories if item[0] != number}
 
     def checked(self, number: int, submit: Submit, now_ns: int) -> Submit:
-        """The request of local client `number`, which is here at `now_ns`, as what it is.
+        """Return the validated request of local client `number`, which is received at `now_ns`.
 
-        Raises InvalidArgument when it cannot be, MalformedMessage when it is no request at all.
+        Raises:
+            InvalidArgument: The request is invalid.
+            MalformedMessage: The message is not a request.
         """
         inline = sum([len(data) for data in submit.data if type(data) is bytes])
         size = len(submit.schema) + inline + len(submit.request_id)
@@ -148,11 +151,14 @@ class LocalClientRules:
         return replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns, source=0)
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
-        """Return the deadline of a request, or 0. The shortest limit applies: its own, in both
-        forms, and the server's, as over the other listeners."""
+        """Return the deadline of a request, or 0.
+
+        The shortest limit applies: its own, in both forms, and the server's, as over the other
+        listeners.
+        """
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
-        timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)  # its end is a number that travels
+        timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)  # the end is an integer in messages
         ends = [arrived_ns + us * 1000 for us in (timeout_us, self._limit_us) if us > 0]
         if submit.deadline_ns > 0:
             ends.append(submit.deadline_ns)
@@ -215,8 +221,12 @@ def _number(peer: bytes) -> int:
 
 
 class LocalTraces:
-    """The traces of local clients' requests to a model version. `active`: traces or slow requests
-    are wanted; `open`: the requests that are measured, by client and number."""
+    """The traces of local clients' requests to a model version.
+
+    Attributes:
+        active: Whether traces or slow requests are recorded.
+        open: The measured requests, by client and number.
+    """
 
     def __init__(self, model: str, version: str, control: ControlLink) -> None:
         self._model = model

@@ -44,8 +44,10 @@ _KNOWN = 16  # observations before the average is used
 
 @dataclass(slots=True, eq=False)
 class ServiceTime:
-    """The recent service time: when to come back, when to start to be done in time (pure). Moving
-    averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
+    """The recent service time, for retry hints and the latest start before a deadline (pure).
+
+    The averages are those of TCP's round-trip times (RFC 6298): mean and mean deviation.
+    """
 
     _mean_ns: float = 0.0
     _deviation_ns: float = 0.0
@@ -61,8 +63,13 @@ class ServiceTime:
     reserve_ns: int = _FIRST_GUESS_NS
 
     def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:
-        """An execution of `requests` requests took this long, from dispatch to return, of which
-        its worker was busy with it for `busy_ns`."""
+        """Record an execution of `requests` requests.
+
+        Args:
+            duration_ns: The time from dispatch to return.
+            busy_ns: The time in which the worker was busy with it.
+            requests: The number of requests.
+        """
         self._observed += 1
         if self._requests:
             self._busy_ns += (busy_ns - self._busy_ns) / 8
@@ -83,7 +90,7 @@ class ServiceTime:
             self.ends_soon = self._busy_ns < _SOON_NS
 
     def drain_s(self, waiting: int, instances: int) -> int:
-        """Whole seconds, at least 1, until `waiting` requests are through `instances` instances."""
+        """Return the whole seconds, at least 1, until `waiting` requests are completed."""
         if not self._requests:
             return 1
         executions = waiting / self._requests / max(instances, 1)
@@ -156,14 +163,15 @@ class Executions:
         self._control.post(InstanceServed(slot.pid))
 
     def cancel(self, request: ScheduledRequest, listening: bool = False) -> None:
-        """Cancel a request at its worker. `listening`: the client still receives what the model
-        sends until it ends the request."""
+        """Cancel a request at its worker.
+
+        `listening`: the client still receives what the model sends until it ends the request.
+        """
         if request.worker is not None:
             self._workers.post(request.worker.peer, CancelExecution(request.key, listening))
 
     def credit(self, request: ScheduledRequest, responses: int) -> None:
-        """Credit a request's worker with the responses that the client has read, at most as many as
-        were sent."""
+        """Credit a request's worker with the responses read, at most as many as were sent."""
         read = min(responses, request.responses - request.credited)
         if read > 0 and request.worker is not None:
             request.credited += read
@@ -225,7 +233,7 @@ def _each(client_pid: int, message: Release) -> list[ReleaseOutputs]:
 
 
 def work_of(request: ScheduledRequest) -> Work:
-    """Return a request in the form in which its worker receives it."""
+    """Return a request as a message to its worker."""
     submit = request.submit
     return Work(
         request.key,

@@ -1,21 +1,22 @@
-"""The model's instances as slots: which are ready, which are free, what each one runs (pure).
+"""The model's instances as slots, with their states and executions (pure).
 
     GONE <-> EXPECTED -> IDLE <-> BUSY -> DOOMED -> EXPECTED
 
 The supervisor announces instances (`InstanceExpected`) and reports the exit of a process
 (`ProcessExited`: back to EXPECTED, because a successor follows) or the end of an instance
-(`InstanceGone`). A worker offers itself (`InstanceReady`). These messages come on two sockets, in
-any order, so the last offer is kept until it is announced. Only the announced process is accepted:
-workers of other models run foreign code, which may offer itself too, though not under another pid.
+(`InstanceGone`). A worker registers itself (`InstanceReady`). These messages arrive on two sockets
+in any order, so the last registration is kept until it is announced. Only the announced process is
+accepted: workers of other models run foreign code, which could register itself, but not with
+another pid.
 
 An idle instance receives a batch at once. A busy instance may receive more batches ahead, up to its
-credit: that hides the latency of messages between two batches. A batch that was sent ahead cannot
+credit, which hides the latency of messages between two batches. A batch that was sent ahead cannot
 grow any more, and waits for one worker while another may become free.
 
 A retiring instance receives only requests of its own sequences, and leaves the pool when it has
 nothing to do.
 
-The executions of a slot and its requests end independently: an instance of a decoupled model is
+The executions of a slot and its requests end independently. An instance of a decoupled model is
 free again when `execute` has returned, and its open requests continue until their last response.
 """
 
@@ -116,13 +117,17 @@ class Slot:
         return self.state is SlotState.IDLE
 
     def meet(self, event: str) -> None:
-        """Move to the next state; raise KeyError if there is none."""
+        """Apply an event to the state; raise KeyError if the state does not allow it."""
         self.state = SLOT[self.state][event]
 
 
 class Lost(NamedTuple):
-    """The work of an instance that ended: its executions, the running one first, and the open
-    requests whose execution had returned."""
+    """The work of an instance that ended.
+
+    Attributes:
+        executions: Its executions, the running one first.
+        open: The open requests whose execution had returned.
+    """
 
     executions: list[Execution]
     open: list[ScheduledRequest]
@@ -209,7 +214,7 @@ class Pool:
     _most_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
-    _offers: dict[int, Worker] = field(default_factory=dict)  # of processes that were not announced
+    _offers: dict[int, Worker] = field(default_factory=dict)  # of unannounced processes
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
     _given_up: str = ""  # the reason of the last `give_up`
@@ -224,8 +229,11 @@ class Pool:
     # --- coming and going -------------------------------------------------------------------------
 
     def expect(self, index: int, pid: int) -> Slot | None:
-        """Announce an instance, for which requests wait from now on; return it if its worker has
-        offered itself before. `pid` is its process, or 0 if that is not known yet."""
+        """Announce an instance, for which requests wait from now on.
+
+        Return its slot if its worker has registered itself before. `pid` is its process, or 0 if
+        that is unknown.
+        """
         slot = self._slot(index)
         slot.meet("expect")
         slot.awaited = pid or slot.awaited
@@ -243,8 +251,10 @@ class Pool:
         return None
 
     def process_exited(self, pid: int) -> Lost:
-        """Record the exit of a process; return the work of the instance that it was, if any. A
-        successor is expected."""
+        """Record the exit of a process; return the work of the instance that it was, if any.
+
+        A successor is expected.
+        """
         self._offers = {at: each for at, each in self._offers.items() if each.pid != pid}
         for slot in self._slots.values():
             if slot.offer is not None and slot.offer.pid == pid:
@@ -266,8 +276,10 @@ class Pool:
                 self.free.remove(slot)
 
     def take_retired(self, needed: Callable[[Slot], bool]) -> list[int]:
-        """Remove the retiring instances that have nothing to do and are not `needed`; return the
-        process of each, 0 if it has none."""
+        """Remove the retiring instances that have nothing to do and are not `needed`.
+
+        Return the process of each, 0 if it has none.
+        """
         over: list[int] = []
         for slot in self.retiring[:]:
             works = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
@@ -342,8 +354,10 @@ class Pool:
         return found
 
     def assign(self, execution: Execution, wanted: Slot | None = None) -> Slot:
-        """Assign a batch to the instance `wanted`, which is idle or has credit, or else to the
-        longest free one; return the instance."""
+        """Assign a batch to an instance, and return its slot.
+
+        The instance is `wanted`, which is idle or has credit, or else the longest free one.
+        """
         if wanted is None:
             slot = self.free.popleft()
             slot.meet("assign")
@@ -374,8 +388,10 @@ class Pool:
         request.responded_ns = now_ns
 
     def finish(self, slot: Slot, now_ns: int) -> None:
-        """Record that an instance has returned its first batch; the next one, if any, starts. The
-        caller handles the requests."""
+        """Record that an instance has returned its first batch; the next one, if any, starts.
+
+        The caller handles the requests.
+        """
         slot.executions.popleft()
         if self._tickets is not None:
             self._tickets.done(slot)
@@ -409,8 +425,10 @@ class Pool:
     # --- time and counts --------------------------------------------------------------------------
 
     def overdue(self, now_ns: int) -> list[Slot]:
-        """Return the instances whose batch has run for the execution limit. The caller dooms them;
-        they do not count for `due_ns` any more."""
+        """Return the instances whose batch has run for the execution limit.
+
+        The caller dooms them; they do not count for `due_ns` any more.
+        """
         over: list[Slot] = []
         self.due_ns = NEVER
         for slot in self._by_peer.values():

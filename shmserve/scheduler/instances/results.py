@@ -46,9 +46,11 @@ _DIED_OPEN = "the model's worker died before this request's last response"
 
 @dataclass(eq=False)
 class Results:
-    """The handler of workers' messages and exits. `misplaced` counts messages that made no sense. A
-    batcher that learns is notified of each execution; the dispatcher handles the messages of its
-    own kind."""
+    """The handler of workers' messages and exits.
+
+    `misplaced` counts unexpected messages. A batcher that learns is notified of each execution. The
+    dispatcher handles the messages of its own kind.
+    """
 
     _settings: Settings
     _pool: Pool
@@ -156,8 +158,10 @@ class Results:
         timing: Timing,
         now_ns: int,
     ) -> None:
-        """Handle the return of a decoupled model's `execute`. Some of its requests have ended
-        before, some end now, and the others stay open."""
+        """Handle the return of a decoupled model's `execute`.
+
+        Some of its requests have ended before, some end now, and the others stay open.
+        """
         for request in execution.requests:
             request.timing = timing
             if request.untimed:

@@ -66,7 +66,7 @@ class Timers(Generic[R]):
         if len(heap) >= self._sweep_at:
             self._sweep()
         heapq.heappush(heap, (until_ns, next(self._numbers), request))
-        # A timer expires once more than its time has passed.
+        # A timer expires once its time has strictly passed.
         self.due_ns = heap[0][0] + 1
 
     def over(self, now_ns: int) -> list[R]:
@@ -109,8 +109,10 @@ class _Level:
 
 
 class _Levels(dict[int, _Level]):
-    """The levels by number. A lookup of an unknown level adds it; `order` has the numbers, the
-    highest priority first."""
+    """The levels by number.
+
+    A lookup of an unknown level adds it; `order` has the numbers, the highest priority first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,8 +152,10 @@ class PriorityQueue:
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
-        """Add a request before all others of its level, or before its delayed ones if it is
-        delayed."""
+        """Add a request before all others of its level.
+
+        Before the delayed ones if it is delayed.
+        """
         part = self._levels[request.level].part(request)
         part[request.key] = request
         part.move_to_end(request.key, last=False)
@@ -193,17 +197,21 @@ class PriorityQueue:
         return taken
 
     def _forget(self, number: int) -> None:
-        """Remove an empty level. The only level is kept, because the next request usually has it,
-        too."""
+        """Remove an empty level.
+
+        The only level is kept, because the next request usually has it, too.
+        """
         if len(self._order) > 1:
             del self._levels[number]
             del self._order[bisect_left(self._order, number)]
 
 
 class RequestQueue:
-    """The requests that wait for an instance, and the timers of all requests. `retries` must run
-    alone, by key; all others are `in_order`. With less than `least_bound` in order, no level is
-    full."""
+    """The requests that wait for an instance, and the timers of all requests.
+
+    `retries` must run alone, by key; all others are `in_order`. With less than `least_bound` in
+    order, no level is full.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -285,8 +293,10 @@ class RequestQueue:
         self._limits(message, now_ns)
 
     def _limits(self, message: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
-        """Return the level and the policy of a request, its arrival and its deadline in ns, and its
-        own queue timeout in us (0: none)."""
+        """Return a request's level, policy, arrival (ns), deadline (ns) and queue timeout (us.
+
+        0: none).
+        """
         settings = self._settings
         level, policy = self._only_level or self._level(message.priority)
         arrived, deadline = message.arrived_ns, message.deadline_ns
@@ -296,7 +306,8 @@ class RequestQueue:
             deadline = 0
         own = policy.own_timeout_us(message.timeout_us) if message.timeout_us else 0
         if own and policy.delays:
-            # It waits on after its timeout, so that only the server's limit is its deadline.
+            # The request stays queued after its timeout, so that only the server's limit is its
+            # deadline.
             limit = settings.request_limit_ns
             deadline = arrived + limit if limit else 0
         if 0 < deadline < now_ns:

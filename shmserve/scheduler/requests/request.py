@@ -47,8 +47,14 @@ class ControlLink(Protocol):
 
 
 class Client(Generic[R]):
-    """A submitter of requests: its address, its pid (0: unknown), its requests by number, and
-    `post`, which queues a message for it."""
+    """A submitter of requests.
+
+    Attributes:
+        peer: Its address.
+        pid: Its process; 0: unknown.
+        requests: Its requests by number.
+        post: Queues a message for it.
+    """
 
     __slots__ = ("peer", "pid", "post", "requests")
 
@@ -60,9 +66,11 @@ class Client(Generic[R]):
 
 
 class Timing(NamedTuple):
-    """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns). The
-    execution had `rows` rows; `closed` is the reason why it took no more. `spans` are those of the
-    requests that its model made."""
+    """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns).
+
+    The execution had `rows` rows; `closed` is the reason why it took no more. `spans` are those of
+    the requests that its model made.
+    """
 
     compute_start_ns: int
     input_ns: int
@@ -187,8 +195,10 @@ class Lookup(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of an execution that is held until its turn. `code` "" is success; without
-    `timing`, the worker died."""
+    """The outcome of an execution that is held until its turn.
+
+    `code` "" is success; without `timing`, the worker died.
+    """
 
     code: str
     message: str
@@ -198,15 +208,23 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """An inference, which counts for `units` in a batch, and the message that submitted it. Times
-    are monotonic ns, 0: none.
+    """An inference, which counts for `units` in a batch. Times are monotonic ns; 0: none.
 
-    `deadline_ns` is valid until the last response, `queue_limit_ns` only in the queue. A batch
-    should run before `flush_by_ns` rather than wait (`NEVER`: it may wait). `worker` had it last. A
-    decoupled model has sent `responses`, of which the client has read `credited`, the last one at
-    `responded_ns`. `level` is its priority level, 1 the highest; `delayed` if its timeout moved it
-    behind the others of its level. `flags` are those in its `sequence`, if it has one. `lookup` is
-    the result of its cache lookup, if there was one.
+    Attributes:
+        submit: The message that submitted the request.
+        deadline_ns: The deadline of the last response.
+        queue_limit_ns: The end of the queue timeout, valid only in the queue.
+        flush_by_ns: The time before which a batch should run rather than wait (`NEVER`: it may
+            wait).
+        level: The priority level; 1 is the highest.
+        delayed: Whether its timeout has moved it behind the others of its level.
+        worker: The last worker.
+        responses: The number of responses that a decoupled model has sent.
+        credited: The number of responses that the client has read.
+        responded_ns: The time of the last response.
+        sequence: The sequence, if any.
+        flags: The request's flags in its sequence.
+        lookup: The result of its cache lookup, if there was one.
     """
 
     key: int
@@ -236,7 +254,10 @@ class ScheduledRequest:
     lookup: Lookup | None = None
 
     def meet(self, event: Event) -> None:
-        """Move to the next state; raise IllegalEvent and change nothing if there is none."""
+        """Apply an event to the state.
+
+        Raise IllegalEvent and change nothing if it is not allowed.
+        """
         try:
             self.state = LIFE[self.state][event]
         except KeyError:

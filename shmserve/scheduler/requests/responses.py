@@ -52,8 +52,10 @@ _NOT_EXECUTED = Timing(0, 0, 0, 0)
 
 @dataclass(eq=False)
 class Responses:
-    """The sender of messages to clients. `live` is the number of requests that are not done;
-    `cache` keeps responses for equal requests."""
+    """The sender of messages to clients.
+
+    `live` is the number of requests that are not done; `cache` keeps responses for equal requests.
+    """
 
     _workers: Peers
     _statistics: Statistics
@@ -87,9 +89,11 @@ class Responses:
         so_far: Timing,
         now_ns: int,
     ) -> None:
-        """Send the end of a decoupled model's request. As in Triton, an error that the model sent
-        is a response and its request a success; an error that it raised is a failure. If the
-        execution has not returned, its times are `so_far`."""
+        """Send the end of a decoupled model's request.
+
+        As in Triton, an error that the model sent is a response and its request a success; an error
+        that it raised is a failure. If the execution has not returned, its times are `so_far`.
+        """
         if last.code and (isinstance(last, Reply) or last.failed):
             reason = Reason.CANCELED if last.code == "CANCELLED" else Reason.BACKEND
             self._statistics.failed(request.arrived_ns, reason, now_ns)
@@ -111,8 +115,10 @@ class Responses:
         timing: Timing | None,
         now_ns: int,
     ) -> None:
-        """End an executing request with its outcome, in its turn. `code` "" is success; without
-        `timing`, the worker died."""
+        """End an executing request with its outcome, in its turn.
+
+        `code` "" is success; without `timing`, the worker died.
+        """
         lookup = request.lookup
         if lookup is not None and lookup.key and self.cache is not None and not code:
             insert_ns = self.cache.insert(lookup.key, response)
@@ -134,8 +140,10 @@ class Responses:
                 self._deliver(request, *outcome, now_ns)
 
     def sweep(self) -> None:
-        """Remove ended requests from the order if there are many: the first live request may take
-        long."""
+        """Remove ended requests from the order if there are many.
+
+        The first live request may take long.
+        """
         if len(self._order) > 2 * self.live + _STALE_PLACES:
             self._order = deque([r for r in self._order if r.state in _IN_ORDER])
 

@@ -164,6 +164,7 @@ class VersionScheduler:
         self.number = number  # its endpoints exist from now on
         self._serving = hosted
         self.counts.send_base()
+        context.cache_shares.tell(id(self))  # it may have changed while the scheduler started
         context.tracing.tell(hosted.address)
 
     def _start_record(self, number: int, config: ModelSpec, workers: list[int]) -> SchedulerStart:

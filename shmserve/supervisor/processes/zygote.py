@@ -1,8 +1,8 @@
 """A zygote: a process with all imports done, which forks the server's processes in milliseconds.
 
     supervisor ─ request (record in a memfd, descriptors) ─> zygote ─ fork ─> A ─ fork ─> B
-        ^                                                                     │           the new
-        ├───────────── [number, pid of B], then A exits ──────────────────────┘           process
+        ^                                                                                 the new
+        ├───────────── [number, pid of B], then A exits ────────────────────────────────┘ process
         └── parent of B, because the supervisor adopts orphans
 
     or [number, -errno] from the zygote, if there are no resources for another process.
@@ -160,25 +160,27 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
 
 def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
     """Fork once more, and end; returns in the new process, whose parent is the supervisor."""
-    parent = os.getpid()
+    between = os.getpid()
     read_end, write_end = os.pipe()
     try:
         child = os.fork()
     except OSError as error:
         os._exit(error.errno or errno.EAGAIN)
     if child:
-        with contextlib.suppress(OSError):
-            link.send(msgpack.packb([number, child]))
-            os.write(write_end, b"1")
-        os._exit(0)
-    link.close()
-    os.close(write_end)
-    # A process that is unknown to the supervisor must not run, since the supervisor starts another
-    # one instead.
-    if not os.read(read_end, 1):
+        os.close(write_end)
+        os._exit(0 if os.read(read_end, 1) else errno.EAGAIN)
+    # The new process reports itself: the supervisor kills the process in between when the zygote
+    # dies, and a process that is known must run on then.
+    try:
+        link.send(msgpack.packb([number, os.getpid()]))
+    except OSError:
+        # The supervisor has closed the link, and starts another process instead.
         os._exit(BOOT_FAILED)
+    link.close()
+    os.write(write_end, b"1")
     os.close(read_end)
-    _become_child_of(supervisor_pid, parent)
+    os.close(write_end)
+    _become_child_of(supervisor_pid, between)
 
 
 def _become_child_of(supervisor_pid: int, between: int) -> None:

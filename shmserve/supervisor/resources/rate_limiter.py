@@ -365,6 +365,11 @@ class CacheShares:
             self._tell_all(member)
         return self.share
 
+    def tell(self, member: int) -> None:
+        """Send a member its share, if it has joined."""
+        if member in self._members:
+            self._members[member](ResizeCache(self.share))
+
     def leave(self, member: int) -> None:
         """Remove a member, if it has joined, and send the others their shares."""
         if self._members.pop(member, None) is not None:

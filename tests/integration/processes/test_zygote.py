@@ -186,6 +186,37 @@ os.fork = forked
 sys.exit(zygote.main(sys.argv[1:]))
 """
 
+# The supervisor kills the process in between as soon as it has received the pid of the new one,
+# since the zygote has died.
+_ORPHANED = """
+import os, signal, socket, sys
+import msgpack
+from shmserve.ipc import processes
+from shmserve.supervisor.processes import zygote
+
+fork, forks = os.fork, []
+
+def forked():
+    child = fork()
+    forks.append(os.getpid())
+    return child
+
+class Link(socket.socket):
+    def send(self, data):
+        sent = super().send(data)
+        if len(forks) == 2:
+            os.kill(forks[0], signal.SIGKILL)
+        return sent
+
+os.fork = forked
+processes.adopt_orphans()
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link = Link(fileno=theirs.detach())
+zygote._fork(link, os.getpid(), [zygote.encode_request(7, "builtins:len", b"")])
+_, pid = msgpack.unpackb(ours.recv(64))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
 
 def stay(start: bytes) -> None:
     """What a process may do that ends by a signal only."""
@@ -214,6 +245,11 @@ def test_a_spare_takes_over(tmp_path: Path) -> None:
     found = output(_KILLED, f"{tmp_path}/run", str(tmp_path))
     assert found == "x\nxx\n['exit status 0', 'exit status 0']\n"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_process_whose_zygote_dies_runs_once_its_pid_is_sent() -> None:
+    """The supervisor has adopted it, and would take its exit for a failed start."""
+    assert output(_ORPHANED) == "0\n"
 
 
 def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from shmserve import cli
-from shmserve.cli import check
+from shmserve.cli import check, client
 from shmserve.supervisor.supervisor import Supervisor
 
 
@@ -54,3 +54,13 @@ def test_check_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = Interrupted()
     assert asyncio.run(check._check(cast("Supervisor", supervisor), {})) == 128 + signal.SIGTERM
     assert supervisor.ended_with == 1
+
+
+@pytest.mark.parametrize("verb", [*cli._VERBS, *(f"client {verb}" for verb in client.VERBS)])
+def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    try:
+        status: object = cli.main([*verb.split(), "--help"])
+    except SystemExit as ended:
+        status = ended.code
+    shown = capsys.readouterr()
+    assert status == 0 and "usage:" in shown.out and not shown.err

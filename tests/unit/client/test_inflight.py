@@ -263,7 +263,7 @@ def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
     channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
     try:
         for number in range(count):
-            channel._post(router.endpoint, Cancel(number))
+            channel._links.queue(router.endpoint, Cancel(number))
         channel.flush()
         (link,) = channel._links._by_endpoint.values()
         numbers: list[int] = []

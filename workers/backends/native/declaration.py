@@ -230,10 +230,7 @@ def _record(
 
 
 def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
-    if typing.get_origin(hint) in (
-        typing.Required,
-        typing.NotRequired,
-    ):  # TypedDict
+    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):  # TypedDict
         (hint,) = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
         array, *notes = typing.get_args(hint)

@@ -1,15 +1,17 @@
-"""The table of sequences: who is open, who has which slot, who waits for one, who is idle (pure).
+"""The table of sequences: open sequences, their slots, the backlog, and idle sequences (pure).
 
     START ──> a free slot, the lowest of all instances' ──> END, put into a batch: the slot is free
           └─> the backlog, first come first served ──┘  └─> idle for too long: the slot is free,
-                                                            and the model hears nothing of it
+                                                            without a message to the model
 
-An id is a client's word: who sends the same one belongs to the same sequence, whoever it is. A
-number and a text are never the same id. END takes the id out at once: a START after it is another
-sequence, which may run elsewhere while the first still does. A START on an id that is open begins
-anew in the same slot. Every operation takes the same time however many sequences, requests and
-slots there are (a heap's logarithm apart, amortised): slots of instances that leave stay in the
-heap of free ones until they outnumber the others.
+Clients choose the id of a sequence, and equal ids denote the same sequence, whichever client sends
+them. A number and a text are never equal. END removes the id at once: a START after it begins
+another sequence, which may run elsewhere while the first one still runs. A START with an open id
+restarts the sequence in the same slot.
+
+The time of an operation does not depend on the number of sequences, requests and slots, except for
+the logarithm of a heap (amortised). Slots of removed instances stay in the heap of free slots until
+they outnumber the others.
 """
 
 from __future__ import annotations
@@ -83,8 +85,9 @@ class Backlog:
 
 
 class Sequences:
-    """The sequences of a model. A sequence is idle after `idle_ns`, and `most` of an owner may wait
-    for a slot.
+    """The sequences of a model.
+
+    A sequence is idle after `idle_ns`, and `most` of an owner may wait for a slot.
 
     `once`: a sequence is one request, which its model may ask for again; it ends with that request.
     """
@@ -122,7 +125,9 @@ class Sequences:
 
     def leave(self, slots: InstanceSlots) -> list[Sequence]:
         """Remove an instance and return its sequences, whose state is lost and which have ended.
-        Sequences that it has not begun wait for another slot, as in `close`."""
+
+        Sequences that it has not begun wait for another slot, as in `close`.
+        """
         self.close(slots)
         lost = [sequence for sequence in slots.sequences if sequence is not None]
         for sequence in lost:
@@ -133,13 +138,16 @@ class Sequences:
         return lost
 
     def close(self, slots: InstanceSlots) -> None:
-        """Close an instance to new sequences. Its begun sequences continue there; the others wait
-        for another slot, before all waiting ones."""
+        """Close an instance to new sequences.
+
+        Its begun sequences continue there; the others wait for another slot, before all waiting
+        ones.
+        """
         if slots.closed:
             return
         slots.closed = True
         self._stale += slots.sequences.count(None)
-        if 2 * self._stale > len(self._free):  # amortised by the dropped entries
+        if 2 * self._stale > len(self._free):  # the dropped entries amortise this
             self._free = [entry for entry in self._free if not entry[2].closed]
             heapq.heapify(self._free)
             self._stale = 0
@@ -208,8 +216,10 @@ class Sequences:
             del self._open[sequence.id]
 
     def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
-        """Remove a waiting request and return it with those behind it up to a START, which cannot
-        run without it. The sequence ends if no request is left to come."""
+        """Remove a waiting request and those behind it up to a START, which cannot run without it.
+
+        Return the removed requests. The sequence ends if no request is left to come.
+        """
         sequence: Sequence = request.sequence
         ends = sequence.waiting.is_in_last_run(request)
         removed = sequence.waiting.remove(request)
@@ -259,8 +269,10 @@ class Sequences:
         self._release(sequence)
 
     def take_unended(self) -> dict[InstanceSlots, list[int]]:
-        """Return the slots whose sequences have ended without an END since the last call. Their
-        instances must be notified before another sequence begins there."""
+        """Return the slots whose sequences have ended without an END since the last call.
+
+        Their instances must be notified before another sequence begins there.
+        """
         unended, self._unended = self._unended, {}
         return unended
 
@@ -280,8 +292,10 @@ class Sequences:
     def begin(
         self, slots: InstanceSlots, rows: Iterable[tuple[int, Sequence | None]]
     ) -> list[ScheduledRequest]:
-        """Start the rows of a batch and return their requests, in order. The END of a sequence
-        frees its slot at once."""
+        """Start the rows of a batch and return their requests, in order.
+
+        The END of a sequence frees its slot at once.
+        """
         begun: list[ScheduledRequest] = []
         over: list[Sequence] = []
         for _, sequence in rows:

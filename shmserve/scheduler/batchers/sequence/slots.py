@@ -1,18 +1,18 @@
-"""A sequence, the slots of one instance, and Triton's two strategies: which make a batch (pure).
+"""A sequence, the slots of an instance, and Triton's two strategies to form batches (pure).
 
 Direct: a batch has a row for each slot, and a sequence keeps its row.
 
-1. A batch has the rows from slot 0 to the highest slot with a request. Slots below it without one,
-   and those whose request has other shapes, get null rows. Behind it there is no row, not even for
-   an idle sequence: a lone request in slot 0 is READY [1], as a real Triton has it, where its
-   documentation's example shows READY [1, 0].
-2. The request that has waited for longest says which shapes a batch has.
-3. Where a delay and a minimum utilization are both set, a batch waits until so many of the slots
-   have a request, its oldest request has waited that long, or a deadline would pass.
+1. A batch has the rows from slot 0 to the highest slot with a request. Lower slots without a
+   request, or whose request has other shapes, get null rows. Higher slots have no row, even if
+   their sequence is idle: a lone request in slot 0 is READY [1], as in Triton, whereas the example
+   in Triton's documentation shows READY [1, 0].
+2. The request that has waited for longest determines the shapes of the batch.
+3. If a delay and a minimum utilization are both set, a batch waits until the utilization is
+   reached, its oldest request has waited that long, or a deadline would pass.
 
 Oldest: a dynamic batcher over the first request of each slot. A sequence has at most one request
-that may run; the next one may when that has returned, and then comes behind those of the other
-sequences. So no batch has two of one sequence, and none is passed over for long.
+that may run. The next one may run after that has returned, and then follows those of the other
+sequences. A batch therefore never has two requests of a sequence, and no sequence starves.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ Owner = tuple[Client[ScheduledRequest], int]
 
 
 class WaitingRequests:
-    """A FIFO queue of the requests of a sequence, in runs. A run begins with a START; its requests
-    cannot run without the request at its front. Every operation takes constant time for each
-    request that it removes."""
+    """A FIFO queue of the requests of a sequence, in runs.
+
+    A run begins with a START; its requests cannot run without the request at its front. Every
+    operation takes constant time for each request that it removes.
+    """
 
     def __init__(self) -> None:
         self._runs: deque[OrderedDict[int, ScheduledRequest]] = (
@@ -85,8 +87,10 @@ class WaitingRequests:
         return bool(self._runs) and request.key in self._runs[-1]
 
     def remove(self, request: ScheduledRequest) -> list[ScheduledRequest]:
-        """Remove a request and those behind it up to a START; return them, or [] if it was removed
-        before."""
+        """Remove a request and those behind it up to a START.
+
+        Return them, or [] if it was removed before.
+        """
         removed: list[ScheduledRequest] = []
         run = self._run_of.get(request.key)
         while run is not None and request.key in run:
@@ -134,8 +138,11 @@ class Rows:
 
 
 class InstanceSlots:
-    """The slots of the instance at `peer`. Each slot has at most one of the `sequences`; some of
-    them are `running`. `order` decides whose slots are taken first."""
+    """The slots of the instance at `peer`.
+
+    Each slot has at most one of the `sequences`; some of them are `running`. `order` decides whose
+    slots are taken first.
+    """
 
     def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
         self.peer = peer
@@ -163,14 +170,16 @@ class InstanceSlots:
 def decide(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
 ) -> Rows | WaitUntil | None:
-    """Return the rows that an idle instance runs now, the time to wait until, or None if no
-    sequence is ready.
+    """Return the rows that an idle instance runs now, or the time to wait until.
 
     Args:
         now_ns: The time.
         slots: The slots of the instance.
         rules: The rules of the sequence batcher.
         reserve_ns: How long before a deadline a batch must start in order to meet it.
+
+    Returns:
+        None if no sequence is ready.
     """
     if not slots.ready:
         return None

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
-from shmserve.ipc.messages.supervision import BaseCounters
+import pytest
+
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.supervision import BaseCounters, ResizeCache
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.scheduler_process import CarryOver
+from shmserve.supervisor.resources.rate_limiter import CacheShares
+from tests.rigs.process_rig import CONFIG, Processes, plan
 
 
 class Scheduler:
@@ -58,3 +66,30 @@ def test_one_that_takes_over_restores_the_snapshot_and_is_told_the_base() -> Non
     second.base = {}
     second.counts.send_base()
     assert second.base == {"success": 2}
+
+
+def test_a_scheduler_receives_the_share_of_the_cache_that_changed_while_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Messages to a scheduler that is not ready are dropped."""
+    sent: list[Any] = []
+
+    async def live() -> None:
+        processes = Processes()
+        processes.context = replace(processes.context, cache_shares=CacheShares(1000))
+        shares, control = processes.context.cache_shares, processes.send
+
+        def send(address: Any, message: Any) -> None:
+            sent.append(message)
+            if isinstance(message, m.OpenScheduler):
+                sent.clear()
+                shares.join(1, lambda share: None)
+            control(address, message)
+
+        monkeypatch.setattr(processes, "send", send)
+        spec = replace(plan(), config=ModelSpec.of({**CONFIG, "response_cache": {"enable": True}}))
+        await processes.version(spec).start()
+        await processes.end()
+
+    asyncio.run(live())
+    assert [each for each in sent if isinstance(each, ResizeCache)][-1:] == [ResizeCache(500)]
