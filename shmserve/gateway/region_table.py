@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
@@ -95,8 +94,9 @@ class Spans:
         """Take a range; False, and nothing taken, when a part of it is."""
         taken = self.taken
         at = bisect_left(taken, span)
-        if at < len(taken) and taken[at][0] < span[1]:
-            return False
+        for start, _ in taken[at : at + 1]:
+            if start < span[1]:
+                return False
         if at and taken[at - 1][1] > span[0]:
             return False
         taken.insert(at, span)
@@ -107,6 +107,10 @@ class Spans:
         del self.taken[bisect_left(self.taken, span)]
 
 
+# An output of a request: its region, and the range in the object of the region.
+Write = tuple[GatewayRegion, tuple[int, int]]
+
+
 class Uses:
     """One request's references to regions and the ranges that it writes; released together."""
 
@@ -115,9 +119,8 @@ class Uses:
     def __init__(self, table: RegionTable) -> None:
         self._table = table
         self.regions: list[GatewayRegion] = []
-        self._spans: list[tuple[GatewayRegion, tuple[int, int]]] = []  # all output ranges
-        # Those that overlap no other.
-        self._writes: list[tuple[GatewayRegion, tuple[int, int]]] = []
+        self._spans: list[Write] = []  # all outputs
+        self._writes: list[Write] = []  # the outputs that overlap no other output
 
     def take(self, wanted: RegionRange, *, write: bool = False) -> Place:
         """Use a range; raises NotFound or InvalidArgument."""
@@ -126,34 +129,45 @@ class Uses:
         if region not in self.regions:
             self.regions.append(region)
             region.requests += 1
-        if write:
-            self._write(region, (place.offset, place.offset + place.byte_size))
+        span = (place.offset, place.offset + place.byte_size)
+        if write and place.byte_size and self._table.overlap != "ignore":
+            self._spans.append((region, span))
+            self._reserve((region, span))
         return place
 
-    def renew(
-        self,
-        regions: Iterable[GatewayRegion],
-        spans: Iterable[tuple[GatewayRegion, tuple[int, int]]],
-    ) -> None:
-        """Refer to what another request did, which was checked then. Raises AlreadyExists."""
-        self.regions += regions
-        for region in self.regions:
-            region.requests += 1
-        for region, span in spans:
-            self._write(region, span)
-
-    def _write(self, region: GatewayRegion, span: tuple[int, int]) -> None:
-        if span[0] == span[1] or self._table.overlap == "ignore":
-            return
-        self._spans.append((region, span))
+    def _reserve(self, write: Write) -> None:
+        region, span = write
         if region.spans.add(span):
-            self._writes.append((region, span))
+            self._writes.append(write)
         else:
             self._overlaps(region)
 
     def pattern(self) -> Pattern:
-        """Return the references as a template for a prepared request."""
+        """Return the references for later requests with the same header."""
         return Pattern(self._table, self._table.version, tuple(self.regions), tuple(self._spans))
+
+    @classmethod
+    def again(cls, pattern: Pattern) -> Uses | None:
+        """Return the same references for another request, or None if the names have changed.
+
+        Raises:
+            AlreadyExists: An output overlaps an output in flight and may not.
+        """
+        table, version, regions, spans = pattern
+        if version != table.version:
+            return None
+        uses = cls(table)
+        uses.regions += regions
+        for region in regions:
+            region.requests += 1
+        try:
+            if table.overlap != "ignore":
+                for write in spans:
+                    uses._reserve(write)
+        except BaseException:
+            uses.release()
+            raise
+        return uses
 
     def _overlaps(self, region: GatewayRegion) -> None:
         # Two requests that write to the same bytes: both succeed, and one finds the other's result.
@@ -173,38 +187,28 @@ class Uses:
         """Release the references at the end of the request."""
         for region, span in self._writes:
             region.spans.remove(span)
-        self._writes.clear()
-        for region in self.regions:
+        self._writes = []
+        regions, self.regions = self.regions, []
+        for region in regions:
             region.requests -= 1
             if region.withdrawn and not region.requests:
                 self._table.released(region)
-        self.regions.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """The references of a prepared request, to be taken again for each with its header."""
+class Pattern(NamedTuple):
+    """The references of a checked request, which later requests with the same header take.
 
-    _table: RegionTable
-    _version: int
-    _regions: tuple[GatewayRegion, ...]
-    _spans: tuple[tuple[GatewayRegion, tuple[int, int]], ...]
+    Attributes:
+        table: The table of regions.
+        version: The version of the table in which the names have the same meaning.
+        regions: The regions.
+        spans: The ranges of the outputs.
+    """
 
-    def again(self) -> Uses | None:
-        """Return the same references, or None if names may have changed their meaning.
-
-        Raises:
-            AlreadyExists: An output overlaps another one, and the policy forbids that.
-        """
-        if self._version != self._table.version:
-            return None
-        uses = Uses(self._table)
-        try:
-            uses.renew(self._regions, self._spans)
-        except BaseException:
-            uses.release()
-            raise
-        return uses
+    table: RegionTable
+    version: int
+    regions: tuple[GatewayRegion, ...]
+    spans: tuple[Write, ...]
 
 
 class RegionTable:
@@ -311,7 +315,7 @@ class RegionTable:
 def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:
     """Raise NotFound unless all these regions are this user's to use."""
     for region in regions:
-        if not region.admits(peer):
+        if peer.uid != EVERYONE and not region.owner.admits(peer):
             raise NotFound(
                 f"Unable to find shared memory region: '{region.name}' (it was registered by "
                 "another user)"

@@ -238,8 +238,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self._flush_encrypted(self._tls, transport)
         else:
             sending.ready = []
-            if len(ready) == 1:
-                transport.write(ready[0])
+            first, *rest = ready
+            if not rest:
+                transport.write(first)
             elif sum(map(len, ready)) <= _LARGE:
                 transport.write(b"".join(ready))
             else:

@@ -16,9 +16,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.grpc.infer import Submitted
 from shmserve.gateway.http.infer import HttpInference
-from shmserve.gateway.inference.submit import prepare_submit
+from shmserve.gateway.inference.inference import Inference, submit
 from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
@@ -101,26 +100,28 @@ def run(tmp_path: Path, story: Callable[[Rig], Coroutine[Any, Any, None]]) -> No
 
 
 @pytest.mark.parametrize("answered", ["before", "after"])
-@pytest.mark.parametrize("kind", [HttpInference, Submitted])
+@pytest.mark.parametrize("kind", [HttpInference, Inference])
 def test_an_answer_that_is_not_read_is_given_back(tmp_path: Path, kind: Any, answered: str) -> None:
     """Once, whether it came before the request was given up or after."""
 
     async def give_up(rig: Rig) -> None:
-        built: Any = SimpleNamespace(trace=None)
-        submit = m.Submit(1, b"", [], 0, 0, 0, 0, "")
-        how = (submit, rig.schedulers, lambda: None)
-        if kind is Submitted:
-            request: Any = Submitted(*how, MagicMock(), MagicMock(), built)
-        else:
-            request = HttpInference(*how, MagicMock(), MagicMock(), MagicMock(), built)
+        built: Any = SimpleNamespace(trace=None, responses=None)
+        message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
+        notified: list[Any] = []
+        how = (message, rig.schedulers, lambda: None, built, notified.append, True)
+        request = Inference(*how)
+        if kind is HttpInference:
+            request = HttpInference(*how, MagicMock(), MagicMock())
         rig.schedulers.submit(request, rig.endpoint)
         if answered == "before":
             rig.schedulers.take(rig.endpoint, answer())
+            assert request.message is not None
         request.cancel()
         if answered == "after":
             rig.schedulers.take(rig.endpoint, answer())
         late = answered == "after"
-        expected = [submit, *([m.Cancel(1)] if late else []), m.Release(4321, [4096], 1)]
+        assert notified == ([] if late else [request]) and request.message is None
+        expected = [message, *([m.Cancel(1)] if late else []), m.Release(4321, [4096], 1)]
         assert await rig.receive(len(expected)) == expected
 
     run(tmp_path, give_up)
@@ -260,9 +261,9 @@ def test_what_begins_while_the_server_ends_is_refused(
     leaving: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
     begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
-    built: Any = MagicMock(infer_request=begins)
+    built: Any = MagicMock(infer_request=begins, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        prepare_submit(leaving, model, built, client, 0)
+        submit(leaving, built, client, 0, Inference, None, True)
     assert caught.value.message == text
     built.release.assert_called_once()

@@ -15,12 +15,12 @@ from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
-    ("inline", "gateway"): 65.2,
-    ("inline", "grpc gateway"): 103.2,
+    ("inline", "gateway"): 53.2,
+    ("inline", "grpc gateway"): 87.2,
     ("inline", "scheduler"): 42.8,
     ("inline", "worker"): 47.4,
-    ("placed", "gateway"): 71.2,
-    ("placed", "grpc gateway"): 123.2,
+    ("placed", "gateway"): 60.2,
+    ("placed", "grpc gateway"): 101.2,
     ("placed", "scheduler"): 119.3,
     ("placed", "worker"): 140.0,
 }

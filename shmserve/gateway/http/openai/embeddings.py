@@ -18,9 +18,9 @@ from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_respo
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, generates
 from shmserve.gateway.http.streaming.responses import ResponseQueue
-from shmserve.gateway.inference.builder import build
+from shmserve.gateway.inference.inference import error_of
+from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest
-from shmserve.gateway.inference.submit import error_of
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.arrays import STORED
 
@@ -97,10 +97,10 @@ class _Call:
         shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
         given = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
         asked = InferRequest("", [given], [InferOutput(embedder.vector, binary=True)], binary=True)
-        built, _ = build(gateway, model, asked, b"", 0)
+        built = build(gateway, model, asked)
         self._gateway = gateway
         self._count = len(texts)
-        self._queue = ResponseQueue(gateway, request, model, built, time.monotonic_ns())
+        self._queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
 
     async def vectors(self) -> list[np.ndarray[Any, Any]]:
         """Return the vector of each text in FP32, or raise the error of the model."""

@@ -38,10 +38,10 @@ from shmserve.gateway.http.messages import (
     error_json,
 )
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
-from shmserve.gateway.inference.builder import build
+from shmserve.gateway.inference.inference import error_of, reload
+from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
 from shmserve.gateway.inference.response import output_bytes
-from shmserve.gateway.inference.submit import error_of, still
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -111,10 +111,9 @@ async def _begin(
         if fault.name in inputs:
             raise InvalidArgument(_DOUBLED.format(name=fault.name)) from None
         raise
-    built, _ = build(gateway, model, infer_request, b"", 0)
-    if not model.published:
-        await still(gateway, model, built)
-    return _Generation(gateway, model, ResponseQueue(gateway, request, model, built, arrived_ns))
+    built = build(gateway, model, infer_request)
+    await reload(gateway, built)
+    return _Generation(gateway, model, ResponseQueue(gateway, request, built, arrived_ns))
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +153,7 @@ class _Generation:
             data = output_bytes(self._gateway, tensor)
             outputs.append((tensor, await output_text(tensor, data, self._gateway.malloc_trim)))
         model = self._model
-        infer_request = self.responses.request.infer_request
+        infer_request = self.responses.request.built.infer_request
         return response_json(infer_request, model.name, model.version, outputs, inferred.parameters)
 
 

@@ -18,8 +18,9 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference import body_arrival
+from shmserve.gateway.inference.arriving import ArrivingTensors
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
-from shmserve.gateway.inference.builder import Resources
+from shmserve.gateway.inference.prepare import Resources
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
@@ -42,6 +43,10 @@ def resources_in(arena: Arena) -> Resources:
     return Resources(arena, budget, RegionTable(lambda _: None))
 
 
+def tensors(views: list[memoryview]) -> ArrivingTensors:
+    return ArrivingTensors(views, lambda: None)
+
+
 class Client:
     """A body that comes as the test sends it. Who was waited for it for 10 ms may be slow."""
 
@@ -62,7 +67,7 @@ class Client:
         try:
             with self.body.keeping(holds.release):
                 (place,) = holds.allocate([size])
-                await self.body.read_into([arena.view(place)])
+                await self.body.read_tensors(tensors([arena.view(place)]))
         finally:
             holds.release()
 
@@ -137,7 +142,7 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
-            assert await client.body.read_into([arena.view(place)[:100]])
+            assert await client.body.read_tensors(tensors([arena.view(place)[:100]]))
         holds.release()
 
     with arena_of(MIB) as arena:

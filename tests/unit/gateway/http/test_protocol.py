@@ -120,7 +120,8 @@ class Underway:
             asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
         else:
             response = self._response
-            self._answer(written(response.headers, response.pieces) if self._whole else None)
+            whole = written(response.headers, b"".join(response.pieces))
+            self._answer(whole if self._whole else None)
 
     async def response(self) -> HttpResponse:
         await asyncio.sleep(0)
