@@ -82,7 +82,11 @@ class ClientLinks:
     def queue(self, endpoint: str, message: Any, byte_size: int = 0) -> None:
         self.open(endpoint).post(message)
 
-    tell = hold = queue
+    def tell(self, endpoint: str, message: Any) -> None:
+        if endpoint in self.links:
+            self.open(endpoint).post(message)
+
+    hold = tell
 
     def lose(self, endpoint: str, take: Any) -> None:
         back = self._hosts[endpoint].back(self.links[endpoint][0])
