@@ -406,7 +406,7 @@ def make_submit(
 
 
 def correlation_fields(correlation_id: int | str) -> tuple[int, str]:
-    """A sequence's id as messages carry it: `correlation_id` and `correlation_text`."""
+    """Return a sequence's id as `correlation_id` and `correlation_text`."""
     return (correlation_id, "") if isinstance(correlation_id, int) else (0, correlation_id)
 
 

@@ -86,14 +86,16 @@ class ModelTable:
             old.published = False
 
     def set_ready(self, name: str, version: str, ready: bool) -> None:
-        """A version is ready now, or not any more; what was prepared of its requests stays."""
+        """Set the readiness of a version; its prepared requests are kept."""
         model = self._models.get(name, {}).get(version)
         if model is not None:
             model.ready = ready
 
     def withdraw(self, name: str, version: str) -> None:
-        """Remove a version; what is in flight on it finishes. Version "" says that there is such a
-        model, without any, and not on demand."""
+        """Remove a version; requests in flight on it finish.
+
+        Version "" means that the model exists without versions and is not loaded on demand.
+        """
         self.revision += 1
         if not version:
             self.on_demand.discard(name)
@@ -110,23 +112,29 @@ class ModelTable:
                 del self._latest[name]
 
     def resolve(self, name: str, version: str) -> GatewayModel:
-        """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""
+        """Return the model for a request; version "" means the latest.
+
+        Raises:
+            NotFound: The model or version is unknown.
+            Unavailable: The model is not available at present.
+        """
         model = self.find(name, version) if version else self._latest.get(name)
         return model if model is not None else self._absent(name, version)
 
     def find(self, name: str, version: str) -> GatewayModel | None:
-        """Like `resolve`, None when there is none."""
+        """Return the model like `resolve`, or None."""
         if not version:
             return self._latest.get(name)
         versions = self._models.get(name, {})
         return versions.get(version) or versions.get(whole_version(version))
 
     def current(self, model: GatewayModel) -> GatewayModel:
-        """The version that serves now what was resolved to `model` when its request began to
-        arrive.
+        """Return the version that serves now in place of `model`, which a request refers to.
 
-        Raises NotFound or Unavailable when none does, and Unavailable when its configuration is
-        another: the request was checked against the old one.
+        Raises:
+            NotFound: There is no such version any more.
+            Unavailable: No version serves at present, or its configuration has changed since the
+                request was validated.
         """
         if model.published:
             return model
@@ -153,7 +161,7 @@ class ModelTable:
         raise NotFound(f"{unknown} has no available versions")
 
     def versions(self, name: str) -> list[str]:
-        """The versions of a model, ascending."""
+        """Return the versions of a model, ascending."""
         return sorted(self._models.get(name, ()), key=int)
 
     def all(self) -> list[GatewayModel]:
@@ -166,8 +174,10 @@ class ModelTable:
 
 
 def checked_version(text: str) -> str:
-    """A version as a message gives it, "" for the latest; raises InvalidArgument with Triton's
-    text."""
+    """Return a version in a message, "" for the latest.
+
+    Raise InvalidArgument with Triton's text.
+    """
     if not text or (text.isascii() and text.isdecimal()):
         return text
     if text.isascii() and text[0] == "-" and text[1:].isdecimal():
@@ -181,7 +191,10 @@ def checked_version(text: str) -> str:
 
 
 def whole_version(text: str) -> str:
-    """A version from a URL in its plain form: "01" is 1. Raises InvalidArgument beyond 63 bits."""
+    """Return a version of a URL in canonical form: "01" is 1.
+
+    Raise InvalidArgument beyond 63 bits.
+    """
     if len(text) > 19 or int(text) > LARGEST:
         raise InvalidArgument(
             f"failed to get model version from specified version string '{text}' (details: stol), "

@@ -1,9 +1,9 @@
 """A request inside the scheduler, its state machine, and the processes that take part in it (pure).
 
 The client of a request receives one end: the response, the last of the responses, or an error. If a
-worker still has the request then, the client also receives a `Settled` later. The state says which
-of these messages are still owed. A worker may read a request's memory long after its client stopped
-waiting.
+worker still has the request then, the client also receives a `Settled` later. The state determines
+which of these messages are outstanding. A worker may read a request's memory long after its client
+has stopped waiting.
 """
 
 from __future__ import annotations
