@@ -17,7 +17,7 @@ from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, generates
-from shmserve.gateway.http.streaming.responses import ResponseQueue
+from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import error_of
 from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest

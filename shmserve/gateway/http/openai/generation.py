@@ -27,7 +27,7 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
-from shmserve.gateway.http.streaming.responses import ResponseQueue
+from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import error_of, log_failure
 from shmserve.gateway.inference.prepare import build
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes

@@ -36,7 +36,7 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     error_json,
 )
-from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
+from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import error_of, reload
 from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
@@ -136,7 +136,7 @@ class _Generation:
         return 200 if error is None else 400  # as in Triton, for any error of a model
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the next response, which may be an error; see `responses.Encode`."""
+        """Encode the next response, which may be an error; see `response_queue.Encode`."""
         inferred: Inferred | None = None
         try:
             inferred = self.responses.request.outputs(self.responses.first)
