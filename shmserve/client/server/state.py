@@ -195,7 +195,6 @@ class ServerState:
 
     def copied(self, place: Place) -> bytes:
         """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
-        # No lock: a signal handler would deadlock with its own thread if that were copying.
         return bytes(self.mappings.view(place))
 
     # --- channels

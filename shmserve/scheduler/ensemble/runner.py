@@ -22,22 +22,15 @@ from shmserve.ipc.messages.inference import (
     Finished,
     Release,
     Responded,
-    Response,
     Submit,
     message_size,
 )
 from shmserve.ipc.scheduler_client import Links, SchedulerClient
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, overrides
-from shmserve.scheduler.ensemble.request import EnsembleRequest, EnsembleRequests, State
-from shmserve.scheduler.ensemble.step_messages import (
-    StepOutputs,
-    StepRequest,
-    allocate,
-    find_kind,
-    make_submit,
-)
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests
+from shmserve.scheduler.ensemble.step_messages import StepMessages, StepRequest
 from shmserve.scheduler.ensemble.targets import Targets
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
@@ -59,14 +52,13 @@ class StepRunner:
     _memory: EnsembleMemory
     _requests: EnsembleRequests
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    _events: list[tuple[StepRequest, Response | None]] = field(default_factory=list)
     waiting: int = 0
     malformed: int = 0
 
     def __post_init__(self) -> None:
         steps = self._graph.steps
         self.schedulers: SchedulerClient[StepRequest] = SchedulerClient(self._links, self._find)
-        self._outputs = StepOutputs(self._graph, self._memory, self.schedulers)
+        self._messages = StepMessages(self._graph, self._memory, self.schedulers)
         self._running = [0] * len(steps)
         self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
 
@@ -75,7 +67,7 @@ class StepRunner:
     def take(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
         """Handle a message of the scheduler at `endpoint`."""
         self.schedulers.take(endpoint, message)
-        if self._events:
+        if self._messages.events:
             self._handle_events(now_ns)
 
     def lost(self, endpoint: str, successor: str, now_ns: int) -> None:
@@ -94,7 +86,9 @@ class StepRunner:
 
     def _handle_events(self, now_ns: int) -> None:
         """Handle what has happened to requests; that may submit others, which may fail at once."""
-        for step, message in self._events:  # which may become longer meanwhile
+        events = self._messages.events
+        while events:
+            step, message = events.pop(0)
             self._requests.touched[step.request] = None
             if message is None:
                 self._end(step, now_ns)
@@ -102,17 +96,20 @@ class StepRunner:
                 self._fail(step, message, now_ns)
             else:
                 self._respond(step, message, now_ns)  # type: ignore[arg-type]
-        self._events.clear()
 
     def _respond(self, step: StepRequest, message: Finished | Responded, now_ns: int) -> None:
         request = step.request
-        request.add_times(message)
+        request.input_ns += message.input_ns
+        request.infer_ns += message.infer_ns
+        request.output_ns += message.output_ns
+        if message.spans:
+            request.spans += message.spans
         more_follow = type(message) is Responded and not message.final
         if type(message) is Responded and message.code:
             self._requests.fail(request, message.code, message.message, now_ns)
         elif message.schema:
             try:
-                self._outputs.put(step, message, more_follow)
+                self._messages.put(step, message, more_follow)
                 return
             except ShmserveError as error:
                 self._requests.fail(request, error.code, error.message, now_ns)
@@ -135,7 +132,8 @@ class StepRunner:
     def _end(self, step: StepRequest, now_ns: int) -> None:
         """End a step whose memory no worker has any more."""
         request, index = step.request, step.firing.step.index
-        step.firing.release()
+        for value in step.firing.inputs.values():
+            value.release()
         if step.blocks:
             for block in step.blocks.values():
                 block.release()
@@ -151,7 +149,7 @@ class StepRunner:
         """Submit the steps of a request that can run now; others wait for their turn."""
         most, running = self._graph.max_inflight, self._running
         firings = request.flow.firings
-        while firings and request.state is State.RUNNING:
+        while firings and request.state is RUNNING:
             firing = firings.pop(0)
             index = firing.step.index
             if most and running[index] >= most:
@@ -160,7 +158,7 @@ class StepRunner:
                 self.waiting += 1
             else:
                 self._submit(request, firing, now_ns)
-        if self._events:
+        if self._messages.events:
             self._handle_events(now_ns)
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
@@ -170,36 +168,23 @@ class StepRunner:
             request.waiting -= 1
             self.waiting -= 1
             self._requests.touched[request] = None
-            if request.state is State.RUNNING:
+            if request.state is RUNNING:
                 self._submit(request, firing, now_ns)
             else:
                 firing.release()
 
     def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
-        number, memory, inputs = next(self._numbers), self._memory, firing.inputs
+        number = next(self._numbers)
         try:
             target = self._targets.find(firing.step.step)
-            kind = find_kind(request, firing, target, self._graph)
-            blocks = allocate(kind, memory) if kind.sizes else {}
+            step = self._messages.make(number, request, firing, target, now_ns)
         except ShmserveError as error:
             firing.release()
             self._requests.fail(request, error.code, error.message, now_ns)
             return
-        override = overrides(inputs.values())
-        submit = make_submit(number, request, inputs, kind, blocks, override, memory, now_ns)
-        step = StepRequest(
-            submit,
-            request,
-            firing,
-            target,
-            kind,
-            blocks,
-            override,
-            self._events,
-        )
         request.running.add(number)
         self._running[firing.step.index] += 1
-        self.schedulers.submit(step, target.endpoint, message_size(submit))
+        self.schedulers.submit(step, target.endpoint)
 
     def cancel(self, request: EnsembleRequest) -> None:
         """Cancel the steps of a request that has failed: those in flight and those that wait."""
@@ -259,7 +244,7 @@ class StepSchedulers:
 
     def queue(self, endpoint: str, message: Submit, byte_size: int) -> None:
         if not self._neighbours.post(endpoint, self._identity, message):
-            self._links.queue(endpoint, message, byte_size)
+            self._links.queue(endpoint, message, byte_size or message_size(message))
 
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         if not self._neighbours.post(endpoint, self._identity, message):
