@@ -24,7 +24,7 @@ from tests.support.messages import inferred_of
 class ClientRequest(InflightRequest):
     """A request in the client's table: the ledger's, and the block that its input is in."""
 
-    __slots__ = ("client", "place", "read", "request", "window")
+    __slots__ = ("client", "credited", "place", "read", "request", "window")
 
     def __init__(
         self, client: Client, request: Request, submit: m.Submit, place: Place | None
@@ -34,7 +34,7 @@ class ClientRequest(InflightRequest):
         self.request = request
         self.place = place
         self.window = ReadWindow()
-        self.read = 0
+        self.read = self.credited = 0
 
     def awaited(self) -> bool:
         """As `InflightRequest` says."""
@@ -80,17 +80,31 @@ class ClientLinks:
         return known[1]
 
     def queue(self, endpoint: str, message: Any, byte_size: int = 0) -> None:
+        pending = self._client.schedulers.pending.get(message.id)
+        if isinstance(message, m.Submit) and pending is not None and pending.request.cancelled:
+            raise Violation(f"{self._client} submits a request again that it has cancelled")
         self.open(endpoint).post(message)
 
     def tell(self, endpoint: str, message: Any) -> None:
+        if endpoint in self._client.schedulers.successors:
+            raise Violation(f"{self._client} tells a lost scheduler {message}")
+        if isinstance(message, m.Credit):
+            pending = self._client.schedulers.pending[message.id]
+            pending.credited += message.responses
+            if pending.credited > pending.read:
+                raise Violation(f"{self._client} gives credit for {message}: {pending.read} read")
         if endpoint in self.links:
             self.open(endpoint).post(message)
 
     hold = tell
 
     def lose(self, endpoint: str, take: Any) -> None:
-        back = self._hosts[endpoint].back(self.links[endpoint][0])
-        back.drain()
+        client, back = self._client, self._hosts[endpoint].back(self.links[endpoint][0])
+        for message in back.sent() if back.connected else ():
+            client.check(endpoint, message)
+            take(endpoint, message)
+            if isinstance(message, m.Finished) and message.id in client.schedulers.pending:
+                raise Violation(f"{client} runs a request again that had ended: {message}")
         back.close()
 
 
@@ -146,18 +160,22 @@ class Client(Process):
 
     def from_scheduler(self, endpoint: str, messages: list[Any]) -> None:
         """Take what the scheduler at `endpoint` says, which must be of a request there."""
-        table = self.schedulers
         for message in messages:
-            if isinstance(message, m.StatisticsReported):
-                self.reports[endpoint] = message.statistics
-                continue
+            self.check(endpoint, message)
+            self.schedulers.take(endpoint, message)
+
+    def check(self, endpoint: str, message: Any) -> None:
+        """Check that a message is of a request that is at this scheduler."""
+        if isinstance(message, m.StatisticsReported):
+            self.reports[endpoint] = message.statistics
+        else:
+            table = self.schedulers
             settles = isinstance(message, m.Settled)
             known = (table.settling if settles else table.pending).get(message.id)
             if known is None:
                 raise Violation(f"{self} is told {message} of no request that it has")
             if known.endpoint != endpoint:
                 known.request.fail(f"told {message} by {endpoint}, and is at {known.endpoint}")
-            table.take(endpoint, message)
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -93,7 +93,8 @@ class Timing(NamedTuple):
             output_start = min(max(output_start, input_end), now_ns)
             end = min(max(end, output_start), now_ns)
         phases = (input_end - start, output_start - input_end, end - output_start)
-        return cls(start, *phases, rows, closed, message.spans)
+        # Without the function in Python that makes a named tuple.
+        return tuple.__new__(cls, (start, *phases, rows, closed, message.spans))
 
 
 class State(StrEnum):
