@@ -35,7 +35,7 @@ from shmserve.gateway.grpc.calls.call import GrpcFront
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
-from shmserve.gateway.http.connection.protocol import HttpConnection
+from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim

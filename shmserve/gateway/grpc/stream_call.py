@@ -21,7 +21,6 @@ from shmserve.gateway.grpc.calls.messages import release
 from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.wire.response import (
-    GrpcResponseTemplate,
     streamed,
     streamed_end,
     streamed_error,
@@ -30,7 +29,6 @@ from shmserve.gateway.inference.arriving import ArrivingRequest
 from shmserve.gateway.inference.inference import Inference, Message, StreamingInference, is_last
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.tensors.schemas import BoundedCache
 
 # The limit of the bytes of a stream's requests in flight. Later requests are not read, since other
 # clients of the model would wait behind them, and their responses need memory, too. A small request
@@ -38,7 +36,6 @@ from shmserve.ipc.tensors.schemas import BoundedCache
 _WINDOW = 32 * 1024 * 1024
 _LEAST = _WINDOW // 1024
 _MOST_BYTES_AT_ONCE = 32 * 1024  # of responses that are written together
-_MOST_TEMPLATES = 8
 
 _Ordered = Inference | RequestRefused
 
@@ -71,13 +68,12 @@ class StreamEntry:
         size: The bytes that the request occupies in the window of the stream.
     """
 
-    __slots__ = ("_inferences", "_plain", "_templates", "request", "size")
+    __slots__ = ("_inferences", "_plain", "request", "size")
 
     def __init__(self, inferences: Inferences, request: StreamingInference, size: int) -> None:
         self._inferences = inferences
         self.request = request
         self.size = size
-        self._templates: BoundedCache[bytes, GrpcResponseTemplate] = BoundedCache(_MOST_TEMPLATES)
         # Whether the responses contain the outputs as the worker sent them.
         outputs = request.built.infer_request.outputs
         self._plain = not any(output.place or output.classes for output in outputs)
@@ -94,12 +90,9 @@ class StreamEntry:
         final = is_last(message)
         built = self.request.built
         asked, model = built.infer_request, built.model
+        if (filled := self.request.from_template(message)) is not None:
+            return streamed(filled, final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
-        template = None if final else self._templates.find(schema)
-        if template is not None and isinstance(message, m.Responded):
-            filled = template.fill(asked.id, message.data)
-            if filled is not None:
-                return streamed(filled, final=False), None
         inferred: Inferred | None = None
         try:
             inferred = self.request.outputs(message)
@@ -111,9 +104,9 @@ class StreamEntry:
             if strict:
                 raise
             return streamed_error(error.message, asked.id, model.name, final=final), inferred
-        if not final and template is None and self._plain:
+        if not final and self._plain and self.request.templates.find(schema) is None:
             template = self._inferences.encoder.template(model, schema, inferred, ())
-            self._templates.remember(schema, template)
+            self.request.templates.remember(schema, template)
         return streamed(response, final=final), inferred
 
 
@@ -126,7 +119,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall, stall_s: flo
     """
     stream = _Stream(inferences, call)
     # Until then the call holds the unread response and received parts of further requests.
-    call.on_over = lambda: stream.trim.soon(stream.total)
+    call.on_ended = lambda: stream.trim.soon(stream.total)
     reader = asyncio.create_task(stream.read())
     try:
         await stream.write(stall_s)

@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -27,7 +26,7 @@ from aiohttp import StreamReader
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.connection.incoming import MalformedBody
+from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import Fingerprint, remember, repeat, worth_preparing
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
@@ -96,6 +95,7 @@ class Body:
     The budget accounts for the received bytes while the rest of the body is arriving.
 
     Attributes:
+        arrival: The time limit and the memory of the body.
         declared: The size in bytes, or -1 if it is unknown.
     """
 
@@ -103,7 +103,7 @@ class Body:
         self._request = request
         self._content = request.content
         self._max_input_size = settings.max_input_size
-        self._arrival = Arrival(settings.body_timeout_s, budget)
+        self.arrival = Arrival(settings.body_timeout_s, budget)
         self._chunks = 0
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
@@ -140,11 +140,11 @@ class Body:
             BodyTimeout: The bytes did not arrive in time.
             BrokenBody: The framing is invalid.
         """
-        if self._arrival.received == 0 and not self._content.is_eof():
+        if self.arrival.received == 0 and not self._content.is_eof():
             self._invite()
         read = self._next_chunks() if self._chunked else self._content.readany()
         try:
-            return await self._arrival.next(read)
+            return await self.arrival.next(read)
         except MalformedBody:
             raise BrokenBody("malformed HTTP request body") from None
 
@@ -160,7 +160,7 @@ class Body:
         # all other requests.
         content = self._content
         assert isinstance(content, StreamReader)  # a body that was received whole has no chunks
-        received = self._arrival.received
+        received = self.arrival.received
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -200,10 +200,10 @@ class Body:
                 while size <= limit and (piece := await self.next()):
                     pieces.append(piece)
                     size += len(piece)
-                    self._arrival.hold(len(piece))
+                    self.arrival.hold(len(piece))
                 whole = b"".join(pieces)
             finally:
-                self._arrival.give_back()
+                self.arrival.give_back()
         if len(whole) > limit:
             raise InvalidArgument(too_large.format(size=len(whole), limit=limit))
         return whole
@@ -220,31 +220,19 @@ class Body:
             while chunk := await self.next():
                 for piece in inflater.feed(chunk):
                     pieces.append(piece)
-                    self._arrival.hold(len(piece))
+                    self.arrival.hold(len(piece))
                     await asyncio.sleep(0)
             inflater.finish()
             return b"".join(pieces)
         finally:
-            self._arrival.give_back()
+            self.arrival.give_back()
 
     # --- the first part, and the rest into allocated memory
-
-    @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Account for the bytes of `read_start` in this block, since the rest may arrive late."""
-        try:
-            yield
-        finally:
-            self._arrival.give_back()
-
-    def keeping(self, release: Callable[[], None]) -> AbstractContextManager[None]:
-        """Register an arena block for the time of this block; eviction calls `release`."""
-        return self._arrival.keeping(release)
 
     async def read_start(self, size: int) -> bytes:
         """Return the first `size` bytes and the bytes received with them; fewer at the end.
 
-        Must be called in an `arriving` block.
+        They count in the budget until `arrival.give_back`, since the rest may arrive late.
 
         Raises:
             ShmserveError: As in `read`.
@@ -252,7 +240,7 @@ class Body:
         start = bytearray()
         while len(start) < size and (piece := await self.next()):
             start += piece
-            self._arrival.hold(len(piece))
+            self.arrival.hold(len(piece))
         return bytes(start)
 
     async def read_tensors(self, tensors: ArrivingTensors, start: bytes = b"") -> bool:
@@ -373,8 +361,10 @@ async def _read(
     size = header_size(header_length, body.declared)
     tail_size = body.declared - size if size else 0
     if tail_size > INLINE_LIMIT:
-        with body.arriving():
+        try:
             return await _receive(gateway, model, request, body, size, extra)
+        finally:
+            body.arrival.give_back()
     return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
 
 
@@ -400,7 +390,7 @@ async def _receive(
         if arriving.built.regions:
             # A client must not hold regions of another user while its body arrives.
             authorise(arriving.built.regions, request.connection.client.peer())
-        with body.keeping(arriving.release):
+        with body.arrival.keeping(arriving.release):
             if not await body.read_tensors(arriving, start[size:]):
                 raise InvalidArgument(_CUT_SHORT)
     except BaseException:

@@ -37,7 +37,7 @@ from shmserve.gateway.http.messages import (
     accepted,
     written,
 )
-from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
+from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import (
     Inference,
     Message,
@@ -53,13 +53,11 @@ from shmserve.gateway.inference.response import classified_as_requested, output_
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.tensors.schemas import BoundedCache
 
 logger = logging.getLogger(__name__)
 
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-_MOST_TEMPLATES = 8  # of one stream
 
 
 async def infer(
@@ -300,37 +298,28 @@ class _Events:
         asked = responses.request.built.infer_request
         outputs = [replace(output, binary=False) for output in asked.outputs]
         self._infer_request = replace(asked, outputs=outputs, binary=False)
-        self._templates: BoundedCache[bytes, JsonResponseTemplate] = BoundedCache(_MOST_TEMPLATES)
 
     async def next(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the next response; see `streaming.responses.Encode`."""
-        message = self._responses.first
+        """Encode the next response; see `response_queue.Encode`."""
+        request, message = self._responses.request, self._responses.first
         inferred: Inferred | None = None
         try:
-            json = self._filled(message)
-            if json is None:
-                inferred = self._responses.request.outputs(message)
-                if inferred is None:
-                    return None, None
-                json = await self._json(inferred, message)
+            if (filled := request.from_template(message)) is not None:
+                return self._framing.frame(filled[0]), None
+            inferred = request.outputs(message)
+            if inferred is None:
+                return None, None
+            json = await self._json(inferred, message)
         except ShmserveError as error:
             return self._framing.error(error.message), inferred
         return self._framing.frame(json), inferred
-
-    def _filled(self, message: Message) -> bytes | None:
-        """Return the text of a response with a known schema, if its data is in the message."""
-        if not isinstance(message, m.Responded) or message.spans:
-            return None
-        template = self._templates.find(message.schema)
-        filled = template and template.fill(self._infer_request.id, message.data)
-        return filled[0] if filled else None
 
     async def _json(self, inferred: Inferred, message: Message) -> bytes:
         gateway, model = self._gateway, self._model
         shown = classified_as_requested(gateway, model, self._infer_request, inferred)
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
-        if shown is inferred and isinstance(message, m.Responded) and not message.spans:
-            self._templates.remember(message.schema, template)
+        if shown is inferred and isinstance(message, m.Responded) and not message.final:
+            self._responses.request.templates.remember(message.schema, template)
         arrays: list[bytes] = []
         for output in template.outputs:
             data = output_bytes(gateway, shown.outputs[output.position])

@@ -31,11 +31,14 @@ from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.inference import Response, make_submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import stopping
 
 logger = logging.getLogger(__name__)
 
 Message = m.Responded | m.Failed
+_MOST_TEMPLATES = 8  # of one stream
+
 R = TypeVar("R", bound=GatewayRequest)
 
 
@@ -233,10 +236,12 @@ class StreamingInference(GatewayRequest):
     Attributes:
         built: The request.
         on_response: The callback for each response, including the last.
+        templates: The templates of responses by their schemas.
     """
 
     built: BuiltRequest
     on_response: Callable[[StreamingInference, Message], None]
+    templates: BoundedCache[bytes, Any] = field(init=False)
     _window: ReadWindow = field(init=False)
     _unsent: int = field(init=False, default=0)
 
@@ -244,6 +249,7 @@ class StreamingInference(GatewayRequest):
         # In a region, each response overwrites the one before: only one may be unread.
         outputs = self.built.infer_request.outputs
         self._window = ReadWindow(any(output.place is not None for output in outputs))
+        self.templates = BoundedCache(_MOST_TEMPLATES)
 
     def responded(self, message: Response) -> None:
         if isinstance(message, m.Finished):
@@ -253,6 +259,13 @@ class StreamingInference(GatewayRequest):
         if self.over and self.built.trace is not None:
             self.built.trace.answered(message)
         self.on_response(self, message)
+
+    def from_template(self, message: Message) -> Any:
+        """Return the encoded response if it has a template and its data is in the message."""
+        if not isinstance(message, m.Responded) or message.final:
+            return None
+        template = self.templates.find(message.schema)
+        return template and template.fill(self.built.infer_request.id, message.data)
 
     def outputs(self, message: Message) -> Inferred | None:
         """Unpack the outputs of a response, which occupy memory until `release_outputs`.

@@ -17,10 +17,11 @@ from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, generates
-from shmserve.gateway.http.streaming.responses import ResponseQueue
+from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import error_of
 from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest
+from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.arrays import STORED
 
@@ -113,8 +114,7 @@ class _Call:
         if inferred is None:
             return []
         (tensor,) = inferred.outputs
-        raw = tensor.data
-        data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
+        data = output_bytes(self._gateway, tensor)
         array = np.frombuffer(data, STORED[tensor.datatype]).astype(np.float32)
         queue.pop(inferred)
         return list(array.reshape(self._count, -1))

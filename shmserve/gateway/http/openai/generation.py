@@ -27,9 +27,10 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
-from shmserve.gateway.http.streaming.responses import ResponseQueue
+from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import error_of, log_failure
 from shmserve.gateway.inference.prepare import build
+from shmserve.gateway.inference.response import output_bytes
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -310,8 +311,7 @@ class _Generation:
         ]
 
     def _values(self, tensor: Any) -> list[Any]:
-        raw = tensor.data
-        data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
+        data = output_bytes(self._gateway, tensor)
         if tensor.datatype == "BYTES":
             array = decode_bytes(data, tensor.shape, tensor.name, self._asked.model.name)
             return list(array.ravel())

@@ -65,7 +65,7 @@ class Client:
         """Have a block of the arena and wait for what goes into it."""
         holds = resources_in(arena)
         try:
-            with self.body.keeping(holds.release):
+            with self.body.arrival.keeping(holds.release):
                 (place,) = holds.allocate([size])
                 await self.body.read_tensors(tensors([arena.view(place)]))
         finally:
@@ -136,7 +136,7 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
         holds = resources_in(arena)
         (place,) = holds.allocate([MIB])
         client.content.feed_data(bytes(100))
-        with client.body.keeping(holds.release):
+        with client.body.arrival.keeping(holds.release):
             await client.body.next()
             await clock.go_on(0.1)  # as while it is decompressed
             with pytest.raises(Unavailable):
@@ -188,8 +188,8 @@ def test_thousands_are_evicted_at_once() -> None:
                 holds = resources_in(arena)
                 holds.allocate([16 << 10])
                 stack.callback(holds.release)  # some may stay, where the rest is room enough
-                stack.enter_context(client.body.keeping(holds.release))
-                client.body._arrival._waited_s = 1.0
+                stack.enter_context(client.body.arrival.keeping(holds.release))
+                client.body.arrival._waited_s = 1.0
             began = time.monotonic()
             holds = resources_in(arena)
             holds.allocate([63 * MIB])
