@@ -23,7 +23,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.transport.dealer import Dealer
 
@@ -152,7 +152,7 @@ class GatewayRequest(InflightRequest):
         """Release the outputs of a response that have been read."""
         if inferred is None:
             return
-        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Place)]
+        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Range)]
         if places:
             self.schedulers.release(self.endpoint, releases(places))
 

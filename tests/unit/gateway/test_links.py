@@ -20,7 +20,7 @@ from shmserve.gateway.http.infer import HttpInference
 from shmserve.gateway.inference.inference import Inference, submit
 from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
 
@@ -84,7 +84,7 @@ async def held(condition: Callable[[], bool]) -> None:
 
 
 def answer(number: int = 1) -> m.Finished:
-    output = TensorRef("OUT", "INT8", (64,), Place(WORKER, 4096, 64))
+    output = TensorRef("OUT", "INT8", (64,), Range(WORKER, 4096, 64))
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 
 

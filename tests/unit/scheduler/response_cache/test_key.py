@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, RequestSchema, pack_inference
 from shmserve.scheduler.response_cache import cache_head, cache_key
 
@@ -28,7 +28,7 @@ def key(
     schema, _ = pack_inference(request)
     head = cache_head(model, version, RequestSchema(schema))
     datas = [request.inputs[index].data for index in head.order]
-    read = [b"12345678" if isinstance(data, Place) else data for data in datas]
+    read = [b"12345678" if isinstance(data, Range) else data for data in datas]
     return cache_key(head.prefix, sequence, read)
 
 
@@ -69,7 +69,7 @@ def test_another_model_or_version_has_another_key() -> None:
     "fields",
     [
         {"inputs": (B, A)},
-        {"inputs": (replace(A, data=Place(Memory(1, 2, 3, 4, 8, True), 0, 8)), B)},
+        {"inputs": (replace(A, data=Range(Memory(1, 2, 3, 4, 8, True), 0, 8)), B)},
     ],
 )
 def test_requests_that_ask_the_same_have_the_same_key(fields: dict[str, Any]) -> None:
