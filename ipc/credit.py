@@ -1,12 +1,12 @@
-"""Flow control of responses by credit (pure): a sender's window, and what its reader gives back.
+"""Credit-based flow control of the responses to one request (no I/O).
 
     SendWindow  ── Responded ──> ReadWindow: read
-        └────────── Credit <─────────┘ several small ones at a time
+        └────────── Credit <─────────┘ for several small responses at a time
 
-Of a model that gives any number of responses, `FIRST_CREDIT` of one request may be on their way
-before its client has credited more, and no more bytes than `MOST_UNREAD_BYTES`, one response
-excepted. Where outputs go to places of the client's, each response goes over the one before it:
-then it is one.
+A decoupled model may have `FIRST_CREDIT` responses to a request in flight before the client grants
+more credit. A response is sent only while less than `MOST_UNREAD_BYTES` are in flight. If the
+outputs are written to the client's memory, each response overwrites the previous one. Only one
+response is in flight then.
 """
 
 from __future__ import annotations
@@ -21,33 +21,41 @@ BYTES_TOGETHER = MOST_UNREAD_BYTES // 4
 
 
 class SendWindow:
-    """The responses that a reader takes now: those that are `unread` count, and their bytes.
-    `placed`: they go to places of its own."""
+    """The sender's flow-control window, which limits the unread responses and their bytes."""
 
     __slots__ = ("_most", "_unread", "_unread_bytes")
 
     def __init__(self, placed: bool = False) -> None:
+        """Create an open window.
+
+        Args:
+            placed: Whether the outputs are written to the client's memory.
+        """
         self._most = 1 if placed else FIRST_CREDIT
         self._unread: deque[int] = deque()  # bytes of each, oldest first
         self._unread_bytes = 0
 
     @property
     def unread(self) -> int:
-        """The number of responses sent and not read."""
+        """The number of responses sent and not credited yet."""
         return len(self._unread)
 
     @property
     def is_open(self) -> bool:
-        """Whether the reader takes another response."""
+        """Whether another response may be sent."""
         return len(self._unread) < self._most and self._unread_bytes < MOST_UNREAD_BYTES
 
     def sent(self, byte_size: int) -> None:
-        """A response of so many bytes is on its way."""
+        """Record that a response of `byte_size` bytes was sent."""
         self._unread.append(byte_size)
         self._unread_bytes += byte_size
 
     def read(self, responses: int) -> int:
-        """The reader credits so many; how many of them it had been sent."""
+        """Record credit for `responses` responses.
+
+        Returns:
+            The number of credited responses that were unread; excess credit is ignored.
+        """
         count = min(responses, len(self._unread))
         for _ in range(count):
             self._unread_bytes -= self._unread.popleft()
@@ -55,17 +63,26 @@ class SendWindow:
 
 
 class ReadWindow:
-    """The responses that were read and not credited yet. `placed`: the next goes over the last."""
+    """The reader's flow-control window, which counts the responses read and not credited yet."""
 
     __slots__ = ("_bytes", "_most", "_responses")
 
     def __init__(self, placed: bool = False) -> None:
+        """Create a window without responses.
+
+        Args:
+            placed: Whether each response overwrites the previous one in the client's memory.
+        """
         self._most = 1 if placed else TOGETHER
         self._responses = 0
         self._bytes = 0
 
     def read(self, byte_size: int) -> int:
-        """A response of so many bytes was read; how many are to be credited now."""
+        """Record that a response of `byte_size` bytes was read.
+
+        Returns:
+            The number of responses to credit now.
+        """
         self._responses += 1
         self._bytes += byte_size
         if self._responses < self._most and self._bytes < BYTES_TOGETHER:

@@ -1,17 +1,18 @@
-"""The client of schedulers: requests that are submitted to any number of schedulers and not settled
-yet (without I/O).
+"""The client of schedulers, which tracks the requests in flight at any number of schedulers.
+
+The states of a request (this module performs no I/O):
 
     submit ──> pending ──Finished, Responded (final)───> responded, its memory is free
-                 │  ├──Responded───────────────────────> pending: it never runs again from here on
+                 │  ├──Responded───────────────────────> pending; must not run again
                  │  ├──Failed──────────────────────────> responded, its memory is free
                  │  ├──Failed (early)──> settling ──Settled──> its memory is free
-                 │  └──Failed (UNAVAILABLE)────────────> submitted to who serves the model now
-                 └──its scheduler is lost──> submitted to the successor, or to who serves the model
-                                             now; failed where it must not run again
+                 │  └──Failed (UNAVAILABLE)────────────> resubmitted to its current scheduler
+                 └──its scheduler is lost──> resubmitted to the successor or to the model's current
+                                             scheduler; failed if it must not run again
 
-Gateways, local clients, models that call other models, and ensembles submit with this class. Each
-has a subclass of `InflightRequest` with what waits for the responses and the memory that the
-request keeps, and its own way to wait for sockets (ipc/link_table.py has the sockets).
+Gateways, local clients, models that call other models, and ensembles use this class. Each defines a
+subclass of `InflightRequest` that holds the memory of the request and notifies the waiting code.
+Each also waits for its sockets in its own way (ipc/link_table.py has the sockets).
 """
 
 from __future__ import annotations
@@ -55,57 +56,68 @@ logger = logging.getLogger(__name__)
 
 
 class Successors(dict[str, str]):
-    """The schedulers that took the place of those that are lost, by endpoint; "": none did.
+    """The successors of lost schedulers, by endpoint; "" if there is no successor.
 
-    Only the last 4,096 losses are kept: nothing that was lent before is still read.
+    Only the last 4,096 losses are kept. Memory lent before these losses is no longer read.
     """
 
     def add(self, endpoint: str, successor: str) -> None:
-        """Record a loss."""
+        """Record the loss of the scheduler at `endpoint`; `successor` is "" if there is none."""
         if len(self) >= _MOST_LOST:
             del self[next(iter(self))]
         self[endpoint] = successor
 
     def latest(self, endpoint: str) -> str:
-        """Return the endpoint that serves what this one did: itself, or the last successor, ""
-        where there is none."""
+        """Return the endpoint itself, or its last successor if the scheduler is lost.
+
+        Returns:
+            The endpoint, or "" if the lost scheduler has no successor.
+        """
         while endpoint in self:
             endpoint = self[endpoint]
         return endpoint
 
 
 class Links(Protocol):
-    """The transport: one link to each scheduler, whose queued messages leave at `flush`."""
+    """The transport: one link to each scheduler, whose queued messages are sent by `flush`."""
 
     def open(self, endpoint: str) -> Any:
-        """Make a link to a scheduler unless there is one.
+        """Open a link to a scheduler unless it is open already.
 
         Raises:
-            Unavailable: The process has no descriptor left for it.
+            Unavailable: The process is out of file descriptors.
         """
 
     def queue(self, endpoint: str, message: Submit, byte_size: int) -> None:
-        """Queue a request of about so many bytes. Raises what `open` does."""
+        """Queue a request of about `byte_size` bytes, and open the link if needed.
+
+        Raises:
+            Unavailable: The process is out of file descriptors.
+        """
 
     def tell(self, endpoint: str, message: Cancel | Credit) -> None:
-        """Queue a message for a scheduler; nothing if there is no link to it."""
+        """Queue a message for a scheduler; do nothing if there is no link to it."""
 
     def hold(self, endpoint: str, message: Release) -> None:
-        """As `tell`, but the message may wait for others to the same scheduler."""
+        """Queue a message that may be delayed until other messages go to the same scheduler."""
 
     def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
-        """Close the link to a scheduler that has ended; `take(endpoint, message)` gets what the
-        scheduler sent last."""
+        """Close the link to a scheduler that has exited.
+
+        Args:
+            endpoint: The endpoint of the scheduler.
+            take: Called with the endpoint and each message that has not been received yet.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class InflightRequest(ABC):
-    """A request in flight; a subclass has what waits for its responses and the memory it keeps.
+    """A request in flight. A subclass handles its responses and holds its memory.
 
     Attributes:
-        submit: The message that submits it.
-        endpoint: The endpoint of the scheduler that has it.
-        responses: The number of responses that have come, the failures not counted.
+        submit: The message that submits the request.
+        endpoint: The endpoint of the scheduler that processes the request.
+        responses: The number of responses received, without failures.
     """
 
     submit: Submit
@@ -114,26 +126,26 @@ class InflightRequest(ABC):
 
     @abstractmethod
     def awaited(self) -> bool:
-        """Return whether somebody still waits for its responses."""
+        """Return whether the requester still waits for responses."""
 
     @abstractmethod
     def respond(self, message: Response) -> None:
-        """Take a response: the last one if it is a `Finished`, a `Failed` or final.
+        """Handle a response. `Finished`, `Failed` and a final `Responded` end the request.
 
-        Outputs that nobody reads are to be given to `SchedulerClient.discard`. A request that is
-        submitted again here keeps its memory.
+        An implementation must pass responses that it does not read to `SchedulerClient.discard`.
+        If it resubmits the request, the request keeps its memory.
         """
 
     @abstractmethod
     def free(self) -> None:
-        """Free its memory, which no worker uses any more."""
+        """Free the memory of the request, which no worker uses any more."""
 
     def own_memories(self) -> Container[int]:
         """Return the ids of the requester's own memories, for which no `Release` is sent."""
         return ()
 
     def fail(self, why: str) -> None:
-        """End it, when it is not in flight any more: no scheduler can run it."""
+        """Fail the request as unavailable and free its memory. It must no longer be in flight."""
         text = id_prefix(self.submit.request_id) + why
         try:
             self.respond(Failed(self.submit.id, Unavailable.code, text, 0, early=False))
@@ -141,7 +153,7 @@ class InflightRequest(ABC):
             self.free()
 
     def strand(self) -> None:
-        """End it: its scheduler is lost, and no other one serves its model."""
+        """Fail the request because its scheduler is lost and no other one serves its model."""
         self.fail(ENDED)
 
 
@@ -149,15 +161,16 @@ R = TypeVar("R", bound=InflightRequest)
 
 
 class SchedulerClient(Generic[R]):
-    """The requests of one thread or event loop that are in flight, whatever schedulers have them.
+    """The requests in flight of one thread or event loop, at all schedulers.
 
-    At each step the tables are right before a request is told anything, so that telling may fail,
-    or be interrupted by a signal.
+    The tables are updated before any method of a request is called. The method may therefore raise
+    an exception or be interrupted by a signal.
 
     Attributes:
         pending: The requests that await a response, by number.
-        settling: The requests that had their response, and whose memory a worker still uses.
-        successors: The schedulers that are lost, which the owner records before `lost`.
+        settling: The requests that have failed while a worker still uses their memory, by number.
+        successors: The successors of lost schedulers. The owner records a loss before it calls
+            `lost`.
     """
 
     __slots__ = ("_find", "_links", "pending", "settling", "successors")
@@ -168,14 +181,15 @@ class SchedulerClient(Generic[R]):
         find: Callable[[R, Failed | None], str | None] = lambda request, refusal: "",
         successors: Successors | None = None,
     ) -> None:
-        """Make a client without requests.
+        """Create a client without requests.
 
         Args:
             links: The transport.
-            find: Returns the endpoint of the scheduler that serves the request's model now, or ""
-                if none is known. The request was refused as unavailable, or its scheduler is lost.
-                None: the finder will submit, or end, the request later.
-            successors: Where losses are recorded; several clients may share one.
+            find: Called when a request was refused as unavailable (the second argument is the
+                refusal) or its scheduler is lost (None). It returns the endpoint of the scheduler
+                that currently serves the model, or "" if none is known. It returns None if it will
+                submit or end the request later.
+            successors: The record of losses, which several clients may share.
         """
         self._links = links
         self._find = find
@@ -189,22 +203,23 @@ class SchedulerClient(Generic[R]):
     # --- to schedulers
 
     def submit(self, request: R, endpoint: str, byte_size: int = 0) -> None:
-        """Queue a request, perhaps again, for the scheduler at `endpoint` or its successor.
+        """Queue a new or resubmitted request for the scheduler at `endpoint` or its successor.
 
-        The memory of the request is kept from now on until the request is settled. Where no link
-        can be made, or no scheduler serves the model any more, the request fails at once.
+        The client keeps the memory of the request until the request is settled. The request fails
+        at once if no link can be opened or no scheduler serves the model any more.
 
         Args:
             request: The request.
             endpoint: The endpoint of the scheduler.
-            byte_size: The size of its message, about. Where much is queued, it leaves at once.
+            byte_size: The approximate size of the message. The transport may send a large queue
+                at once.
         """
         if endpoint in self.successors:
             self._submit_to_successor(request, self.successors.latest(endpoint))
             return
         request.endpoint = endpoint
         submit = request.submit
-        # Before it leaves: wherever a signal interrupts this, its memory is kept.
+        # Recorded before it is queued, so that its memory is kept if a signal interrupts this.
         self.pending[submit.id] = request
         try:
             self._links.queue(endpoint, submit, byte_size)
@@ -223,33 +238,43 @@ class SchedulerClient(Generic[R]):
         self.submit(request, endpoint, message_size(request.submit))
 
     def cancel(self, request: R, listening: bool = False) -> None:
-        """Tell the scheduler that nobody waits for a request; its memory is in use until that
-        responds. `listening`: its model should end it, and what comes until then is read."""
+        """Cancel a pending request. Its memory stays in use until the scheduler responds.
+
+        Args:
+            request: The request.
+            listening: Whether responses that the model sends before it ends are still read.
+        """
         if request.submit.id in self.pending:
             self._links.tell(request.endpoint, Cancel(request.submit.id, listening))
 
     def credit(self, request: R, responses: int) -> None:
-        """Take so many more responses to a request: as many have been read."""
+        """Grant the scheduler credit for `responses` more responses to a request."""
         if request.submit.id in self.pending:
             self._links.tell(request.endpoint, Credit(request.submit.id, responses))
 
     def release(self, endpoint: str, messages: Iterable[Release]) -> None:
-        """Tell workers that outputs have been read, by the scheduler that sent them."""
+        """Send `Release` messages for outputs to the scheduler that sent them, or its successor."""
         endpoint = self.successors.latest(endpoint)
         for message in messages:
             self._links.hold(endpoint, message)
 
     def discard(self, endpoint: str, message: Response, own: Container[int] = ()) -> None:
-        """Release the outputs of a response that nobody reads: they take up a worker's memory."""
+        """Release the outputs of a response that is not read, which occupy a worker's memory.
+
+        Args:
+            endpoint: The endpoint of the scheduler that sent the response.
+            message: The response.
+            own: The ids of the requester's own memories, for which no `Release` is sent.
+        """
         if not isinstance(message, Failed) and message.data:
             self.release(endpoint, unread(message.data, own))
 
     # --- from schedulers
 
     def take(self, endpoint: str, message: SchedulerToClient) -> None:
-        """Handle what the scheduler at `endpoint` says of a request.
+        """Handle a message from the scheduler at `endpoint`.
 
-        The outputs of responses to a request that is not here, or not there any more, are released.
+        The outputs of a response are released if its request is unknown or at another scheduler.
         """
         kind = type(message)
         number = message.id
@@ -273,11 +298,16 @@ class SchedulerClient(Generic[R]):
                 request.free()
 
     def _keeps(self, request: R, failure: Failed) -> bool:
-        """Handle a failure that does not free the memory of its request: an early one, or a refusal
-        of what another scheduler takes."""
+        """Handle a failure after which the request keeps its memory.
+
+        The failure is either early, or a refusal after which the request is resubmitted.
+
+        Returns:
+            Whether the failure was handled here.
+        """
         number = request.submit.id
         if failure.early:
-            # First: a worker has its memory yet, wherever a signal interrupts this.
+            # Recorded first: a worker still uses the memory, even if a signal interrupts this.
             self.settling[number] = request
             del self.pending[number]
             request.respond(failure)
@@ -292,36 +322,39 @@ class SchedulerClient(Generic[R]):
         return endpoint is None
 
     def _take_late(self, endpoint: str, message: SchedulerToClient) -> None:
-        """Handle what is said of no request that awaits a response there."""
+        """Handle a message for which no request is pending at that scheduler."""
         if isinstance(message, StatisticsReported):
             self.take_report(message)
             return
         request = self.settling.get(message.id)
         if request is not None and request.endpoint != endpoint:
             request = None
-        if not isinstance(message, Settled):  # a worker goes on with what has failed here
+        if not isinstance(message, Settled):  # the worker still executes a request that failed here
             self.discard(endpoint, message, () if request is None else request.own_memories())
         elif request is not None:
             self._settle(message.id)
 
     def take_report(self, message: StatisticsReported) -> None:
-        """Take a scheduler's statistics, which only those get that request them."""
+        """Handle a scheduler's statistics. A subclass that requests statistics overrides this."""
 
     def _settle(self, number: int) -> None:
         request = self.settling[number]
-        self.pending.pop(number, None)  # where its failure was interrupted
+        self.pending.pop(number, None)  # still present if a signal interrupted its early failure
         del self.settling[number]
         request.free()
 
     # --- losses
 
     def lost(self, endpoint: str) -> None:
-        """Fail over: the scheduler at `endpoint` has ended, which `successors` say. What it sent
-        last is taken, what it had goes to its successor, or to who serves the model now."""
+        """Fail over from the scheduler at `endpoint`, whose loss `successors` must contain.
+
+        Its last messages are handled first. Its other requests are then resubmitted to its
+        successor, or to the scheduler that currently serves the model.
+        """
         successor = self.successors.latest(endpoint)
         if successor:
             with contextlib.suppress(Unavailable):
-                self._links.open(successor)  # for what is told of responses that were read here
+                self._links.open(successor)  # for the `Release` messages of responses read below
         self._links.lose(endpoint, self._take_last)
         for request in self.withdraw(endpoint):
             self._submit_to_successor(request, successor)
@@ -329,12 +362,17 @@ class SchedulerClient(Generic[R]):
     def _take_last(self, endpoint: str, message: Any) -> None:
         try:
             self.take(endpoint, message)
-        except Exception:  # the others are still to be moved
+        except Exception:  # the remaining requests must still be resubmitted
             logger.exception("a %s could not be handled", type(message).__name__)
 
     def withdraw(self, endpoint: str) -> list[R]:
-        """Take the requests of a scheduler, which has ended or its link, out of the table, and fail
-        those that must not run again. Returns the others, in the order of submission."""
+        """Remove the requests of a scheduler that has exited or whose link was disconnected.
+
+        Requests that must not run again fail.
+
+        Returns:
+            The requests to resubmit, in the order of submission.
+        """
         again: list[R] = []
         for number, request in list(self.settling.items()):
             if request.endpoint == endpoint:
@@ -354,8 +392,11 @@ class SchedulerClient(Generic[R]):
         return again
 
     def withdraw_all(self) -> list[R]:
-        """Take all requests out of the table, and return those that were pending: no scheduler has
-        anything any more."""
+        """Remove all requests, because no scheduler processes any of them now.
+
+        Returns:
+            The requests that were pending.
+        """
         for number in list(self.settling):
             self._settle(number)
         pending = list(self.pending.values())

@@ -1,16 +1,17 @@
-"""Calls of other models in flight: routed to schedulers, and re-routed when one is lost.
+"""Calls of other models, routed to schedulers and rerouted when a scheduler is lost.
 
-FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> CallResponse
+FindModel ──> supervisor: endpoint ──> Submit ──> scheduler ──> Finished | Failed ──> CallResponse
 
-A call keeps what it submitted until it has its response: when the scheduler is lost, the call is
-submitted again to the successor, or to the scheduler that serves the model now (see
-ipc/scheduler_client.py). Inputs that lie in memory of the caller's own request travel as they are;
-outputs are copied out, so that a model may keep them.
+A call keeps its message until it has its response. When the scheduler is lost, the call is
+resubmitted to the successor, or to the scheduler that currently serves the model (see
+ipc/scheduler_client.py). Inputs in the memory of the caller's own request are sent by reference.
+Outputs are copied, so a model may keep them.
 
-Calls come from the model's thread, from its event loop (many at once), from threads it starts. None
-may come from a signal handler: that may have interrupted one of these with the locks held.
+The model's thread, its event loop (many calls at once) and threads that it starts may call other
+models. A signal handler must not, because it may have interrupted a thread that holds the locks.
 
-They wait at the same sockets, a leader and its followers: whoever wakes takes all that came.
+All callers wait at the same sockets (leader and followers). The thread that wakes up handles all
+received messages.
 """
 
 from __future__ import annotations
@@ -53,12 +54,20 @@ logger = logging.getLogger(__name__)
 
 
 class SharedWait:
-    """One epoll descriptor over all sockets, one thread at a time asleep on it, the others behind.
+    """A wait of several threads at the same sockets (leader and followers).
 
-    `take` is called without `lock`.
+    One thread sleeps on the epoll descriptor. The other threads wait for a condition.
+
+    Attributes:
+        lock: Guards the state that `done` of `until` examines.
     """
 
     def __init__(self, take: Callable[[], None]) -> None:
+        """Create the epoll descriptor.
+
+        Args:
+            take: Handles all received messages. It is called without `lock`.
+        """
         self.lock = threading.Lock()
         self._take = take
         self._turn = threading.Condition(self.lock)
@@ -69,15 +78,18 @@ class SharedWait:
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
 
     def add(self, fd: int) -> None:
-        """Wait for this descriptor too; also for those that wait already."""
+        """Add a descriptor. Threads that are waiting already are woken by it, too."""
         self._epoll.register(fd, select.EPOLLIN)
 
     def remove(self, fd: int) -> None:
-        """Wait for it no more; before it is closed."""
+        """Remove a descriptor. Must be called before the descriptor is closed."""
         self._epoll.unregister(fd)
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Block this thread until `done()`, which whoever changes it follows with `wake`."""
+        """Block this thread until `done()` is true.
+
+        Code that changes the result of `done` must call `wake` afterwards.
+        """
         while True:
             self._take()
             with self._turn:
@@ -99,13 +111,16 @@ class SharedWait:
             os.eventfd_read(self._wake)
 
     def wake(self) -> None:
-        """Let every waiting thread look again; with `lock` held."""
+        """Wake up every waiting thread to check its condition. Must be called with `lock` held."""
         self._turn.notify_all()
         if self._asleep:
             os.eventfd_write(self._wake, 1)
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have `loop`, which runs in this thread, take what comes, until as many `unwatch`."""
+        """Handle received messages in `loop`, which runs in this thread.
+
+        The loop stops once `unwatch` has been called as often as `watch`.
+        """
         if not self._loops.get(loop):
             loop.add_reader(self._epoll.fileno(), self._take)
         self._loops[loop] = self._loops.get(loop, 0) + 1
@@ -118,14 +133,25 @@ class SharedWait:
             loop.remove_reader(self._epoll.fileno())
 
     def close(self) -> None:
-        """Close the descriptors; nobody may wait."""
+        """Close the descriptors. No thread may be waiting."""
         self._epoll.close()
         os.close(self._wake)
 
 
 class Call(InflightRequest):
-    """An inference that was begun. `outcome`: None until it has ended; `future` has it too, where a
-    coroutine began it. `takes_many`: its model may give any number of responses."""
+    """An in-flight inference of another model.
+
+    Attributes:
+        arrived_ns: The monotonic time at which the call was created.
+        future: The future that receives the outcome of an asynchronous call; None if the caller
+            blocks.
+        inputs: The inputs as they are sent.
+        number: The id of the call.
+        outcome: The response or the error; None until the call has completed.
+        request: The request.
+        router: The router that submits the call.
+        takes_many: Whether the call accepts any number of responses (a decoupled model).
+    """
 
     __slots__ = ("arrived_ns", "future", "inputs", "number", "outcome", "request", "router")
 
@@ -149,12 +175,12 @@ class Call(InflightRequest):
 
     @property
     def key(self) -> Key:
-        """The model and the version that it is for."""
+        """The name and version of the called model."""
         return self.request.model, self.request.version
 
     @property
     def ends_ns(self) -> int:
-        """When nobody waits for it any more, by the monotonic clock; 0: there is no such time."""
+        """The monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
         limit_us = self.request.timeout_us
         own_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
         return min(filter(None, (own_ns, self.request.deadline_ns)), default=0)
@@ -167,7 +193,7 @@ class Call(InflightRequest):
             self.end(self.router.read(self, message))
         elif isinstance(message, Failed):
             self.end(from_code(message.code, message.message))
-        else:  # its model was loaded again, and is another one
+        else:  # the model was reloaded and is decoupled now
             self.router.schedulers.discard(self.endpoint, message)
             if message.final:
                 self.end(_decoupled(self.request.model))
@@ -176,7 +202,7 @@ class Call(InflightRequest):
         self.inputs.release()
 
     def end(self, outcome: CallResponse | ShmserveError) -> None:
-        """Settle it with this outcome."""
+        """Complete the call with an outcome and wake up its caller."""
         self.outcome = outcome
         future = self.future
         if future is None:
@@ -186,8 +212,8 @@ class Call(InflightRequest):
 
 
 def settle_soon(future: asyncio.Future[Any], outcome: object) -> None:
-    """Give a future its result or its error, in its loop, unless it is done by then."""
-    # The loop is gone when the model did not wait for the call.
+    """Set the result or exception of a future, in the future's loop, unless it is done by then."""
+    # The loop is closed if the model did not wait for the call.
     with contextlib.suppress(RuntimeError):
         future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
@@ -213,18 +239,27 @@ C = TypeVar("C", bound=Call)
 
 
 class _Doubt(NamedTuple):
-    """A call whose scheduler may not be the one that serves its model now; else it failed so."""
+    """A call whose scheduler endpoint must be resolved again.
+
+    Attributes:
+        call: The call.
+        error: The error of the call if no other scheduler serves the model.
+    """
 
     call: Call
     error: ShmserveError
 
 
 class CallRouter:
-    """Submits calls, takes their responses, and sends them on when
-    a scheduler is lost. `waiting` has who waits for them; its lock guards all that is here.
+    """The router of calls, which submits them, receives responses and fails over.
 
-    `arena_byte_size` bytes hold large inputs. Any thread may call it. `on_spans` is told the times
-    of calls with a trace.
+    Any thread may call its methods.
+
+    Attributes:
+        mappings: The mapped memory of other processes.
+        ids: The ids of calls.
+        waiting: The shared wait of the callers. Its lock guards the state of the router.
+        schedulers: The client of the schedulers, with the calls in flight.
     """
 
     def __init__(
@@ -233,18 +268,25 @@ class CallRouter:
         arena_byte_size: int,
         on_spans: Callable[[bytes], None] = lambda spans: None,
     ) -> None:
+        """Create a router without calls.
+
+        Args:
+            control: The link to the supervisor.
+            arena_byte_size: The size of the memory for large inputs.
+            on_spans: Called with the packed spans of each response to a traced call.
+        """
         self._control = control
         self._on_spans = on_spans
         self._directory = ModelDirectory(control)
         self._memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
-        self.ids = count(1)  # of calls
+        self.ids = count(1)
         self.waiting = SharedWait(self._take)
         self._lock = self.waiting.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(identity, self.waiting.add, self.waiting.remove)
         self.schedulers: SchedulerClient[Call] = SchedulerClient(self._links, self._doubt)
-        self._left: deque[tuple[Call, bool]] = deque()  # to be cancelled; whether one listens
+        self._left: deque[tuple[Call, bool]] = deque()  # calls to cancel, and `listening`
         self._doubtful: list[_Doubt] = []
         self._responses = Schemas(ResponseSchema)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -254,7 +296,7 @@ class CallRouter:
         control.follow_models(self._models_changed)
 
     def close(self) -> None:
-        """Close every socket; calls in flight get no response."""
+        """Close every socket. Calls in flight receive no response."""
         self._control.follow_models(None)
         with self._lock:
             self._links.close_all()
@@ -263,19 +305,27 @@ class CallRouter:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the memory for large inputs that no call has."""
+        """The number of free bytes in the memory for large inputs."""
         return self._memory.byte_size - self._memory.used
 
     # --- for the model's code
 
     def begin(self, call: C) -> C:
-        """Submit a call. Raises the ShmserveError that it cannot be submitted for."""
+        """Submit a call and send it at once.
+
+        Raises:
+            ShmserveError: The call cannot be submitted.
+        """
         self.submit(call)
         self.flush()
         return call
 
     def wait(self, call: Call) -> CallResponse:
-        """Wait for the response to a call. Raises the ShmserveError that it ended with."""
+        """Wait for the response to a call.
+
+        Raises:
+            ShmserveError: The call has failed with this error.
+        """
         self.waiting.until(lambda: call.outcome is not None)
         if isinstance(call.outcome, CallResponse):
             return call.outcome
@@ -283,10 +333,15 @@ class CallRouter:
         raise call.outcome
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
-        """`begin`; the future, of the running event loop, gets what `wait` returns or raises.
+        """Submit a call from the running event loop.
 
-        Those begun in one turn of the loop are sent as one. Cancelling the future cancels the
-        inference.
+        The calls submitted in one iteration of the loop are sent together.
+
+        Returns:
+            A future of the response or error. Cancelling the future cancels the inference.
+
+        Raises:
+            ShmserveError: The call cannot be submitted.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[CallResponse] = loop.create_future()
@@ -294,8 +349,17 @@ class CallRouter:
         return future
 
     def submit_soon(self, call: Call, future: asyncio.Future[Any]) -> None:
-        """Submit a call at the end of this turn of the running loop, which takes responses until
-        the future is done; where that is cancelled, so is the call."""
+        """Submit a call, which is sent in the next iteration of the running event loop.
+
+        The loop handles received messages until the future is done.
+
+        Args:
+            call: The call.
+            future: A future of the loop. If it is cancelled, the call is cancelled.
+
+        Raises:
+            ShmserveError: The call cannot be submitted.
+        """
         loop = asyncio.get_running_loop()
         self.submit(call)
         loop.call_soon(self.flush)
@@ -308,15 +372,19 @@ class CallRouter:
 
         future.add_done_callback(over)
 
-    # --- out
+    # --- sending
 
     def submit(self, call: Call) -> None:
-        """Have a call leave with the next flush. Raises the ShmserveError that it cannot."""
+        """Queue a call for the next `flush`.
+
+        Raises:
+            ShmserveError: The call cannot be submitted.
+        """
         while True:
             target = self._directory.find(call.key, call.ends_ns)
             with self._lock:
                 if not self._directory.knows(call.key, target):
-                    continue  # lost while this thread waited for its turn
+                    continue  # the target was lost while this thread waited for the lock
                 call.inputs = place(call.request.inputs, self._memory)
                 try:
                     self._submit(call, target)
@@ -327,7 +395,12 @@ class CallRouter:
             return
 
     def _submit(self, call: Call, target: BlsTarget) -> None:
-        """Raises InvalidArgument when the request does not fit the model."""
+        """Queue a call for its target. Must be called with the lock held.
+
+        Raises:
+            InvalidArgument: The request does not fit the model.
+            Internal: The model is decoupled, and the call accepts only one response.
+        """
         request = call.request
         if target.decoupled and not call.takes_many:
             raise _decoupled(request.model)
@@ -348,7 +421,7 @@ class CallRouter:
         self.schedulers.submit(call, target.endpoint, message_size(call.submit))
 
     def flush(self) -> None:
-        """Send what is queued: calls, credit, cancellations."""
+        """Send the queued calls, credit messages and cancellations."""
         with self._lock:
             while self._left:
                 call, listening = self._left.popleft()
@@ -356,15 +429,21 @@ class CallRouter:
             self._links.flush()
 
     def credit(self, call: Call, responses: int) -> None:
-        """Take so many more responses of a call: as many were taken."""
+        """Grant credit for `responses` more responses to a call."""
         with self._lock:
             self.schedulers.credit(call, responses)
         self.flush()
 
     def cancel_soon(self, call: Call, listening: bool = False) -> None:
-        """Cancel a call that nobody waits for any more, or, `listening`, whose model should end it.
-        At any moment, in any thread: an object may be collected in the middle of what needs the
-        lock."""
+        """Cancel a call without waiting for the lock.
+
+        May be called at any time and in any thread, because an object may be garbage-collected
+        while its thread holds the lock.
+
+        Args:
+            call: The call.
+            listening: Whether responses that the model sends before it ends are still read.
+        """
         self._left.append((call, listening))
         if self._lock.acquire(blocking=False):
             self._lock.release()
@@ -372,10 +451,10 @@ class CallRouter:
         else:
             self._wake_up()
 
-    # --- in
+    # --- receiving
 
     def _take(self) -> None:
-        """Handle all that has arrived."""
+        """Handle all received messages."""
         self._control.pump()
         with self._lock:
             for link in self._links:
@@ -396,7 +475,10 @@ class CallRouter:
         self.schedulers.take(endpoint, message)
 
     def read(self, call: Call, message: Finished | Responded) -> CallResponse | ShmserveError:
-        """Return a copy of a response to a call. Call it with the lock held."""
+        """Return a copy of a response to a call, or the error if the response cannot be read.
+
+        Must be called with the lock held.
+        """
         schema, data = message.schema, message.data
         try:
             known = self._responses.find(schema) or self._responses.learn(schema)
@@ -409,13 +491,13 @@ class CallRouter:
         return outcome
 
     def invalidate(self, model: str) -> None:
-        """Have the next call of `model` ask anew where it is."""
+        """Remove the cached targets of a model, so that its next call queries the supervisor."""
         self._directory.invalidate(model)
 
     # --- losses
 
     def _models_changed(self, news: Losses) -> None:
-        # Called by whoever reads the supervisor's socket, with its lock held: not to be asked here.
+        # The caller holds the lock of the supervisor's link: send no request to the supervisor.
         with self._lock:
             match news:
                 case ProcessExited(process=pid):
@@ -428,8 +510,10 @@ class CallRouter:
                     self.schedulers.lost(endpoint)
 
     def _doubt(self, call: Call, refusal: Failed | None) -> None:
-        """Have a thread look, without the lock, who serves the model of a call that no scheduler
-        has. A scheduler that refused it may be the old one of a model that has been loaded again.
+        """Schedule the resolution of a call that is not in flight at any scheduler.
+
+        A thread resolves the endpoint later, without the lock. A scheduler that refused the call
+        may be the previous one of a model that has been reloaded.
         """
         error: ShmserveError = Unavailable("the scheduler of the model was lost")
         if refusal is not None:
@@ -438,12 +522,15 @@ class CallRouter:
         self._wake_up()
 
     def _wake_up(self) -> None:
-        """Have whoever waits, now or next, `_take`."""
+        """Make the thread that waits, or the next one to wait, call `_take`."""
         os.eventfd_write(self._wakeup, 1)
-        self._woken = True  # in this order: otherwise it could stay readable, and unread
+        self._woken = True  # set after the write: otherwise the eventfd could remain unread
 
     def _look_again(self, doubt: _Doubt) -> None:
-        """Submit a call to whoever serves its model now, unless that is who failed it."""
+        """Resubmit a call to the current scheduler of its model, or fail the call.
+
+        The call fails if that is the scheduler that failed it. Must be called without the lock.
+        """
         call, outcome = doubt
         self._directory.doubt(call.key, call.endpoint)
         target: BlsTarget | None = None

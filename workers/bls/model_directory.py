@@ -1,5 +1,4 @@
-"""The model directory, a cache of service discovery: which scheduler serves a model that is
-called."""
+"""The model directory, a cache of the schedulers that serve the called models."""
 
 from __future__ import annotations
 
@@ -18,8 +17,13 @@ Key = tuple[str, str]  # a model's name, and its version or "" for the latest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlsTarget:
-    """A model version that serves: its scheduler's endpoint, what it takes, and whether it gives
-    any number of responses to a request."""
+    """A loaded model version.
+
+    Attributes:
+        endpoint: The endpoint of its scheduler.
+        signature: The inputs and outputs of the model.
+        decoupled: Whether it may send any number of responses to a request.
+    """
 
     endpoint: str
     signature: Signature
@@ -27,7 +31,7 @@ class BlsTarget:
 
 
 class ModelDirectory:
-    """The known targets. For any thread."""
+    """A thread-safe cache of the targets that the supervisor has reported."""
 
     def __init__(self, control: SupervisorLink) -> None:
         self._control = control
@@ -36,40 +40,47 @@ class ModelDirectory:
         self._losses = 0
 
     def find(self, key: Key, ends_ns: int = 0) -> BlsTarget:
-        """The target that serves it; waits for the supervisor where that is not known, and for a
-        model on demand until it is loaded, or the time `ends_ns` has come (0: none).
+        """Return the target of a model. Query the supervisor if the target is not cached.
 
-        Raises NotFound or Unavailable when nobody does.
+        The query of a model that is loaded on demand waits until the model is loaded.
+
+        Args:
+            key: The name and version of the model.
+            ends_ns: The deadline by the monotonic clock; 0 for none.
+
+        Raises:
+            NotFound: There is no such model.
+            Unavailable: The model is not loaded.
         """
         while (target := self._known.get(key)) is None:
             losses = self._losses
             patience_s = max(1e-6, (ends_ns - time.monotonic_ns()) / 1e9) if ends_ns else 0.0
             found = self._control.ask(FindModel, *key, patience_s)
             with self._lock:
-                # Otherwise what was found may be older than the news of a loss.
+                # After another loss, the supervisor's response may be outdated.
                 if losses == self._losses:
                     self._known[key] = _target(found)
         return target
 
     def knows(self, key: Key, target: BlsTarget) -> bool:
-        """Whether `target` is what `find` says."""
+        """Return whether `target` is the cached target of `key`."""
         return self._known.get(key) is target
 
     def invalidate(self, model: str) -> None:
-        """Ask anew for every version of a model."""
+        """Remove every version of a model, so that `find` queries the supervisor again."""
         with self._lock:
             for key in [key for key in self._known if key[0] == model]:
                 del self._known[key]
 
     def doubt(self, key: Key, endpoint: str) -> None:
-        """Ask anew if it is still `endpoint` that is known."""
+        """Remove the target of `key` if its endpoint is still `endpoint`."""
         with self._lock:
             target = self._known.get(key)
             if target is not None and target.endpoint == endpoint:
                 del self._known[key]
 
     def lose(self, endpoint: str) -> None:
-        """Drop every target at `endpoint`: its scheduler was lost."""
+        """Remove every target at `endpoint`, whose scheduler was lost."""
         with self._lock:
             self._losses += 1
             for key in [key for key, at in self._known.items() if at.endpoint == endpoint]:

@@ -24,7 +24,14 @@ from shmserve.workers.batch.request import Input
 
 @dataclass(frozen=True, slots=True)
 class CallInput:
-    """A tensor to send; `data` is its wire form, or where that already lies."""
+    """An input tensor to send.
+
+    Attributes:
+        name: The name of the input.
+        datatype: The datatype.
+        shape: The shape.
+        data: The serialized tensor, or the memory range that contains it.
+    """
 
     name: str
     datatype: str
@@ -34,10 +41,21 @@ class CallInput:
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """One inference of another model; `version` "" is the latest, no `outputs` all of them.
+    """An inference request to another model.
 
-    `timeout_us` is the call's own limit, `deadline_ns` (monotonic) when its caller's ends; 0: none.
-    With a `trace`, as `Submit` has it, its times are told.
+    Attributes:
+        model: The name of the model.
+        version: The version; "" for the latest.
+        inputs: The input tensors.
+        outputs: The names of the requested outputs; empty for all of them.
+        request_id: The id of the request.
+        parameters: The parameters of the request.
+        correlation_id: The id of the sequence; 0 or "" for none.
+        flags: The sequence flags.
+        timeout_us: The timeout of this call; 0 for none.
+        deadline_ns: The deadline of the caller by the monotonic clock; 0 for none.
+        priority: The priority.
+        trace: The trace context, as in `Submit`; "" if the call is not traced.
     """
 
     model: str
@@ -54,7 +72,11 @@ class CallRequest:
     trace: str = ""
 
     def packed(self, signature: Signature, inputs: Sequence[TensorRef]) -> Packed:
-        """Return the schema and data of this request, with the inputs where they lie now.
+        """Return the schema and data of this request.
+
+        Args:
+            signature: The signature of the model.
+            inputs: The inputs as they are sent.
 
         Raises:
             InvalidArgument: The request does not fit the signature of the model.
@@ -66,14 +88,14 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class CallResponse:
-    """A response of another model; the outputs are this process's own."""
+    """A response of another model, whose outputs are copies in this process."""
 
     outputs: list[Input]
     parameters: dict[str, Any]
 
 
 def copied(response: Inferred, mappings: Mappings, model: str) -> CallResponse | ShmserveError:
-    """A response of `model` with outputs of this process's own, or why one cannot be had."""
+    """Return a copy of a response of `model`, or the error if an output cannot be mapped."""
     outputs: list[Input] = []
     for ref in response.outputs:
         data = ref.data
@@ -86,7 +108,11 @@ def copied(response: Inferred, mappings: Mappings, model: str) -> CallResponse |
 
 
 def place(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInputs:
-    """The inputs as they travel, large ones in `memory`. Raises Unavailable when that is full."""
+    """Return the inputs as they are sent, with large ones copied to `memory`.
+
+    Raises:
+        Unavailable: `memory` is full.
+    """
     loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Range))
     refs: list[TensorRef] = []
     placed = PlacedInputs(refs, [])
@@ -110,12 +136,12 @@ def place(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInputs:
 
 @dataclass(slots=True)
 class PlacedInputs:
-    """Inputs as they travel, and the blocks that large ones lie in."""
+    """Inputs as they are sent, and the blocks of memory that hold the large ones."""
 
     refs: Sequence[TensorRef]
     blocks: list[Block]
 
     def release(self) -> None:
-        """No worker reads them any more; a second time does nothing."""
+        """Free the blocks, which no worker reads any more. Idempotent."""
         while self.blocks:
             self.blocks.pop().release()

@@ -1,4 +1,4 @@
-"""Streamed calls: of decoupled models, with credit for responses."""
+"""Streamed calls of decoupled models, with flow control of the responses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ Item = CallResponse | ShmserveError
 
 
 class StreamCall(Call):
-    """`items` are the responses that have come and were not taken; `over`: no more will come.
-    `abandoned`: nobody takes what may come yet. `begun`, of an event loop, is told of the first."""
+    """An in-flight call with any number of responses.
+
+    Attributes:
+        abandoned: Whether the caller ignores further responses.
+        begun: A future that is completed when the first response arrives; None for none.
+        items: The responses and errors received and not taken yet.
+        over: Whether the last response has been received.
+        window: The flow-control window of the reader.
+    """
 
     __slots__ = ("abandoned", "begun", "items", "over", "window")
     takes_many = True
@@ -44,7 +51,7 @@ class StreamCall(Call):
         elif message.schema:
             self._add(self.router.read(self, message), message.final)
         elif message.final:
-            # Triton's iterator ends with an empty response where the end came by itself.
+            # Triton's iterator ends with an empty response if the final flag arrives on its own.
             self._add(CallResponse([], {}), True)
 
     def end(self, outcome: Item) -> None:
@@ -60,21 +67,21 @@ class StreamCall(Call):
             settle_soon(begun, None)
 
     def ready(self) -> bool:
-        """Whether there is something to take, or nothing will come any more."""
+        """Return whether `take` would not block."""
         return bool(self.items) or self.over or self.abandoned
 
     def wait(self) -> None:
-        """Wait until it is `ready`."""
+        """Wait until `ready()` is true."""
         if not self.ready():
             self.router.waiting.until(self.ready)
 
     @property
     def finished(self) -> bool:
-        """Whether all has been taken."""
+        """Whether every response has been taken."""
         return not self.items and (self.over or self.abandoned)
 
     def take(self) -> Item | None:
-        """Wait for the next response; None when there is none any more."""
+        """Wait for the next response and return it; None after the last one."""
         self.wait()
         try:
             item = self.items.popleft()
@@ -87,12 +94,15 @@ class StreamCall(Call):
         return item
 
     def cancel(self) -> None:
-        """Have its model hear that no more is wanted. What it sends until it ends may be taken."""
+        """Send the model a cancellation. Responses that arrive before it ends can be taken."""
         if not self.over and not self.abandoned:
             self.router.cancel_soon(self, listening=True)
 
     def abandon(self) -> None:
-        """Cancel it: nobody takes more responses. At any moment, in any thread."""
+        """Cancel the call and ignore further responses.
+
+        May be called at any time and in any thread.
+        """
         if not self.abandoned:
             self.abandoned = True
             if not self.over:

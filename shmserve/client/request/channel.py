@@ -1,9 +1,8 @@
-"""A request channel: what is submitted to schedulers, and told what becomes of it; and each
-request, with its one response.
+"""The client's request channel, which submits requests to schedulers and handles their responses.
 
-One thread, or one event loop, has a channel for itself, so nothing here is locked; `wake` alone
-may be called by others. What is submitted leaves at `flush`, all for a scheduler as one frame; what
-has come is handled by `take`, in the thread that waits for it (see ipc/scheduler_client.py).
+Each channel belongs to one thread or one event loop, so it needs no lock. Only `wake` may be called
+from other threads. `flush` sends the queued requests, as one frame for each scheduler. `take`
+handles received messages in the thread that waits for them (see ipc/scheduler_client.py).
 """
 
 from __future__ import annotations
@@ -56,7 +55,17 @@ _TWICE = "the server ended the connection, twice"
 
 
 class ClientRequest(InflightRequest):
-    """A request that was submitted. `outcome`: None until it is answered; `on_done` hears of it."""
+    """An in-flight request with one response.
+
+    Attributes:
+        abandoned: Whether the caller has stopped waiting for the request.
+        again: Whether the request has been resubmitted because its response was lost.
+        built: The packed request.
+        channel: The channel that submitted the request.
+        end: Releases the memory of the request.
+        on_done: Called with the request when `outcome` is set.
+        outcome: The result or the error; None until the request has completed.
+    """
 
     __slots__ = ("abandoned", "again", "built", "channel", "end", "on_done", "outcome")
 
@@ -74,10 +83,14 @@ class ClientRequest(InflightRequest):
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
         self.abandoned = False
-        self.again = False  # it was submitted once more, since what should have come is lost
+        self.again = False
 
     def result(self) -> Result:
-        """The result; raises the error that it ended with."""
+        """Return the result of a completed request.
+
+        Raises:
+            ShmserveError: The request has failed with this error.
+        """
         outcome = self.outcome
         if isinstance(outcome, Result):
             return outcome
@@ -86,7 +99,7 @@ class ClientRequest(InflightRequest):
         try:
             raise self.traced(outcome)
         finally:
-            del outcome  # no cycle of it and its traceback, which would keep the request's memory
+            del outcome  # a cycle of the error and its traceback would keep the request's memory
 
     def awaited(self) -> bool:
         return not self.abandoned
@@ -96,14 +109,17 @@ class ClientRequest(InflightRequest):
             self._finish(message)
         elif type(message) is Failed:
             self.done(self.error(message.code, message.message, message.retry_after_s))
-        elif type(message) is Responded:  # its model was loaded again, and is another one
+        elif type(message) is Responded:  # the model was reloaded and is decoupled now
             self.discard(message)
             self.done(Unsupported(DECOUPLED % self.built.model.name))
             self.channel.cancel(self)
 
     def error(self, code: str, text: str, retry_after_s: int = 0) -> ShmserveError:
-        """The exception for the server's error: after the request's time TimedOut, which the server
-        may know of first."""
+        """Return the exception for an error that the server has reported.
+
+        The server may detect an expired deadline before the client does. UNAVAILABLE after the
+        deadline therefore becomes `TimedOut`.
+        """
         if retry_after_s > 0:
             return QueueFull(text, retry_after_s)
         if code == "UNAVAILABLE" and 0 < self.built.options.deadline_ns <= time.monotonic_ns():
@@ -111,18 +127,21 @@ class ClientRequest(InflightRequest):
         return from_code(code, text)
 
     def traced(self, error: ShmserveError) -> ShmserveError:
-        """What the request failed with, which knows its trace, if it has one."""
+        """Set the `traceparent` of the error that this request failed with, and return the error.
+
+        The `traceparent` is empty if the request has no trace.
+        """
         trace = self.submit.trace
         error.traceparent = TraceContext.of(trace).traceparent if trace else ""
         return error
 
     def discard(self, message: Response) -> None:
-        """Release the outputs of a response that nobody reads."""
+        """Release the outputs of a response without reading them."""
         self.channel.schedulers.discard(self.endpoint, message, self.own_memories())
 
     def _finish(self, message: Finished) -> None:
         channel = self.channel
-        # What was read gives the memory back, or keeps it for the arrays over it.
+        # `read` releases the memory, or keeps it for the arrays that refer to it.
         end, self.end = self.end, nothing
         outcome: Result | ShmserveError
         try:
@@ -133,7 +152,7 @@ class ClientRequest(InflightRequest):
             self.end = end
             over = self.again or self.abandoned or runs_once(self.submit.schema, self.submit.data)
             if isinstance(error, Unavailable) and not over:
-                self.again = True  # its worker died before the response was read
+                self.again = True  # the worker exited before the response was read
                 channel.schedulers.submit(self, self.endpoint, message_size(self.submit))
                 return
             outcome = error
@@ -143,22 +162,27 @@ class ClientRequest(InflightRequest):
         self.done(outcome)
 
     def explain(self, result: Result, spans: bytes) -> None:
-        """Put where its time went into a result."""
+        """Add the latency breakdown of the request to the parameters of a result.
+
+        Args:
+            result: The result.
+            spans: The packed spans of the response.
+        """
         span_id, sent_ns = TraceContext.of(self.submit.trace).span_id, self.submit.arrived_ns
         told = explain(unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns())
         result.parameters["explanation"] = told
 
     @property
     def explained(self) -> bool:
-        """Whether its result is to say where its time went."""
+        """Whether the request asks for a latency breakdown in its result."""
         return (self.built.options.parameters or {}).get("explain") is True
 
     def copied(self, place: Range) -> bytes:
-        """A copy of what is in a worker's memory."""
+        """Return a copy of a range of a worker's memory."""
         return self.channel.server.copied(place)
 
     def release(self, messages: Iterable[Release]) -> None:
-        """Tell workers that their outputs have been read."""
+        """Send the `Release` messages for outputs that have been read."""
         self.channel.schedulers.release(self.endpoint, messages)
 
     def own_memories(self) -> set[int]:
@@ -173,15 +197,18 @@ class ClientRequest(InflightRequest):
         end()
 
     def ready(self) -> bool:
-        """Whether there is something for who waits."""
+        """Return whether a waiting thread can proceed."""
         return self.outcome is not None
 
     def done(self, outcome: Result | ShmserveError) -> None:
-        """That is how it ended; who waits for it hears so."""
+        """Complete the request with an outcome and call `on_done`.
+
+        An abandoned request ignores its outcome.
+        """
         if self.abandoned:
             return
         self.outcome = outcome
-        on_done, self.on_done = self.on_done, None  # it may refer to this: no cycle stays
+        on_done, self.on_done = self.on_done, None  # the callback may refer to this request
         if on_done is not None:
             on_done(self)
 
@@ -190,7 +217,13 @@ P = TypeVar("P", bound=ClientRequest)
 
 
 class RequestChannel:
-    """The requests of one thread, or event loop, of a connection, and its links to schedulers."""
+    """The requests and scheduler links of one thread or event loop of a connection.
+
+    Attributes:
+        server: The state of the connected server.
+        schedulers: The client of the schedulers, with the requests in flight.
+        waker: The eventfd that `wake` writes to.
+    """
 
     def __init__(
         self,
@@ -212,22 +245,34 @@ class RequestChannel:
         watch(self.waker)
         server.join(self)
 
-    # --- out
+    # --- sending
 
     def submit(
         self, built: PackedRequest, on_done: Callable[[ClientRequest], None] | None = None
     ) -> ClientRequest:
         """Queue a request for the next `flush`.
 
+        Args:
+            built: The packed request.
+            on_done: Called with the request when it has completed.
+
+        Returns:
+            The request in flight.
+
         Raises:
-            Disconnected: The channel is closed, or the server that the request was made for is
-                gone.
+            Disconnected: The channel is closed, or the request was packed for a server that has
+                exited or been replaced.
             InvalidArgument: The request is too large.
         """
         return self.start(ClientRequest(self, built, on_done))
 
     def start(self, pending: P) -> P:
-        """`submit` what stands for a request already."""
+        """Queue an existing request object for the next `flush`.
+
+        Raises:
+            Disconnected: As for `submit`.
+            InvalidArgument: As for `submit`.
+        """
         server, built = self.server, pending.built
         another = built.model.source is not server.models
         if self._closed or not server.alive or another:
@@ -257,12 +302,12 @@ class RequestChannel:
         return pending
 
     def cancel(self, pending: ClientRequest) -> None:
-        """Cancel a request; its memory is in use until the scheduler responds."""
+        """Cancel a request. Its memory stays in use until the scheduler responds."""
         pending.abandoned = True
         self.schedulers.cancel(pending)
 
     def expire(self, number: int) -> None:
-        """The time of a request is over: it fails, unless it was answered."""
+        """Fail and cancel a request whose deadline has passed, unless it has completed."""
         pending = self.schedulers.pending.get(number)
         if pending is not None and not pending.abandoned:
             pending.done(TimedOut(LATE))
@@ -270,24 +315,24 @@ class RequestChannel:
 
     @property
     def waiting(self) -> Collection[int]:
-        """The numbers of the requests that were not answered yet."""
+        """The numbers of the requests that have not completed."""
         return self.schedulers.pending
 
     @property
     def unsent(self) -> int:
-        """The number of messages that are queued."""
+        """The number of queued messages."""
         return self._links.unsent
 
     def flush(self) -> None:
-        """Send what is queued."""
+        """Send the queued messages."""
         self._links.flush()
 
-    # --- in
+    # --- receiving
 
     def take(self, readable: Collection[int]) -> None:
-        """Handle what is at these descriptors, and send what that asks for."""
+        """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
-            self._slept()  # first: what happens after we have looked around wakes us again
+            self._slept()  # reset before `_look_around`, so that a later `wake` is not lost
         if self._losses != self.server.losses or not self.server.alive:
             self._look_around()
         for fd in readable:
@@ -301,15 +346,15 @@ class RequestChannel:
             self.flush()
 
     def _find(self, pending: ClientRequest, _: Failed | None) -> str:
-        """Return the endpoint of the scheduler that serves the model of a request now."""
+        """Return the endpoint that currently serves the model of a request; "" if there is none."""
         model, models = pending.built.model, self.server.models
         now = models.find(model.name, model.version) or models.find(model.name, "")
         return "" if now is None else now.endpoint
 
-    # --- ends
+    # --- losses
 
     def _look_around(self) -> None:
-        """Schedulers, or the whole server, have ended: see who had something."""
+        """Fail over the requests of lost schedulers, or fail all requests if the server exited."""
         server = self.server
         if not server.alive:
             self._drop_all()
@@ -319,8 +364,11 @@ class RequestChannel:
             self.schedulers.lost(endpoint)
 
     def _cut_off(self, link: Dealer) -> None:
-        """A link has ended. Where the scheduler has too, the listener will tell who has taken over;
-        one that lives has had enough of the link, and gets what was on it once more."""
+        """Replace a link that was disconnected.
+
+        If the scheduler still runs, it closed only this link. Its requests are then resubmitted
+        once over a new link. If the scheduler has exited, the listener reports its successor.
+        """
         try:
             again = self._links.connect(link.endpoint)
         except Unavailable as error:
@@ -353,7 +401,7 @@ class RequestChannel:
             pending.done(Disconnected(ENDED))
 
     def wake(self) -> None:
-        """Have whoever waits for this channel look around; for any thread."""
+        """Wake up the thread that waits at this channel. May be called from any thread."""
         if not self._closed:
             os.eventfd_write(self.waker, 1)
 
@@ -362,7 +410,7 @@ class RequestChannel:
             os.eventfd_read(self.waker)
 
     def close(self) -> None:
-        """Close every link; what is pending fails."""
+        """Close every link and fail the pending requests."""
         if not self._closed:
             self._closed = True
             self._drop_all()

@@ -26,8 +26,13 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 
 class ClientStream(ClientRequest):
-    """A request with any number of responses. `items` are those that have come and were not read;
-    `on_item` hears of each, and of the end; `over`: no more will come."""
+    """An in-flight request with any number of responses.
+
+    Attributes:
+        items: The responses and errors received and not read yet, with the byte size of each.
+        on_item: Called for each response and at the end of the stream.
+        over: Whether the last response has been received.
+    """
 
     def __init__(
         self, channel: RequestChannel, built: PackedRequest, on_item: Callable[[], None] = nothing
@@ -36,7 +41,7 @@ class ClientStream(ClientRequest):
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.over = False
-        self._taken = -1  # bytes of the response that the reader has; -1: it has none
+        self._taken = -1  # bytes of the response that the reader has taken; -1 for none
         self._window = ReadWindow(placed=_is_placed(built))
 
     def ready(self) -> bool:
@@ -53,7 +58,7 @@ class ClientStream(ClientRequest):
             elif message.schema:
                 self._read(message)
             elif message.spans and self.explained:
-                self.items.append((Result({}, {}, None), 0))  # of nothing but the explanation
+                self.items.append((Result({}, {}, None), 0))  # contains only the explanation
             if message.spans and self.explained and isinstance(self.items[-1][0], Result):
                 self.explain(self.items[-1][0], message.spans)
             self.over = self.over or message.final
@@ -79,8 +84,11 @@ class ClientStream(ClientRequest):
             self.on_item()
 
     def read(self) -> int:
-        """The reader is done with the response that it took last, if any, and asks for another: how
-        many are to be credited now."""
+        """Record that the reader has finished the response that it took last, if any.
+
+        Returns:
+            The number of responses to credit now.
+        """
         if self._taken < 0:
             return 0
         credit = self._window.read(self._taken)
@@ -88,45 +96,54 @@ class ClientStream(ClientRequest):
         return 0 if self.over else credit
 
     def take(self) -> Result:
-        """The next response that has come; raises the error that it is."""
+        """Return the oldest response received.
+
+        Raises:
+            ShmserveError: The response is this error.
+        """
         item, self._taken = self.items.popleft()
         if isinstance(item, Result):
             return item
         try:
             raise self.traced(item)
         finally:
-            del item  # no cycle of it and its traceback
+            del item  # it would be in a cycle with its traceback
 
     def leave(self) -> None:
-        """Drop the responses that have come, and those that may come yet."""
+        """Discard the responses received so far and ignore later ones."""
         self.abandoned = True
         self.items.clear()
 
 
 class Attending(Protocol):
-    """A thread's way to wait for what is in flight."""
+    """A thread's method of waiting for requests in flight."""
 
     def attend(self, pending: Any) -> None:
-        """Wait until it is `ready`; raises TimedOut, for which it is cancelled."""
+        """Wait until `pending` is ready.
+
+        Raises:
+            TimedOut: The deadline has passed. The request is cancelled.
+        """
 
     def credit(self, pending: Any, responses: int) -> None:
-        """Grant credit for so many more responses."""
+        """Grant credit for `responses` more responses."""
 
     def cancel(self, left: Iterable[Any]) -> None:
-        """Cancel these; at any moment, in any thread."""
+        """Cancel requests. May be called at any time and in any thread."""
 
 
 class ResponseStream:
-    """The responses to one request, each when it comes. For one thread at a time.
+    """An iterator over the responses to one request. Not thread-safe.
 
-    `next` raises the error that a response is (others may follow), or that the request ended with.
-    `close`, or the end of a `with`, or of this object, cancels what has not ended.
+    `next` raises the error of a response, after which further responses may follow, or the error
+    that the request failed with. An unfinished request is cancelled by `close`, at the end of a
+    `with` block, and when the object is collected.
     """
 
     def __init__(self, way: Attending, pending: ClientStream, owner: object) -> None:
         self._way = way
         self._pending = pending
-        self._owner = owner  # the client is not closed meanwhile, though nobody else may have it
+        self._owner = owner  # the reference keeps the client from being collected and closed
 
     def __iter__(self) -> ResponseStream:
         return self
@@ -143,7 +160,7 @@ class ResponseStream:
         return pending.take()
 
     def close(self) -> None:
-        """Read no more. A second time is fine."""
+        """Discard unread responses and cancel the request if it has not ended. Idempotent."""
         pending = self._pending
         if not pending.over and not pending.abandoned:
             self._way.cancel((pending,))
@@ -160,37 +177,42 @@ class ResponseStream:
 
 
 def _is_placed(built: PackedRequest) -> bool:
-    """Whether outputs go to places of the client's: each response to the same."""
+    """Return whether every response is written to the same ranges of the client's memory."""
     if not built.segments:
         return False
     return any(output.placed for output in RequestSchema(built.schema).outputs)
 
 
 class Waiting(Attending, Protocol):
-    """A thread's way to submit requests, and to wait for what comes."""
+    """A thread's method of submitting requests and waiting for their responses."""
 
     connection: ServerConnection
 
     def submit(self, built: PackedRequest) -> Any:
-        """Queue a request; what stands for it from then on."""
+        """Queue a request and return the object to `wait` for."""
 
     def send(self, at_least: int) -> None:
-        """Send what is queued, if it is that much."""
+        """Send the queued messages if there are at least `at_least`."""
 
     def wait(self, submitted: Any) -> Result:
-        """The result; raises the error that it ended with, or TimedOut."""
+        """Wait for a request and return its result.
+
+        Raises:
+            TimedOut: The deadline has passed.
+            ShmserveError: The request has failed with this error.
+        """
 
     def open(self, built: PackedRequest) -> ClientStream:
         """Send a request that may have any number of responses."""
 
 
 class ThreadChannel:
-    """A thread's channel, and how it waits."""
+    """A request channel of one thread, which waits for its sockets itself."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
-        self.lock = threading.Lock()  # held while the thread is in it: others may only close it
-        self._left: deque[ClientRequest] = deque()  # to be cancelled
+        self.lock = threading.Lock()  # held while the thread uses the channel
+        self._left: deque[ClientRequest] = deque()  # requests to cancel
         self._poll = select.epoll()
         self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
 
@@ -232,7 +254,7 @@ class ThreadChannel:
 
     def cancel(self, left: Iterable[ClientRequest]) -> None:
         self._left.extend(left)
-        # A generator that is collected may find its thread, or another, in the middle of a wait.
+        # A stream may be collected while its thread, or another thread, waits with the lock held.
         if self.lock.acquire(blocking=False):
             try:
                 self._cancel_left()
@@ -247,7 +269,11 @@ class ThreadChannel:
         self.channel.flush()
 
     def until(self, pending: ClientRequest) -> None:
-        """Return when it is `ready`; raises TimedOut when its deadline passes first."""
+        """Wait until `pending` is ready. Must be called with the lock held.
+
+        Raises:
+            TimedOut: The deadline has passed first.
+        """
         channel = self.channel
         if pending.ready():
             return
@@ -264,22 +290,28 @@ class ThreadChannel:
                 self._cancel_left()
 
     def close(self) -> None:
-        """Close all of it."""
+        """Close the channel and the epoll descriptor."""
         with self.lock:
             self.channel.close()
             self._poll.close()
 
 
 class SharedChannel:
-    """The connection's own channel, for a thread without one because others have all channels: the
-    connection's thread sends and receives for it."""
+    """The connection's own channel, for a thread that could not get a channel of its own.
+
+    The connection's thread sends and receives on behalf of this thread.
+    """
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
-        self._arrived = threading.Event()  # something for the stream that this was opened for
+        self._arrived = threading.Event()  # set when the stream of `open` has a new item
 
     def check_may_wait(self) -> None:
-        """Raise Unavailable in the connection's own thread, which would wait for itself."""
+        """Check that the caller is not the connection's own thread, which would wait for itself.
+
+        Raises:
+            Unavailable: The caller is the connection's own thread.
+        """
         if self.connection.is_current_thread():
             raise Unavailable(
                 "a callback cannot wait here, since other threads have every channel of this "
@@ -294,14 +326,14 @@ class SharedChannel:
         return future
 
     def send(self, at_least: int) -> None:
-        """Nothing: the request is on its way."""
+        """Do nothing: `submit` has sent the request already."""
 
     def wait(self, future: Future[Result]) -> Result:
         try:
             return future.result()
         finally:
             future.cancel()
-            del future  # no cycle of it and its error's traceback
+            del future  # it would be in a cycle with the traceback of its error
 
     def open(self, built: PackedRequest) -> ClientStream:
         future: Future[ClientStream] = Future()
@@ -342,7 +374,7 @@ class SharedChannel:
 
 
 def _notified(future: Future[Result]) -> None:
-    """Notify those who are in `concurrent.futures.wait` for a future of its cancellation."""
+    """Notify the threads in `concurrent.futures.wait` that a future has been cancelled."""
     if future.cancelled():
         future.set_running_or_notify_cancel()
 
@@ -367,7 +399,7 @@ def _submit(
     if deadline_ns:
         connection.expire_at(deadline_ns, pending.submit.id)
 
-    def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
+    def over(ended: Future[Result]) -> None:  # a reference to `future` would form a cycle
         if ended.cancelled() and pending.outcome is None:
             connection.call(partial(RequestChannel.cancel, pending=pending))
 
@@ -375,7 +407,7 @@ def _submit(
 
 
 def _resolve(future: Future[Result], done: ClientRequest) -> None:
-    with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+    with contextlib.suppress(InvalidStateError):  # the future has been cancelled
         if isinstance(done.outcome, Result):
             future.set_result(done.outcome)
         else:
