@@ -2,12 +2,12 @@
 of one that fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -68,6 +68,28 @@ def _start_cuda() -> None:
         pointer = driver.allocate(1, 0)
         driver.export(pointer, 0)
         driver.free(pointer, 0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an empty model repository that the tests of a module share."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[servers.Start]:
+    """Start servers that the tests of a module share, ready on return; see `servers.running`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(servers.running(*args, **options))
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A folder for sockets, whose paths are short, that every user may enter."""
+    made = Path(tempfile.mkdtemp(prefix="st-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture(autouse=True)

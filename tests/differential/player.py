@@ -1,7 +1,5 @@
 """Plays a script against one server, and writes down what happened."""
 
-from __future__ import annotations
-
 import re
 import time
 import urllib.request

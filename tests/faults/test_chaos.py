@@ -1,7 +1,5 @@
 """Two minutes of `python -m bench.chaos`: random load, random faults, no wrong or lost answer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

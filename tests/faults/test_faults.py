@@ -2,8 +2,6 @@
 and all is as before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

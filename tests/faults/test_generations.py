@@ -2,8 +2,6 @@
 answered, and what is said of the model is so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -20,7 +18,7 @@ from shmserve.ipc.messages import publications as m
 from tests.rigs.local_clients import Guest
 from tests.support import repositories
 from tests.support.crowd import ConnectionLimits, crowd, values
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
 
@@ -42,11 +40,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Server]:
+def server(repository: Path, start: Start) -> Server:
     """A server with a gateway of each kind: both must know of a change."""
     flags = ("--model-control-mode=explicit", "--load-model=simple")
-    with running(repository, *flags, grpc=True) as started:
-        yield started
+    return start(repository, *flags, grpc=True)
 
 
 def change(

@@ -2,15 +2,11 @@
 what is done about each here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +29,6 @@ from tests.support.wire.raw_http import Http, UnixHttp, in_region, json_input, s
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
 PAGE = os.sysconf("SC_PAGESIZE")
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="sr-"))
-    made.chmod(0o711)
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ Two Markov chains speak, one of which proposes for the other; the joint distribu
 tokens is known.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """One server for all tests that only ask, and a way to start one for those that need their own."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -79,9 +77,7 @@ def host(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Serv
         names = sorted(path.name for path in repository.iterdir())
         for name in names:
             shutil.move(repository / name, folder / name)
-        with server.http() as http:
-            for name in names:
-                http.post(f"/v2/repository/models/{name}/load").ok()
+        server.load(*names)
         return server
 
     yield load

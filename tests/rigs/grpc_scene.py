@@ -1,7 +1,5 @@
 """A connection of gRPC and its calls, without a socket."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace

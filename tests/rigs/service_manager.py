@@ -1,8 +1,6 @@
 """A service manager's end of a server, in a test: what it hears, what it keeps, the sockets that it
 gives."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

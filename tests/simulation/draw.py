@@ -1,7 +1,5 @@
 """What a seed draws: models, and the requests that clients make of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from random import Random

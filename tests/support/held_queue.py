@@ -1,7 +1,5 @@
 """A model that is held at the gate while its queue fills as a test wants it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any

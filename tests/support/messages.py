@@ -1,7 +1,5 @@
 """Requests and responses in the messages that carry them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shmserve.ipc.tensors.inference import (

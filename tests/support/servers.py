@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -123,6 +123,17 @@ class Server:
         """A connection of its own."""
         with contextlib.closing(Http(self.http_port, timeout_s)) as http:
             yield http
+
+    def load(self, *models: str) -> None:
+        """Load models one after the other; each load must succeed."""
+        with self.http() as http:
+            for model in models:
+                http.load(model).ok()
+
+    def unload(self, model: str) -> None:
+        """Unload a model."""
+        with self.http() as http:
+            http.unload(model).ok()
 
     # --- waiting ---
 
@@ -354,7 +365,7 @@ def unload_all(server: Server, repository: Path) -> None:
     returns once their processes have ended."""
     with server.http() as http:
         for model in http.post("/v2/repository/index").ok().json():
-            http.post(f"/v2/repository/models/{model['name']}/unload").ok()
+            http.unload(model["name"]).ok()
     for folder in repository.iterdir():
         shutil.rmtree(folder)
     hosts = ("scheduler", "ensemble")  # the last of a model's processes to end
@@ -387,6 +398,10 @@ def running(
         raise
     else:
         server.stop()
+
+
+# The type of `running` as a fixture: the server lives as long as the fixture.
+Start = Callable[..., Server]
 
 
 def run_command(

@@ -1,7 +1,5 @@
 """Who may import whom: rooms depend on each other one way, and nothing heavy loads by accident."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Which room (a folder of code) may import which; and that no modules import one another."""
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Iterator

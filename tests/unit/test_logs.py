@@ -1,7 +1,5 @@
 """Log lines, what the settings show, and the file that they go to."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """The dynamic batcher, with a queue policy, so that no batch is formed before it can run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.differential.script import (

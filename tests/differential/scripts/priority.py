@@ -1,7 +1,5 @@
 """Priority levels and queue policies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.differential.script import (

@@ -1,7 +1,5 @@
 """Sequences: both strategies, backlog, restart, controls, state in the model, iterations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.differential.script import (

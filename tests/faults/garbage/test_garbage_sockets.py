@@ -1,7 +1,5 @@
 """Garbage on every ZeroMQ socket in the run directory: dropped, and nothing else happens."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

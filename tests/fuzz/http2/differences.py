@@ -1,8 +1,6 @@
 """Where the engines differ, and why that is right: both may be, by the RFC, or it is the other's
 choice. What is not in the table is a finding."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

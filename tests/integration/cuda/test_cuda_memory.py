@@ -3,14 +3,13 @@
 Exporters are other processes than the workers, as CUDA wants it: this one, and children of it.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ import torch
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.support import servers
+from tests.support import repositories, servers
 from tests.support.gates import WAITING, holding
-from tests.support.servers import Server
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 
 pytestmark = [
@@ -65,13 +64,9 @@ def shm() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("gpu") / "models"
-    (repository / "twice" / "1").mkdir(parents=True)
-    (repository / "twice" / "1" / "model.py").write_text(MODEL)
-    (repository / "twice" / "config.pbtxt").write_text(CONFIG)
-    with servers.running(repository, gpu=True) as made:
-        yield made
+def server(models: Path, start: Start) -> Server:
+    repositories.write(models, "twice", CONFIG, MODEL)
+    return start(models, gpu=True)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 time, its cancellation, its limits, and what its steps say of a sequence (section 3.7).
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json
@@ -16,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.integration.ensembles.clients import floats, stream
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
 from tests.support import repositories
 from tests.support.crowd import crowd, values
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
@@ -50,21 +48,15 @@ COUNT = """
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("ensembles") / "models"
-    add_model(repository, "same", 'return self.response(Y=self.input(request, "X"))')
-    _sequences(repository)
-    _gated(repository)
-    add_model(repository, "watches", WATCH)
-    add_model(repository, "behind", 'return self.response(Y=self.input(request, "X"))')
+def server(models: Path, start: Start) -> Server:
+    add_model(models, "same", 'return self.response(Y=self.input(request, "X"))')
+    _sequences(models)
+    _gated(models)
+    add_model(models, "watches", WATCH)
+    add_model(models, "behind", 'return self.response(Y=self.input(request, "X"))')
     steps = [xy("same", "IN", "a"), xy("watches", "a", "b"), xy("behind", "b", "OUT")]
-    add_ensemble(repository, "watched", steps)
-    with running(repository, grpc=True) as started:
-        yield started
-
-
-def xy(model: str, given: str, made: str) -> str:
-    return step(model, {"X": given}, {"Y": made})
+    add_ensemble(models, "watched", steps)
+    return start(models, grpc=True)
 
 
 def _sequences(repository: Path) -> None:

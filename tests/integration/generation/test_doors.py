@@ -1,7 +1,5 @@
 """Text through every door: OpenAI's client, generate, gRPC's streams, the native client."""
 
-from __future__ import annotations
-
 import json
 import queue
 import socket

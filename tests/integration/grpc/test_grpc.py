@@ -1,10 +1,9 @@
 """gRPC with Triton's own clients: everything that they can ask."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import ml_dtypes
@@ -20,7 +19,7 @@ import shmserve
 from shmserve.gateway.api.management import EXTENSIONS
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import A, B, is_right, place, simple_request, stub
 from tests.support.wire.raw_http import in_region, shm_input
@@ -29,13 +28,10 @@ MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("grpc") / "models"
-    repository.mkdir()
-    repositories.add(repository, *MODELS)
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, *MODELS)
     explicit = ("--model-control-mode=explicit", "--load-model=*")
-    with running(repository, "--id=both", *explicit, grpc=True) as started:
-        yield started
+    return start(models, "--id=both", *explicit, grpc=True)
 
 
 @pytest.fixture

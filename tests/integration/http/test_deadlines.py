@@ -2,8 +2,6 @@
 up.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Generator
@@ -23,12 +21,11 @@ BATCHING = "dynamic_batching { }"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """The gated model, with and without batching."""
-    repository = tmp_path_factory.mktemp("deadlines")
-    repositories.add_as(repository, "plain", "gated")
-    repositories.add_as(repository, "batching", "gated", BATCHING)
-    return host(repository)
+    repositories.add_as(models, "plain", "gated")
+    repositories.add_as(models, "batching", "gated", BATCHING)
+    return host(models)
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])

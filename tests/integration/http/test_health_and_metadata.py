@@ -1,7 +1,5 @@
 """What a server and its models say about themselves."""
 
-from __future__ import annotations
-
 import http.client
 
 import pytest

@@ -2,13 +2,12 @@
 long: it writes no line of its own into the log, and nothing ends by it.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -23,7 +22,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from tests.rigs.local_clients import Guest, answer
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.wire.grpc_calls import refusal, simple_request, stub
 from tests.support.wire.raw_http import json_input, raw_connection
 
@@ -51,14 +50,12 @@ ONES = np.ones((1, 16), np.int32)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("words") / "models"
-    repositories.add(repository, "simple")
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, "simple")
     config = repositories.identity_config("shouter", "BYTES", [1])
-    repositories.write(repository, "shouter", config, SHOUTER)
+    repositories.write(models, "shouter", config, SHOUTER)
     flags = ["--model-control-mode=explicit", "--load-model=simple", "--load-model=shouter"]
-    with running(repository, *flags, "--log-verbose=1", grpc=True) as started:
-        yield started
+    return start(models, *flags, "--log-verbose=1", grpc=True)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """Inference over HTTP: JSON and binary tensors, ids, parameters, selection of outputs, versions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -2,8 +2,6 @@
 connection lives on.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -2,15 +2,11 @@
 no other test holds them.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.wire.grpc_calls import request_of, stub
 from tests.support.wire.raw_http import Http, json_input
 
@@ -37,15 +33,7 @@ FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """Short, for there is a socket in it."""
-    made = Path(tempfile.mkdtemp(prefix="sr-"))
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+def server(folder: Path, start: Start) -> Server:
     """Explicit mode, every listener, verbose; what Triton forwards to models is asked for."""
     repository = folder / "models"
     repositories.add(repository, "echo_request", "constant")
@@ -61,14 +49,7 @@ def server(folder: Path) -> Iterator[Server]:
         FORWARDED,
         "--log-verbose=2",
     ]
-    with running(repository, *flags, grpc=True) as started:
-        yield started
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[Http]:
-    with server.http() as connection:
-        yield connection
+    return start(repository, *flags, grpc=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """shmserve.client when something ends: a request, a client, a scheduler, a model, the server."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -28,7 +26,7 @@ from shmserve.client.request.arrays import dtype_of
 from shmserve.client.request.options import PLAIN
 from tests.support import repositories
 from tests.support.gates import Visit
-from tests.support.servers import ROOT, Server, running
+from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
@@ -37,15 +35,12 @@ EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 
 
 @pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def gated(models: Path, start: Start) -> Server:
     """A server whose model "gated" waits at a gate, and whose "rows" does not."""
-    repository = tmp_path_factory.mktemp("native") / "models"
-    repository.mkdir()
-    repositories.add(repository, "gated", "simple")
-    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
-    repositories.add_identity(repository, "large", "FP32", [ROW], source="gated")
-    with running(repository, *EXPLICIT) as started:
-        yield started
+    repositories.add(models, "gated", "simple")
+    repositories.add_identity(models, "rows", "FP32", [ROW], max_batch_size=8)
+    repositories.add_identity(models, "large", "FP32", [ROW], source="gated")
+    return start(models, *EXPLICIT)
 
 
 @pytest.fixture(autouse=True)
@@ -632,7 +627,7 @@ def test_a_reload_under_load_fails_nobody(gated: Server) -> None:
         with gated.http() as http:
             for _ in range(3):
                 enough = asked + 10
-                http.post("/v2/repository/models/rows/load").ok()
+                http.load("rows").ok()
                 until("it is asked on", partial(lambda most: asked > most, enough))
         over.set()
         for thread in threads:
@@ -643,10 +638,10 @@ def test_a_reload_under_load_fails_nobody(gated: Server) -> None:
 def test_an_unloaded_model_is_not_found(gated: Server) -> None:
     with shmserve.client.connect(gated.run_dir) as client, gated.http() as http:
         assert client.infer("simple", INPUT0=A, INPUT1=A)
-        http.post("/v2/repository/models/simple/unload").ok()
+        http.unload("simple").ok()
         with pytest.raises(shmserve.client.NotFound, match="unknown model: 'simple'"):
             client.infer("simple", INPUT0=A, INPUT1=A)
-        http.post("/v2/repository/models/simple/load").ok()
+        http.load("simple").ok()
         assert client.infer("simple", INPUT0=A, INPUT1=A)
 
 

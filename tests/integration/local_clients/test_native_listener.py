@@ -1,8 +1,6 @@
 """Who may be a local client, and what local clients cannot do: the sockets behind shmserve.client,
 by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -31,20 +29,17 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
 from tests.rigs.local_clients import Guest, answer, memfd, small, submit
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, running
+from tests.support.servers import ROOT, Server, Start, running
 from tests.support.waiting import until
 
 CLIENT = ROOT / "examples" / "c_client" / "infer.c"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A server of two small models."""
-    repository = tmp_path_factory.mktemp("door") / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple", "identity")
-    with running(repository) as started:
-        yield started
+    repositories.add(models, "simple", "identity")
+    return start(models)
 
 
 @pytest.fixture

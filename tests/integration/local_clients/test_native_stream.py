@@ -1,7 +1,5 @@
 """shmserve.client with models that give many responses: order, credit, regions, leaving."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -21,7 +19,7 @@ from shmserve.client import aio
 from shmserve.client.inflight.channel import RequestChannel
 from shmserve.ipc.credit import FIRST_CREDIT
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 
 CONFIG = """
@@ -75,14 +73,11 @@ class TritonPythonModel:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("stream") / "models"
-    repository.mkdir()
-    repositories.add(repository, "repeat", "simple")
-    repositories.write(repository, "steps", CONFIG, MODEL)
-    repositories.add_identity(repository, "rows", "FP32", [8192], max_batch_size=8)
-    with running(repository) as started:
-        yield started
+def served(models: Path, start: Start) -> Server:
+    repositories.add(models, "repeat", "simple")
+    repositories.write(models, "steps", CONFIG, MODEL)
+    repositories.add_identity(models, "rows", "FP32", [8192], max_batch_size=8)
+    return start(models)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The example of a client of pyzmq and msgpack alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Regions that change while requests use them."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable
@@ -20,11 +18,10 @@ from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """The models "gated" and "identity"."""
-    repository = tmp_path_factory.mktemp("regions")
-    repositories.add(repository, "gated", "identity")
-    return host(repository)
+    repositories.add(models, "gated", "identity")
+    return host(models)
 
 
 def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Which requests are executed together: the dynamic batcher seen from outside, batch by batch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,14 +36,13 @@ def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """The model "gated" under several batching configurations."""
-    repository = tmp_path_factory.mktemp("batching")
     for name, config in MODELS.items():
-        repositories.add_as(repository, name, "gated", config)
-    add_two(repository, "two", MODELS["eager"])
-    add_two(repository, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
-    return host(repository)
+        repositories.add_as(models, name, "gated", config)
+    add_two(models, "two", MODELS["eager"])
+    add_two(models, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
+    return host(models)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Models on demand: loaded by the first request at every door, unloaded when idle or beyond the
 bound."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time
@@ -21,10 +19,10 @@ import shmserve.client
 from shmserve.client import aio
 from shmserve.client.errors import TimedOut
 from shmserve.errors import InvalidArgument, NotFound
-from tests.rigs.pipelines import add_ensemble, add_model, step
+from tests.rigs.pipelines import add_ensemble, add_model, xy
 from tests.support import repositories
 from tests.support.hf_folders import write_folder
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -78,12 +76,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(repository: Path) -> Iterator[Server]:
+def shared(repository: Path, start: Start) -> Server:
     """A server of it, with all of it on demand."""
-    with running(
-        repository, "--load-on-demand", "--model-control-mode=explicit", grpc=True
-    ) as started:
-        yield started
+    return start(repository, "--load-on-demand", "--model-control-mode=explicit", grpc=True)
 
 
 @pytest.fixture
@@ -93,7 +88,7 @@ def server(shared: Server) -> Iterator[Server]:
     with shared.http() as http:
         for name, state in states(http).items():
             if state != ON_DEMAND:
-                http.post(f"/v2/repository/models/{name}/unload").ok()
+                http.unload(name).ok()
     until("all have ended", lambda: not shared.find("scheduler"))
 
 
@@ -248,11 +243,11 @@ def test_a_load_that_fails_is_the_answer_and_is_tried_again(
 def test_what_an_operator_unloads_stays_away(server: Server) -> None:
     with server.http() as http:
         assert answer(http, "told") == 1
-        http.post("/v2/repository/models/told/unload").ok()
+        http.unload("told").ok()
         assert http.infer("told", ASK).status == 404
         until("it has ended", lambda: states(http)["told"] == "UNAVAILABLE")
         assert http.get("/v2/models/told/ready").status == 400
-        http.post("/v2/repository/models/told/load").ok()
+        http.load("told").ok()
         assert answer(http, "told") == 1
 
 
@@ -264,7 +259,7 @@ def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
     flags = ("--load-on-demand", "--idle-unload-secs=1", "--model-control-mode=explicit")
     with running(tmp_path, *flags, "--load-model=first") as server, server.http() as http:
         assert states(http)["first"] == "READY"
-        http.post("/v2/repository/models/kept/load").ok()
+        http.load("kept").ok()
         for _ in range(2):
             assert answer(http, "goes") == answer(http, "stays") == 1
             until("it is unloaded", lambda: states(http)["goes"] == ON_DEMAND)
@@ -281,7 +276,7 @@ def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -
     repository = tmp_path / "models"
     for name in ("add", "other"):
         add_model(repository, name, ADD)
-    two = [step("add", {"X": "IN"}, {"Y": "m"}), step("other", {"X": "m"}, {"Y": "OUT"})]
+    two = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
     add_ensemble(repository, "both", two)
     asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
     flags = ("--load-on-demand", "--idle-unload-secs=2")

@@ -1,7 +1,5 @@
 """Priority levels, queue policies and batching strategies, seen from outside."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,15 +60,14 @@ TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """Models with priority levels and strategies, and one that calls another with a priority."""
-    repository = tmp_path_factory.mktemp("priorities")
-    path = repositories.add_as(repository, "levels", "gated", LEVELS) / "config.pbtxt"
+    path = repositories.add_as(models, "levels", "gated", LEVELS) / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 1"))
-    repositories.write(repository, "caller", CALLER, CALLER_MODEL)
-    repositories.add_as(repository, "prefer_latency", "gated", STRATEGY % "prefer_latency")
-    repositories.add_as(repository, "adaptive", "gated", STRATEGY % "adaptive" + TARGET)
-    return host(repository)
+    repositories.write(models, "caller", CALLER, CALLER_MODEL)
+    repositories.add_as(models, "prefer_latency", "gated", STRATEGY % "prefer_latency")
+    repositories.add_as(models, "adaptive", "gated", STRATEGY % "adaptive" + TARGET)
+    return host(models)
 
 
 def number(value: int) -> np.ndarray:

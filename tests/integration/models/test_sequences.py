@@ -1,10 +1,7 @@
 """Sequences over every door: ids and flags, control inputs of every datatype, iterative ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,14 +102,6 @@ ID_TYPES = ("UINT64", "INT64", "UINT32", "INT32", "STRING")
 PAIRS = ("int32", "fp32", "bool")
 
 
-def write(repository: Path, name: str, config: str, code: str) -> None:
-    """A model of these two files."""
-    folder = repository / name / "1"
-    folder.mkdir(parents=True)
-    (folder.parent / "config.pbtxt").write_text(config)
-    (folder / "model.py").write_text(code)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Models with sequences of every kind."""
@@ -136,8 +125,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ):
         code = ITERATIVE.replace("DECOUPLED", str(bool(more)))
         config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=more)
-        write(repository, name, config, code)
-    write(repository, "calling", CALLER_CONFIG, CALLER)
+        repositories.write(repository, name, config, code)
+    repositories.write(repository, "calling", CALLER_CONFIG, CALLER)
     with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
         started.gate.close()
         yield started

@@ -1,9 +1,8 @@
 """The two worked examples of sequences, step by step, and what the model saw in each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,25 +12,23 @@ from tests.support import repositories
 from tests.support.crowd import ConnectionLimits, crowd
 from tests.support.gates import Visit
 from tests.support.sequence_models import CONTROLS, IDLE, instances
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Reply, json_input
 
 Ask = Callable[..., "Future[Reply]"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A server whose models stand at the gate."""
-    repository = tmp_path_factory.mktemp("sequences")
     for name, count, strategy in (
         ("pair", 2, "direct { }"),
         ("single", 1, "direct { }"),
         ("oldest", 1, "oldest { max_candidate_sequences: 4 }"),
     ):
         config = f"{instances(count)} sequence_batching {{ {strategy} {IDLE} {CONTROLS} }}"
-        repositories.add_as(repository, name, "sequencer", config)
-    with running(repository, "--exit-timeout-secs=2") as started:
-        yield started
+        repositories.add_as(models, name, "sequencer", config)
+    return start(models, "--exit-timeout-secs=2")
 
 
 @pytest.fixture

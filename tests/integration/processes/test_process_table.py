@@ -1,7 +1,5 @@
 """What the supervisor's process table makes of what the kernel says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The server as a tree of processes: titles, gateways, ports, draining, and the exit status."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -9,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,7 @@ import pytest
 from tests.support import repositories
 from tests.support.crowd import crowd, values
 from tests.support.load import Load
-from tests.support.servers import ROOT, Server, refuses, run_command, running
+from tests.support.servers import ROOT, Server, Start, refuses, run_command
 from tests.support.waiting import until
 
 # It is to end as soon as it has its folder, and once more when it has ended but for that.
@@ -43,12 +40,10 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A server to look at."""
-    folder = tmp_path_factory.mktemp("tree")
-    repositories.add(folder, "simple", "identity")
-    with running(folder, "--gateways=2") as started:
-        yield started
+    repositories.add(models, "simple", "identity")
+    return start(models, "--gateways=2")
 
 
 def test_workers_end_first_where_memory_is_short(server: Server) -> None:

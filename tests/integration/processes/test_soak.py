@@ -1,7 +1,5 @@
 """The long run, for a moment: nothing grows, and nothing fails."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

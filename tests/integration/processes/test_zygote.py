@@ -1,7 +1,5 @@
 """Processes that are forked on request: very many at once, and none when the host has no room."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

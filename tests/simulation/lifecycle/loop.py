@@ -1,7 +1,5 @@
 """The world as an event loop of asyncio: what coroutines wait for happens in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """What a program is told when no server lets it in."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run directory that a client finds when none is named."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page that describes the native protocol says what the code does."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

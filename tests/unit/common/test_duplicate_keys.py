@@ -1,7 +1,5 @@
 """R12: a name that stands twice in a JSON object is refused, wherever a body is read as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Models' own metrics: added up over instances and models, and as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The trust policy: whose region an object becomes, how much of it there may be, who pays."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """--cache-config and --response-cache-byte-size."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.config.flag_values import cache_byte_size

@@ -1,7 +1,5 @@
 """The settings of the gRPC listener, from the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

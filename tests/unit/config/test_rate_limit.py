@@ -1,7 +1,5 @@
 """--rate-limit-resource."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.config.flag_values import parse_resources

@@ -1,7 +1,5 @@
 """The largest values of an output, as texts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Giving memory back: once, after the last large request."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

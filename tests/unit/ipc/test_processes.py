@@ -1,7 +1,5 @@
 """What the C library is told of copies and of memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

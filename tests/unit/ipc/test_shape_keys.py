@@ -1,7 +1,5 @@
 """Which requests may share a batch (reference sections 3.1 rule 2 and 3.6): equal shape keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """An ensemble's graph and its steps' models: section 3.7, load-time checks, in Triton's words."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

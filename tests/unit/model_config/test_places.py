@@ -1,8 +1,6 @@
 """Where what is said about a configuration points to, and what is not said beside what could not
 be read."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an application is built of: flags by their names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a replica passes on to its node's server, and as what."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.ray.node import passed_on, path_of, refusal

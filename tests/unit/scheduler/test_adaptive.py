@@ -1,7 +1,5 @@
 """The adaptive batcher: what it learns, and what it makes of it on simulated models and loads."""
 
-from __future__ import annotations
-
 import random
 from itertools import count
 

@@ -1,7 +1,5 @@
 """The dynamic batcher's rules, one by one and as properties of any queue."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The sketch of the last minute: exact in rank, near in value, and forgetful in time."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

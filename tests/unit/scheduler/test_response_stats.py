@@ -1,7 +1,5 @@
 """Responses by their index: what each kind of response counts as."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shmserve.ipc.messages import inference as m

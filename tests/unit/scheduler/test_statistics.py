@@ -1,7 +1,5 @@
 """What is counted, and how it is shown."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Changes that hold once every process that was told says so."""
 
-from __future__ import annotations
-
 import asyncio
 
 from shmserve.supervisor.processes.control_socket import Acknowledgements

@@ -1,7 +1,5 @@
 """The supervisor's socket."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

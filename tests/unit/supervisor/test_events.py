@@ -1,7 +1,5 @@
 """The server's events: to whom they are sent, what they are made of, what a slow reader loses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

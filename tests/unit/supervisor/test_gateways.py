@@ -1,7 +1,5 @@
 """The gateways' processes, as the supervisor starts and ends them."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The listener for programs: who has a place there, and what is left of who does not stay."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

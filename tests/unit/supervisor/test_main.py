@@ -1,7 +1,5 @@
 """What the supervisor imports, and the environment that worker processes are started in."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a service manager is told, and the sockets that it gives."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """The supervisor's own end, whatever goes wrong in it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Signs of life for a service manager."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Hashable

@@ -1,7 +1,5 @@
 """The workspace pool: leases that never overlap, waiting in order, nothing lost to fragments."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 

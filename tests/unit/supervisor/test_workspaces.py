@@ -1,7 +1,5 @@
 """Workspace pools on CUDA devices: the memory is a process's, and comes and goes with it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

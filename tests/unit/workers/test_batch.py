@@ -1,7 +1,5 @@
 """A worker's data path: views where possible, one copy where not; each request's errors its own."""
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from collections.abc import Iterator

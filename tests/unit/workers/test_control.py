@@ -1,7 +1,5 @@
 """A worker's link to the supervisor: questions from any thread, and nothing is lost on the way."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

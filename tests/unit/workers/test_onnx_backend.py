@@ -1,7 +1,5 @@
 """ONNX models: completion from the file, outputs computed in place, options, errors in words."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Torch models of each form: names, whole batches, datatypes, errors that say what to write."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Ragged batches (reference section 3.6): what a model gets of one, and how outputs are cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A worker's lease of its device's workspace, on a stand-in for CUDA."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

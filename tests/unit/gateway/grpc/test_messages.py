@@ -1,7 +1,5 @@
 """gRPC's messages: however their bytes are cut they are the same; what is none is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import sys

@@ -1,7 +1,5 @@
 """ModelInferRequest and ModelInferResponse as bytes, the plans of requests, the table of RPCs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """R15: how many connections one peer may have, and that it costs the others none of theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """HTTP as hostile or clumsy clients speak it: framing, size, time, and what others notice."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import http.client

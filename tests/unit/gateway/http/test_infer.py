@@ -1,7 +1,5 @@
 """A request from its submission to its end: answers, cancellation, lost schedulers, held memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Route tables: each route has a scope and a form for its errors; and chunked responses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence

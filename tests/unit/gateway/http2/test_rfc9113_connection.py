@@ -1,7 +1,5 @@
 """RFC 9113 by section: the preface, frames in general, and those of the whole connection."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """RFC 9113 by section: the states of streams, and the frames of a stream."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors between steps that are on one CUDA device: they stay there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Who goes first, and what follows from what steps have cost."""
 
-from __future__ import annotations
-
 from array import array
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A scheduler with a response cache: hits, misses, what passes it by, and what is counted."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

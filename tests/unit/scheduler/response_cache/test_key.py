@@ -1,7 +1,5 @@
 """What the key of the response cache tells apart (section 3.8), and what it does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

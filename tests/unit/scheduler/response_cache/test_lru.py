@@ -1,7 +1,5 @@
 """The bound and the order of the response cache's entries, beside a plain model of them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

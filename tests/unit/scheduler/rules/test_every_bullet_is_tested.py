@@ -1,8 +1,6 @@
 """The schedulers' rules that have no numbers (sections 3.3 to 3.7 of the reference), one by one in
 their order there, and which tests show each."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

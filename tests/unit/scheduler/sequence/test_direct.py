@@ -1,7 +1,5 @@
 """The direct strategy (reference 3.3 and 3.4), in a scheduler without processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.ipc.messages import supervision as m

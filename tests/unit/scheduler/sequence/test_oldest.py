@@ -1,7 +1,5 @@
 """The oldest strategy (reference 3.5), in a scheduler without processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.rigs.sequence_rig import END, START, SequenceRig

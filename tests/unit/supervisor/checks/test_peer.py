@@ -1,7 +1,5 @@
 """Whether another process can share memory with the server: by made-up facts, and for real."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

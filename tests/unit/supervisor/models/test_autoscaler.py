@@ -1,7 +1,5 @@
 """The autoscaler: its changes of instances, its policy, and the capacity of the host."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """Reloads that change instances only: what is one, and what comes and goes."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads, unloads and polls in every order, and the publications of models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The messages of a load, of deaths and of a move, in the order in which they are said: what one
 process sends another is right only after what came before it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

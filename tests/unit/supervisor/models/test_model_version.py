@@ -1,7 +1,5 @@
 """The processes of a model version in every order of events, and the steps of an ensemble."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models on demand: which are unloaded, how large they are, and loads that fail."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Statuses of models, and readiness checks by workers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import dataclass

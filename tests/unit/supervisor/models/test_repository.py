@@ -1,7 +1,5 @@
 """What is in a repository: names, versions, changes; and the folders the server writes itself."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

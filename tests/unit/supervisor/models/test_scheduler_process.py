@@ -1,7 +1,5 @@
 """Counters of a scheduler that outlive it: restored by one that takes over, the base of another."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA regions as clients and the supervisor see them; no device is touched on this side."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc

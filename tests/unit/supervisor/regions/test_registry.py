@@ -1,7 +1,5 @@
 """The registry of regions: names, generations, and when a mapping ends."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Text from tokens: all of it, whole characters, and nothing of a stop string."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

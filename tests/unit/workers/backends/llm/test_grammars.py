@@ -1,7 +1,5 @@
 """Structured output costs those who ask for it, and nobody else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

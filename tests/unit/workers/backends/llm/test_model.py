@@ -1,7 +1,5 @@
 """The model: equal to transformers in every schedule, and to the bit where that is promised."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

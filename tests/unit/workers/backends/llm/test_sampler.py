@@ -1,7 +1,5 @@
 """The sampler: transformers' processors in their order, and draws that depend on nothing else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

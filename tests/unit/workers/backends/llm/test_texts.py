@@ -1,7 +1,5 @@
 """Requests and their texts: streams, ends, several samples, successors, errors."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator
