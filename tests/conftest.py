@@ -2,8 +2,10 @@
 of one that fails.
 """
 
+import asyncio
 import contextlib
 import functools
+import inspect
 import shutil
 import signal
 import sys
@@ -119,6 +121,16 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     if isinstance(val, bytes) and len(val) > _LONGEST_SHOWN:
         return f"{argname} of {len(val)} bytes"
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

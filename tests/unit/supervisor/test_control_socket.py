@@ -1,4 +1,4 @@
-"""The supervisor's socket."""
+"""The supervisor's socket to its processes, and changes that each of them acknowledges."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import ChangeLogging, FindModel, IndexRepository
 from shmserve.ipc.messages.publications import SchedulerLost
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.supervisor.processes.control_socket import ControlSocket
+from shmserve.supervisor.processes.control_socket import Acknowledgements, ControlSocket
 from tests.rigs.arrivals import arrived
 
 
@@ -108,3 +108,33 @@ def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
         return heard
 
     assert asyncio.run(listen()) == [FindModel(1, "m", "")]
+
+
+def test_all_must_acknowledge_that_are_there() -> None:
+    async def change() -> None:
+        changes = Acknowledgements()
+        number = changes.begin({1, 2, 3})
+        waiting = asyncio.ensure_future(changes.news())
+        changes.acknowledged(1, number)
+        changes.acknowledged(1, number)
+        changes.exited(2)
+        changes.acknowledged(4, number)
+        changes.acknowledged(3, number + 1)
+        assert not changes.know(number)
+        await asyncio.sleep(0)
+        changes.acknowledged(3, number)
+        assert changes.know(number)
+        await waiting
+        assert changes.know(changes.begin(set()))
+
+    asyncio.run(change())
+
+
+def test_what_all_know_is_not_kept() -> None:
+    """A program may stay for weeks and acknowledge nothing, and models come and go."""
+    changes = Acknowledgements()
+    number = changes.begin({1})
+    changes.acknowledged(1, number)
+    assert not changes._missing
+    changes.acknowledged(1, number)
+    assert changes.know(number)
