@@ -115,20 +115,16 @@ def test_callbacks(client: triton.InferenceServerClient) -> None:
     assert answers == [None] * 8
 
 
-def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
+async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
     """The rest wait at the client; none is refused, however fast one comes after the other."""
+    async with grpc.aio.insecure_channel(server.grpc_url) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
-    async def ask() -> None:
-        async with grpc.aio.insecure_channel(server.grpc_url) as channel:
-            call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        async def again() -> None:
+            for _ in range(3):
+                assert is_right(await call.ModelInfer(simple_request(), timeout=60))
 
-            async def again() -> None:
-                for _ in range(3):
-                    assert is_right(await call.ModelInfer(simple_request(), timeout=60))
-
-            await asyncio.gather(*(again() for _ in range(3000)))
-
-    asyncio.run(ask())
+        await asyncio.gather(*(again() for _ in range(3000)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])

@@ -472,22 +472,19 @@ def test_a_stream_of_one_response(client) -> None:
     assert (only["OUTPUT0"] == A + B).all()
 
 
-def test_asyncio(rows: Server) -> None:
-    async def talk() -> None:
-        async with aio.connect(rows.run_dir) as server:
-            given = [frames(seed=seed) for seed in range(20)]
-            results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in given))
-            assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, given, strict=True))
-            assert ("rows", "1") in await server.models()
-            with await server.allocate({"INPUT0": ((1, ROW), "FP32")}) as region:
-                region["INPUT0"][:] = given[0]
-                assert (await server.infer("rows", region))["OUTPUT0"].shape == (1, ROW)
-            async for result in server.stream("simple", INPUT0=A, INPUT1=B):
-                assert (result["OUTPUT0"] == A + B).all()
-            with pytest.raises(shmserve.client.NotFound):
-                await server.infer("nobody", INPUT0=A)
-
-    asyncio.run(talk())
+async def test_asyncio(rows: Server) -> None:
+    async with aio.connect(rows.run_dir) as server:
+        given = [frames(seed=seed) for seed in range(20)]
+        results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in given))
+        assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, given, strict=True))
+        assert ("rows", "1") in await server.models()
+        with await server.allocate({"INPUT0": ((1, ROW), "FP32")}) as region:
+            region["INPUT0"][:] = given[0]
+            assert (await server.infer("rows", region))["OUTPUT0"].shape == (1, ROW)
+        async for result in server.stream("simple", INPUT0=A, INPUT1=B):
+            assert (result["OUTPUT0"] == A + B).all()
+        with pytest.raises(shmserve.client.NotFound):
+            await server.infer("nobody", INPUT0=A)
 
 
 def test_a_client_of_another_event_loop_says_so(rows: Server) -> None:

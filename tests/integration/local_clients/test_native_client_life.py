@@ -175,23 +175,20 @@ def test_what_a_thread_leaves_on_its_way_keeps_its_memory(gated: Server) -> None
         assert [set(result["OUTPUT0"]) for result in found] == [{n} for n in range(6)]
 
 
-def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
-    async def talk() -> None:
-        async with aio.connect(gated.run_dir) as server:
-            with shmserve.client.connect(gated.run_dir) as other:
-                given = _value(other, 1)
-            blocker = asyncio.create_task(server.infer("gated", given))
-            visit = await asyncio.to_thread(gated.gate.next)
-            waiting = asyncio.create_task(server.infer("gated", given))
-            await asyncio.to_thread(gated.wait_pending, "gated", 1)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            await asyncio.to_thread(gated.wait_pending, "gated", 0)
-            visit.release()
-            assert (await blocker)["OUTPUT0"].flat[0] == 1
-
-    asyncio.run(talk())
+async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
+    async with aio.connect(gated.run_dir) as server:
+        with shmserve.client.connect(gated.run_dir) as other:
+            given = _value(other, 1)
+        blocker = asyncio.create_task(server.infer("gated", given))
+        visit = await asyncio.to_thread(gated.gate.next)
+        waiting = asyncio.create_task(server.infer("gated", given))
+        await asyncio.to_thread(gated.wait_pending, "gated", 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.to_thread(gated.wait_pending, "gated", 0)
+        visit.release()
+        assert (await blocker)["OUTPUT0"].flat[0] == 1
 
 
 @pytest.mark.parametrize("made", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
@@ -325,22 +322,19 @@ def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> No
         assert client._session.connection() is connection and connection.alive
 
 
-def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Server) -> None:
-    async def talk() -> None:
-        async with aio.connect(gated.run_dir) as server:
-            assert await server.infer("simple", INPUT0=A, INPUT1=A)
-            child = os.fork()
-            if not child:
-                code = 1
-                with contextlib.suppress(BaseException):
-                    await server.close()
-                    code = 0
-                os._exit(code)
-            _, status = await asyncio.to_thread(os.waitpid, child, 0)
-            assert os.waitstatus_to_exitcode(status) == 0
-            assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
-
-    asyncio.run(talk())
+async def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Server) -> None:
+    async with aio.connect(gated.run_dir) as server:
+        assert await server.infer("simple", INPUT0=A, INPUT1=A)
+        child = os.fork()
+        if not child:
+            code = 1
+            with contextlib.suppress(BaseException):
+                await server.close()
+                code = 0
+            os._exit(code)
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
 
 
 @pytest.mark.parametrize("then", ["go on", "exit"])

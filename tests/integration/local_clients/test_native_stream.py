@@ -370,30 +370,27 @@ def test_asyncio(served: Server) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "with", "collected", "cancelled", "timeout"])
-def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how: str) -> None:
-    async def leave() -> None:
-        async with aio.connect(served.run_dir) as client:
-            steps = [b"1", left(tmp_path / "seen")]
-            stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)
-            assert (await anext(stream))["OUT"][0] == 1
-            match how:
-                case "aclose":
-                    await stream.aclose()
-                case "with":
-                    async with stream:
-                        pass
-                case "cancelled":
-                    task = asyncio.ensure_future(anext(stream))
-                    await asyncio.sleep(0)
-                    task.cancel()
-                case "timeout":
-                    with pytest.raises(shmserve.client.TimedOut):
-                        await anext(stream)
-            if how == "collected":
-                del stream
-                gc.collect()
-            await asyncio.to_thread(until, "the model has seen it", (tmp_path / "seen").exists)
-            if how not in ("collected", "cancelled"):
-                assert [each async for each in stream] == []
-
-    asyncio.run(leave())
+async def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how: str) -> None:
+    async with aio.connect(served.run_dir) as client:
+        steps = [b"1", left(tmp_path / "seen")]
+        stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)
+        assert (await anext(stream))["OUT"][0] == 1
+        match how:
+            case "aclose":
+                await stream.aclose()
+            case "with":
+                async with stream:
+                    pass
+            case "cancelled":
+                task = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                task.cancel()
+            case "timeout":
+                with pytest.raises(shmserve.client.TimedOut):
+                    await anext(stream)
+        if how == "collected":
+            del stream
+            gc.collect()
+        await asyncio.to_thread(until, "the model has seen it", (tmp_path / "seen").exists)
+        if how not in ("collected", "cancelled"):
+            assert [each async for each in stream] == []

@@ -76,17 +76,13 @@ def test_it_may_ask_for_signs_of_life(
     manager.close()
 
 
-def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
+async def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
     address, sock = heard
-
-    async def wait() -> None:
-        manager = ServiceManager(address)
-        waiting = asyncio.ensure_future(manager.keep_waiting())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        manager.close()
-
-    asyncio.run(wait())
+    manager = ServiceManager(address)
+    waiting = asyncio.ensure_future(manager.keep_waiting())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    manager.close()
     assert sock.recv(1000) == b"EXTEND_TIMEOUT_USEC=60000000"
 
 

@@ -1,4 +1,4 @@
-"""The strategies "direct" and "oldest" (reference 3.3, 3.4, 3.5) in a scheduler without processes."""
+"""The strategies "direct" and "oldest" (reference 3.3, 3.4, 3.5), without processes."""
 
 import pytest
 
