@@ -50,10 +50,7 @@ def _start_what_stays() -> None:
     with contextlib.suppress(ImportError):
         import grpc
 
-        with (
-            grpc.insecure_channel("127.0.0.1:1") as channel,
-            contextlib.suppress(grpc.RpcError),
-        ):
+        with grpc.insecure_channel("127.0.0.1:1") as channel, contextlib.suppress(grpc.RpcError):
             channel.unary_unary("/nobody/answers")(b"", timeout=1)
 
 

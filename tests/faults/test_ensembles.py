@@ -51,11 +51,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
     add_model(repository, "second", ONE, *fixed)
     add_model(repository, "third", ONE)
-    steps = [
-        xy("first", "IN", "a"),
-        xy("second", "a", "b"),
-        xy("third", "b", "OUT"),
-    ]
+    steps = [xy("first", "IN", "a"), xy("second", "a", "b"), xy("third", "b", "OUT")]
     add_ensemble(repository, "pipe", steps)
     add_model(repository, "grows", ONE)
     add_ensemble(repository, "last", [xy("grows", "IN", "OUT")])

@@ -87,11 +87,7 @@ def managed() -> Iterator[Manager]:
 
 
 def start(
-    given: Sequence[int],
-    names: str,
-    repository: Path,
-    folder: Path,
-    **environment: str,
+    given: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
     """A server that finds these from descriptor 3 on."""
 

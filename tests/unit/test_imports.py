@@ -95,13 +95,7 @@ def test_nothing_pickles() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "shmserve",
-        "shmserve.ipc.messages",
-        "shmserve.model",
-        "shmserve.cli.client",
-        "shmserve.cli",
-    ],
+    ["shmserve", "shmserve.ipc.messages", "shmserve.model", "shmserve.cli.client", "shmserve.cli"],
 )
 def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
     program = f"import sys, {module}; print(*sys.modules)"

@@ -50,13 +50,7 @@ class Asking:
         count = self._count[sequence] = self._count.get(sequence, 0) + 1
         label = f"{sequence}{'abcdefgh'[count - 1]}"
         return Ask(
-            label,
-            self._name,
-            count,
-            sequence=sequence,
-            start=start,
-            end=end,
-            timeout_us=timeout_us,
+            label, self._name, count, sequence=sequence, start=start, end=end, timeout_us=timeout_us
         )
 
 

@@ -185,11 +185,7 @@ CASES: dict[str, tuple[Callable[[Any], object], str, str]] = {
         "Got input(s) ['INPUT0'], but missing required input(s) ['INPUT1']. "
         "Please provide all required input(s).",
     ),
-    "output": (
-        of_output("FOO"),
-        BAD,
-        "unexpected inference output 'FOO' for model 'simple'",
-    ),
+    "output": (of_output("FOO"), BAD, "unexpected inference output 'FOO' for model 'simple'"),
     "input region": (
         of_input(shared_memory_region=REGION, shared_memory_byte_size=SIZE),
         "NOT_FOUND",

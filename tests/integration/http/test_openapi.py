@@ -80,9 +80,7 @@ TENSOR = {"name": "INPUT0", "datatype": "FP32", "shape": [2], "data": [1.5, 2.5]
 def test_a_real_answer_is_as_described(asked: Server, path: str, body: Any) -> None:
     (operation,) = [each for each in OPERATIONS if each.path == f"/v2/models/{{model}}/{path}"]
     case = operation.Case(
-        path_parameters={"model": "identity"},
-        body=body,
-        media_type="application/json",
+        path_parameters={"model": "identity"}, body=body, media_type="application/json"
     )
     response = case.call(base_url=f"http://{asked.url}")
     assert response.status_code == 200, response.content

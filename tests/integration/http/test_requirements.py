@@ -161,16 +161,7 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
         assert "parameter keys starting with 'triton_' are reserved" in text
 
 
-NAMES = [
-    "..",
-    ".",
-    "../elsewhere/secret",
-    "/etc",
-    "a/b",
-    "a\\b",
-    "\x00",
-    "constant\x00",
-]
+NAMES = ["..", ".", "../elsewhere/secret", "/etc", "a/b", "a\\b", "\x00", "constant\x00"]
 GOOD = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
 OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 
@@ -225,17 +216,7 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "../x",
-        "/x",
-        "1/../../x",
-        "1/./../x",
-        "..",
-        "",
-        "1/a\\..\\x",
-        "1/x\x00",
-        "1/" + "x" * 256,
-    ],
+    ["../x", "/x", "1/../../x", "1/./../x", "..", "", "1/a\\..\\x", "1/x\x00", "1/" + "x" * 256],
 )
 def test_files_of_a_load_request_stay_in_their_folder(
     http: Http, call: Any, folder: Path, path: str

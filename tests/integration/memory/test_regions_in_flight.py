@@ -27,10 +27,7 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:
     """A request whose output, 64 bytes, goes into a region."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, output_offset)}]
-    return {
-        "inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))],
-        "outputs": outputs,
-    }
+    return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
 
 
 def test_two_requests_that_write_to_one_place(server: Server) -> None:

@@ -60,10 +60,7 @@ def test_tritons_stream_client(server: Server) -> None:
         client.start_stream(lambda result, error: answers.put((result, error)))
         for name in ("a", "b"):
             client.async_stream_infer(
-                "repeat",
-                grpc_inputs([1, 2, 3]),
-                request_id=name,
-                enable_empty_final_response=True,
+                "repeat", grpc_inputs([1, 2, 3]), request_id=name, enable_empty_final_response=True
             )
         found: dict[str, list[Any]] = {"a": [], "b": []}
         open_requests = 2

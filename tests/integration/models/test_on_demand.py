@@ -106,10 +106,7 @@ def grpc_input() -> list[triton_grpc.InferInput]:
 
 def test_what_is_not_loaded_is_ready(server: Server) -> None:
     """The server, and the model, whose row of the index says so; neither has it loaded."""
-    with (
-        server.http() as http,
-        triton_grpc.InferenceServerClient(server.grpc_url) as client,
-    ):
+    with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as client:
         assert http.get("/v2/health/ready").status == 200
         assert http.get("/v2/models/index/ready").status == 200
         assert client.is_model_ready("index")
@@ -126,10 +123,7 @@ def test_the_first_request_loads_it(server: Server) -> None:
     given.set_data_from_numpy(np.zeros(1, np.int32))
     assert client.infer("http", [given]).as_numpy("OUTPUT0") == [1]
     client.close()
-    with (
-        server.http() as http,
-        triton_grpc.InferenceServerClient(server.grpc_url) as grpc_client,
-    ):
+    with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as grpc_client:
         assert grpc_client.infer("grpc", grpc_input()).as_numpy("OUTPUT0") == [1]
         assert states(http)["http"] == states(http)["grpc"] == "READY"
         assert http.infer("grpc/versions/7", ASK).status == 404

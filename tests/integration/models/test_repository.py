@@ -511,8 +511,7 @@ def test_a_reload_loses_no_request(explicit: Explicit) -> None:
     assert counted == sorted(counted)
     every = counted[0] + len(asking.answers)
     until(
-        "every request is counted",
-        lambda: server.metric("nv_inference_request_success") == every,
+        "every request is counted", lambda: server.metric("nv_inference_request_success") == every
     )
 
 
@@ -697,9 +696,7 @@ def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
 
 
 @pytest.fixture(scope="module")
-def polling_server(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Server, Path, Path]]:
+def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
     """See `polling`."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")

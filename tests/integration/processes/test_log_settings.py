@@ -103,10 +103,7 @@ def over_grpc(call: Any, **wanted: Any) -> dict[str, Any]:
         ('{"log_verbose_level": 3}', {"log_verbose_level": 3}),
         ('{"log_verbose_level": 4294967295}', {"log_verbose_level": 2**32 - 1}),
         ('{"log_format": "ISO8601"}', {"log_format": "ISO8601"}),
-        (
-            '{"log_file": null, "log_info": null, "log_verbose_level": null, "log_format": null}',
-            {},
-        ),
+        ('{"log_file": null, "log_info": null, "log_verbose_level": null, "log_format": null}', {}),
     ],
 )
 def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> None:
@@ -368,8 +365,5 @@ def test_flags_are_the_first_settings(tmp_path: Path) -> None:
         assert "I am VERBOSE" in text
         assert not re.search(r"(?m)^\S+ I ", text)
         http.post(PATH, {"log_info": True}).ok()
-        until(
-            "it is heard",
-            lambda: http.infer("talker", ROW) and " I am INFO" in path.read_text(),
-        )
+        until("it is heard", lambda: http.infer("talker", ROW) and " I am INFO" in path.read_text())
         assert server.log() == ""

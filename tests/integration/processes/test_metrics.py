@@ -88,10 +88,7 @@ def test_counts(counted: Server) -> None:
         assert parts <= inference["success"]["ns"]
         assert [
             (batch["batch_size"], batch["compute_infer"]["count"]) for batch in found["batch_stats"]
-        ] == [
-            (1, 5),
-            (2, 1),
-        ]
+        ] == [(1, 5), (2, 1)]
         everything = http.get("/v2/models/stats").ok().json()["model_stats"]
         names = ["closing", "crimes", "simple", "untouched"]
         assert sorted(item["name"] for item in everything) == names

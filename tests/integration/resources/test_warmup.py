@@ -272,9 +272,7 @@ def test_a_sample_that_fails_fails_the_load(
             assert f"{where} {told}" in server.log()
 
 
-def test_an_instance_that_starts_again_is_warm_again(
-    explicit: tuple[Server, Path],
-) -> None:
+def test_an_instance_that_starts_again_is_warm_again(explicit: tuple[Server, Path]) -> None:
     """Per instance: each process has seen the sample before it serves."""
     server, repository = explicit
     add(repository, "again", _SAMPLE % (1, 1, "zero_data: true"))

@@ -137,9 +137,7 @@ def test_who_asks_while_room_is_made_is_served(memories: Memories) -> None:
     assert len(further) == 1
 
 
-def test_who_asks_in_the_middle_of_any_step_is_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_asks_in_the_middle_of_any_step_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a signal's handler may, between any two steps of the interpreter: no two get the same."""
     monkeypatch.setattr(segments, "_SMALLEST", 1 << 16)  # less to reserve each time
     step = 0

@@ -5,14 +5,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shmserve.common.model_metrics import (
-    Families,
-    ModelMetrics,
-    added,
-    exposition,
-    parse,
-    plain,
-)
+from shmserve.common.model_metrics import Families, ModelMetrics, added, exposition, parse, plain
 
 LABELS = [["a", "1"]]
 

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.peers import (
-    EVERYONE,
-    NO_GROUP,
-    REMOTE,
-    Ownership,
-    Peer,
-    ShmPolicy,
-    ownership,
-)
+from shmserve.common.peers import EVERYONE, NO_GROUP, REMOTE, Ownership, Peer, ShmPolicy, ownership
 from shmserve.errors import InvalidArgument, PermissionDenied
 from shmserve.supervisor.regions.opener import RegionQuota
 from tests.support.regions import SharedObject

@@ -99,11 +99,7 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
             "in ensemble e, input Z in model two is not mapped to any ensemble tensors",
         ),
         (
-            (
-                step("add", "X=IN", "Y=m"),
-                step("int", "X=m", "Y=n"),
-                step("add", "X=n", "Y=OUT"),
-            ),
+            (step("add", "X=IN", "Y=m"), step("int", "X=m", "Y=n"), step("add", "X=n", "Y=OUT")),
             "",
             'step[1].input_map["X"]',
             "in ensemble e, ensemble tensor m: inconsistent data type: TYPE_FP32 is inferred from "

@@ -7,11 +7,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
-from shmserve.scheduler.tables import (
-    ACCURACY,
-    LAST_INDEX,
-    Quantiles,
-)
+from shmserve.scheduler.tables import ACCURACY, LAST_INDEX, Quantiles
 from shmserve.supervisor.models.scheduler_process import CarryOver
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
@@ -55,7 +51,7 @@ def test_each_response_counts_from_the_one_before_it() -> None:
         "2": {"compute_infer": (1, 5 * MS), "empty_response": (1, 5 * MS)},
     }
     assert set(rig.report()["response_stats"]["0"]) == {
-        *("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"),
+        *("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
     }
 
 
@@ -102,7 +98,7 @@ def test_requests_add_up_by_index() -> None:
     found = stats(rig)
     assert [found[index].get("success", (0, 0))[0] for index in sorted(found)] == [2, 2, 1, 0]
     assert [found[index].get("empty_response", (0, 0))[0] for index in sorted(found)] == [
-        *(0, 0, 1, 1),
+        *(0, 0, 1, 1)
     ]
 
 

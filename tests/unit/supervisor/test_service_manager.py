@@ -160,10 +160,7 @@ def test_without_one_nothing_is_said(address: str | None) -> None:
         ({}, "0/0 models ready"),
         ({"a": "ready", "b": "loading", "c": "loading"}, "1/3 models ready; loading b, c"),
         ({"a": "ready", "b": "failed: why"}, "1/2 models ready; failed b"),
-        (
-            dict.fromkeys("abcdefg", "loading"),
-            "0/7 models ready; loading a, b, c, d, e and 2 more",
-        ),
+        (dict.fromkeys("abcdefg", "loading"), "0/7 models ready; loading a, b, c, d, e and 2 more"),
     ],
 )
 def test_progress_is_a_line(progress: dict[str, str], line: str) -> None:

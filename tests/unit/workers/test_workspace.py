@@ -88,9 +88,7 @@ def settled(worker: OnDevice, count: int, kind: type = ReturnWorkspace) -> None:
     raise AssertionError(worker.came)
 
 
-def test_a_lease_is_a_tensor_there_and_comes_back_when_the_device_is_done(
-    worker: OnDevice,
-) -> None:
+def test_a_lease_is_a_tensor_there_and_comes_back_when_the_device_is_done(worker: OnDevice) -> None:
     with worker.workspace.lease(MB) as buffer:
         assert buffer.dtype == torch.uint8 and buffer.shape == (MB,)
         buffer.fill_(7)

@@ -43,12 +43,7 @@ class Request(SimpleNamespace):
 
         connection = SimpleNamespace(client=SimpleNamespace(refuse=refuse))
         super().__init__(
-            method=method,
-            target=target,
-            headers={},
-            match=None,
-            begun=None,
-            connection=connection,
+            method=method, target=target, headers={}, match=None, begun=None, connection=connection
         )
 
 

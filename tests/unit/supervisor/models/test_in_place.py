@@ -20,10 +20,7 @@ from shmserve.supervisor.models.instances import (
     change_between,
     expand_instances,
 )
-from shmserve.supervisor.models.model_version import (
-    ModelVersion,
-    differs_in_instances_only,
-)
+from shmserve.supervisor.models.model_version import ModelVersion, differs_in_instances_only
 from shmserve.supervisor.models.repository import find, version_fingerprint
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 

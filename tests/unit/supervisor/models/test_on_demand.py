@@ -156,5 +156,5 @@ async def test_who_waits_for_a_load_when_the_server_ends_is_told_so() -> None:
     caller = asyncio.ensure_future(on_demand.load("m", 0))
     await turns()
     await processes.end()
-    (error,) = await asyncio.gather(caller, return_exceptions=True)
-    assert error.message == "the server ends"
+    with pytest.raises(Exception, match="the server ends"):
+        await caller

@@ -13,10 +13,7 @@ from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import UNWRITTEN, to_dict
-from shmserve.supervisor.models.load_planner import (
-    LoadPlanner,
-    materialise_override,
-)
+from shmserve.supervisor.models.load_planner import LoadPlanner, materialise_override
 from shmserve.supervisor.models.repository import (
     ModelFolder,
     find,
