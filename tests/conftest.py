@@ -23,6 +23,8 @@ if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
 from tests.support import leaks, servers, tokens
+from tests.support.crowd import Crowd, crowd
+from tests.support.wire.raw_http import Http
 
 # How long an example takes is the machine's affair, and who else is busy on it.
 hypothesis.settings.register_profile(
@@ -80,6 +82,20 @@ def start() -> Iterator[servers.Start]:
     """Start servers that the tests of a module share, ready on return; see `servers.running`."""
     with contextlib.ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(servers.running(*args, **options))
+
+
+@pytest.fixture
+def http(server: servers.Server) -> Iterator[Http]:
+    """A connection to the server of the test."""
+    with server.http() as connection:
+        yield connection
+
+
+@pytest.fixture
+def people(server: servers.Server) -> Iterator[Crowd]:
+    """Requests to the server of the test; all have their answers when it ends."""
+    with crowd(server) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.scene import RECOVERY_S, wait_replaced
 from tests.support import repositories
-from tests.support.crowd import ConnectionLimits, crowd, values
+from tests.support.crowd import Crowd, crowd, values
 from tests.support.gates import Visit
 from tests.support.load import Load
 from tests.support.servers import Server, Start, wait_gone
@@ -97,7 +97,7 @@ def until_ready(server: Server) -> None:
     until("the model is there", ready)
 
 
-def load_slow(server: Server, people: ConnectionLimits) -> None:
+def load_slow(server: Server, people: Crowd) -> None:
     """Load the slow model, and let it."""
     asked = people.do(lambda http: http.load("slow"))
     while not asked.done():
@@ -105,12 +105,12 @@ def load_slow(server: Server, people: ConnectionLimits) -> None:
     asked.result().ok()
 
 
-def unload_slow(people: ConnectionLimits) -> None:
+def unload_slow(people: Crowd) -> None:
     """Unload the slow model."""
     people.do(lambda http: http.unload("slow")).result().ok()
 
 
-def ask_slow(server: Server, people: ConnectionLimits, value: int) -> list[int]:
+def ask_slow(server: Server, people: Crowd, value: int) -> list[int]:
     """What the slow model answers."""
     asked = people.number("slow", value)
     while not asked.done():

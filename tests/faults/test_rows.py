@@ -18,7 +18,7 @@ import pytest
 import shmserve.client
 from tests.faults.full.small_shm import can_mount, fill_shared_memory
 from tests.support import repositories
-from tests.support.crowd import ConnectionLimits, crowd
+from tests.support.crowd import Crowd, crowd
 from tests.support.leaks import descriptors, made_since
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, kill_together, running
@@ -51,7 +51,7 @@ class Stage:
 
     server: Server
     http: Http
-    people: ConnectionLimits
+    people: Crowd
     socket: Path
     models: Path
 

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support import repositories
 from tests.support.servers import Server, running, unload_all
-from tests.support.wire.raw_http import Http
 
 SHARED = (
     "simple",
@@ -39,13 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         config.write("version_policy: { latest { num_versions: 2 } }\n")
     with running(repository, "--id=shared", "--http-max-input-size=8388608") as started:
         yield started
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[Http]:
-    """A connection to the shared server."""
-    with server.http() as connection:
-        yield connection
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from tests.support import repositories, servers
 from tests.support.gates import WAITING, holding
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 pytestmark = [
     pytest.mark.gpu,
@@ -177,7 +178,7 @@ def test_what_is_refused(client: triton.InferenceServerClient, shm: Any, region:
     infer(client)
 
 
-def test_the_device_is_checked_by_its_uuid(server: Server, shm: Any, region: Any) -> None:
+def test_the_device_is_checked_by_its_uuid(http: Http, shm: Any, region: Any) -> None:
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     body = {
         "raw_handle": {"b64": shm.get_raw_handle(region).decode()},
@@ -185,12 +186,11 @@ def test_the_device_is_checked_by_its_uuid(server: Server, shm: Any, region: Any
         "byte_size": SIZE,
     }
     path = "/v2/cudasharedmemory/region/u/register"
-    with server.http() as http:
-        wrong = "GPU-00000000-0000-0000-0000-000000000000"
-        reply = http.post(path, {**body, "device_uuid": wrong})
-        assert (reply.status, "'device_uuid'" in reply.error) == (400, True)
-        http.post(path, {**body, "device_uuid": uuid}).ok()
-        http.post("/v2/cudasharedmemory/unregister").ok()
+    wrong = "GPU-00000000-0000-0000-0000-000000000000"
+    reply = http.post(path, {**body, "device_uuid": wrong})
+    assert (reply.status, "'device_uuid'" in reply.error) == (400, True)
+    http.post(path, {**body, "device_uuid": uuid}).ok()
+    http.post("/v2/cudasharedmemory/unregister").ok()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no second CUDA device here")

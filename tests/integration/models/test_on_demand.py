@@ -172,18 +172,16 @@ def test_programs_on_this_host_have_it_loaded(server: Server) -> None:
     assert asyncio.run(main()) == [1]
 
 
-def test_a_model_that_a_model_calls_is_loaded_for_the_call(server: Server) -> None:
+def test_a_model_that_a_model_calls_is_loaded_for_the_call(http: Http) -> None:
     given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-    with server.http() as http:
-        assert http.infer("calls", given).tensors()["OUTPUT0"] == [1]
-        assert states(http)["called"] == "READY"
+    assert http.infer("calls", given).tensors()["OUTPUT0"] == [1]
+    assert states(http)["called"] == "READY"
 
 
-def test_its_metadata_and_configuration_load_it(server: Server) -> None:
-    with server.http() as http:
-        assert http.get("/v2/models/metadata").json()["versions"] == ["1"]
-        assert http.get("/v2/models/metadata/config").json()["name"] == "metadata"
-        assert states(http)["metadata"] == "READY"
+def test_its_metadata_and_configuration_load_it(http: Http) -> None:
+    assert http.get("/v2/models/metadata").json()["versions"] == ["1"]
+    assert http.get("/v2/models/metadata/config").json()["name"] == "metadata"
+    assert states(http)["metadata"] == "READY"
 
 
 def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) -> None:
@@ -219,30 +217,28 @@ def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) ->
 
 
 def test_a_load_that_fails_is_the_answer_and_is_tried_again(
-    server: Server, repository: Path
+    server: Server, http: Http, repository: Path
 ) -> None:
-    with server.http() as http:
-        for _ in range(2):
-            reply = http.infer("broken", ASK)
-            assert reply.status == 400
-            assert "broken on purpose" in reply.error
-        assert loads(server, "broken") == 2
-        assert states(http)["broken"] == "UNAVAILABLE"
-        assert http.get("/v2/health/ready").status == 200
-        good = (repository / "http" / "1" / "model.py").read_text()
-        (repository / "broken" / "1" / "model.py").write_text(good)
-        assert answer(http, "broken") == 1
+    for _ in range(2):
+        reply = http.infer("broken", ASK)
+        assert reply.status == 400
+        assert "broken on purpose" in reply.error
+    assert loads(server, "broken") == 2
+    assert states(http)["broken"] == "UNAVAILABLE"
+    assert http.get("/v2/health/ready").status == 200
+    good = (repository / "http" / "1" / "model.py").read_text()
+    (repository / "broken" / "1" / "model.py").write_text(good)
+    assert answer(http, "broken") == 1
 
 
-def test_what_an_operator_unloads_stays_away(server: Server) -> None:
-    with server.http() as http:
-        assert answer(http, "told") == 1
-        http.unload("told").ok()
-        assert http.infer("told", ASK).status == 404
-        until("it has ended", lambda: states(http)["told"] == "UNAVAILABLE")
-        assert http.get("/v2/models/told/ready").status == 400
-        http.load("told").ok()
-        assert answer(http, "told") == 1
+def test_what_an_operator_unloads_stays_away(http: Http) -> None:
+    assert answer(http, "told") == 1
+    http.unload("told").ok()
+    assert http.infer("told", ASK).status == 404
+    until("it has ended", lambda: states(http)["told"] == "UNAVAILABLE")
+    assert http.get("/v2/models/told/ready").status == 400
+    http.load("told").ok()
+    assert answer(http, "told") == 1
 
 
 def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:

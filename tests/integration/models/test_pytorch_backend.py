@@ -109,19 +109,17 @@ B = np.full((2, 4), 0.5, np.float32)
         ("exported_by_name", ("a", "b")),
     ],
 )
-def test_every_form(server: Server, model: str, names: tuple[str, str]) -> None:
-    with server.http() as http:
-        for rows in (1, 2):
-            inputs = [json_input(names[0], A[:rows]), json_input(names[1], B[:rows])]
-            found = http.infer(model, {"inputs": inputs}).tensors()["OUTPUT__0"]
-            assert np.allclose(found, 2 * A[:rows] + B[:rows])
+def test_every_form(http: Http, model: str, names: tuple[str, str]) -> None:
+    for rows in (1, 2):
+        inputs = [json_input(names[0], A[:rows]), json_input(names[1], B[:rows])]
+        found = http.infer(model, {"inputs": inputs}).tensors()["OUTPUT__0"]
+        assert np.allclose(found, 2 * A[:rows] + B[:rows])
 
 
-def test_eager_module(server: Server) -> None:
-    with server.http() as http:
-        assert np.allclose(
-            http.infer("eager", {"inputs": [json_input("x", A)]}).tensors()["OUTPUT__0"], 3 * A
-        )
+def test_eager_module(http: Http) -> None:
+    assert np.allclose(
+        http.infer("eager", {"inputs": [json_input("x", A)]}).tensors()["OUTPUT__0"], 3 * A
+    )
 
 
 @pytest.mark.parametrize("model", ["by_index", "exported"])

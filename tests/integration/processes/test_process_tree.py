@@ -16,6 +16,7 @@ from tests.support.crowd import crowd, values
 from tests.support.load import Load
 from tests.support.servers import ROOT, Server, Start, refuses, run_command
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 # It is to end as soon as it has its folder, and once more when it has ended but for that.
 _IMPATIENT = """
@@ -99,12 +100,11 @@ def test_two_gateways_share_the_port(server: Server) -> None:
     assert asking.troubles() == []
 
 
-def test_models_see_no_sockets_of_clients(server: Server) -> None:
+def test_models_see_no_sockets_of_clients(server: Server, http: Http) -> None:
     """A worker runs foreign code: it holds no listening socket, and none of a client."""
-    with server.http() as http:
-        http.get("/v2/health/live").ok()
-        assert server.one("worker simple.0").net_connections("tcp") == []
-        assert server.one("scheduler simple").net_connections("tcp") == []
+    http.get("/v2/health/live").ok()
+    assert server.one("worker simple.0").net_connections("tcp") == []
+    assert server.one("scheduler simple").net_connections("tcp") == []
 
 
 def test_no_process_can_gain_privileges(server: Server) -> None:

@@ -23,7 +23,7 @@ from tests.support.otlp import Collector, attributes, collector
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import Http, json_input
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -114,10 +114,9 @@ def test_a_request_asks_why(server: Server, ask: Callable[[Server], Any]) -> Non
         assert told["total_us"] - 6 <= sum(parts) <= told["total_us"]  # each is rounded
 
 
-def test_who_does_not_ask_is_not_told(server: Server) -> None:
+def test_who_does_not_ask_is_not_told(http: Http) -> None:
     request = {"inputs": [json_input("X", ROW)], "parameters": {"explain": False}}
-    with server.http() as http:
-        assert "parameters" not in http.infer("one", request).ok().json()
+    assert "parameters" not in http.infer("one", request).ok().json()
 
 
 def explained(server: Server, model: str, given: str = "X") -> Any:
