@@ -21,7 +21,7 @@ from tests.support import repositories
 from tests.support.crowd import Crowd, crowd
 from tests.support.leaks import descriptors, made_since
 from tests.support.regions import SharedObject
-from tests.support.servers import ROOT, Server, kill_together, running
+from tests.support.servers import Server, kill_together, run_python, running
 from tests.support.users import ALICE, as_user
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, UnixHttp, in_region, json_input, shm_input
@@ -159,8 +159,7 @@ made.path.unlink()
 def client_crashes_and_returns(stage: Stage) -> None:
     """The same program works at once after it was killed: with the old object, and with a new."""
     for how in ("first", "again", "anew", "last"):
-        program = [sys.executable, "-c", PROGRAM, str(stage.server.http_port), str(os.getpid())]
-        ran = subprocess.run([*program, how], cwd=ROOT, capture_output=True, text=True, check=False)
+        ran = run_python("-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), how)
         assert ran.stdout.strip() == "200", (how, ran.stderr)
 
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -408,16 +409,16 @@ def run_command(
     *arguments: str, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m shmserve ...` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "shmserve", *arguments],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        **options,  # type: ignore[call-overload]
-    )
+    return run_python("-m", "shmserve", *arguments, timeout_s=timeout_s, **options)
+
+
+def run_python(
+    *arguments: str | Path, timeout_s: float = 60.0, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments to its end, in the project's root; return what it printed."""
+    given: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **given)
 
 
 def runs(process: psutil.Process) -> bool:

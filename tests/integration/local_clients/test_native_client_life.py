@@ -26,7 +26,7 @@ from shmserve.client.request.arrays import dtype_of
 from shmserve.client.request.options import PLAIN
 from tests.support import repositories
 from tests.support.gates import Visit
-from tests.support.servers import ROOT, Server, Start
+from tests.support.servers import ROOT, Server, Start, run_python
 from tests.support.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
@@ -119,8 +119,7 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
     """A thread's requests go by the connection that is there, and what needs one more says so."""
-    command = [sys.executable, "-c", _WITHOUT_DESCRIPTORS, str(gated.run_dir)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = run_python("-c", _WITHOUT_DESCRIPTORS, gated.run_dir)
     assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
 
 
@@ -693,12 +692,6 @@ def test_a_program_pays_for_neither_torch_nor_aiohttp(gated: Server) -> None:
         "    client.infer_async('rows', INPUT0=np.ones((1, 8192), np.float32)).result()\n"
         "print(*sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", "-c", program],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
     assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(done.stdout.split())
     assert not done.stderr

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
 from tests.rigs.local_clients import Guest, answer, memfd, small, submit
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, Start, running
+from tests.support.servers import ROOT, Server, Start, run_python, running
 from tests.support.waiting import until
 
 CLIENT = ROOT / "examples" / "c_client" / "infer.c"
@@ -224,13 +223,7 @@ def test_other_users_need_the_group(repository: Path) -> None:
         os.chmod(server.folder, 0o755)
 
         def ask(group: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                [sys.executable, "-c", ASK, str(server.run_dir), group],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            return run_python("-c", ASK, server.run_dir, group)
 
         stranger = ask("")
         assert "Disconnected" in stranger.stderr, stranger.stderr

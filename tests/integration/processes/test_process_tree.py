@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from tests.support import repositories
 from tests.support.crowd import crowd, values
 from tests.support.load import Load
-from tests.support.servers import ROOT, Server, Start, refuses, run_command
+from tests.support.servers import Server, Start, refuses, run_command, run_python
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
@@ -243,10 +242,7 @@ def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) 
     given = [f"--model-repository={tmp_path}/models"]
     flags = [*given, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
     flags = flags if verb == "serve" else [f"{tmp_path}/models"]
-    command = [sys.executable, "-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags]
-    found = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    found = run_python("-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags)
     assert found.returncode in ((0,) if verb == "serve" else (2, 143)), found.stderr
     assert os.listdir(tmp_path) == ["models"]
 
