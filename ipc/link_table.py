@@ -2,80 +2,115 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
+from shmserve.ipc.messages.inference import Cancel, Credit, Release, ReportStatistics, Submit
 from shmserve.ipc.transport.dealer import Dealer
 
-Message = Submit | Cancel | Credit | Release
+Message = Submit | Cancel | Credit | Release | ReportStatistics
 
 _MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its bounds as well
 _MOST_TOGETHER = 1 << 14  # messages
 
 
+def _nothing() -> None:
+    """Leave it to the owner to flush."""
+
+
 @dataclass(eq=False)
 class LinkTable:
-    """Dealers by endpoint and by descriptor, all with one `identity`. `watch(fd)` hears of a
-    descriptor to wait for, `unwatch(fd)` that it is about to go."""
+    """Dealers by endpoint and by descriptor.
+
+    Attributes:
+        _identity: Names this end of every link.
+        _watch: Called with a descriptor that is to be waited for.
+        _unwatch: Called with a descriptor that is about to be closed.
+        _on_queued: Called when the first message after a flush was queued.
+        _on_held: Called when a message was queued that may wait for others.
+        unsent: The number of messages that are queued and do not wait for others.
+    """
 
     _identity: str
     _watch: Callable[[int], None]
     _unwatch: Callable[[int], None]
+    _on_queued: Callable[[], None] = _nothing
+    _on_held: Callable[[], None] = _nothing
     _by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _by_fd: dict[int, Dealer] = field(default_factory=dict)
     pending: list[Dealer] = field(default_factory=list)  # with something to flush
-    unsent: int = 0  # messages that are queued
+    unsent: int = 0
     _unsent_bytes: int = 0
 
     def __iter__(self) -> Iterator[Dealer]:
         return iter(self._by_endpoint.values())
 
-    def get(self, endpoint: str) -> Dealer | None:
-        """The link to a scheduler, if there is one."""
-        return self._by_endpoint.get(endpoint)
-
     def by_fd(self, fd: int) -> Dealer | None:
-        """The link with this descriptor."""
+        """Return the link with this descriptor."""
         return self._by_fd.get(fd)
 
     def open(self, endpoint: str) -> Dealer:
-        """The link to a scheduler, made when it is needed. Raises Unavailable when the process has
-        no descriptor left for it."""
+        """Return the link to a scheduler, and make it if there is none.
+
+        Raises:
+            Unavailable: The process has no descriptor left for it.
+        """
+        return self._by_endpoint.get(endpoint) or self.keep(self.connect(endpoint))
+
+    def connect(self, endpoint: str) -> Dealer:
+        """Make a link that is not in the table yet, see `keep`. Raises what `open` does."""
         try:
-            return self._by_endpoint.get(endpoint) or self.keep(self.connect(endpoint))
+            return Dealer(endpoint, self._identity)
         except OSError as error:
             raise Unavailable(f"no link to a scheduler can be made: {error.strerror}") from error
 
-    def connect(self, endpoint: str) -> Dealer:
-        """A link that is not among these yet; see `keep`. Raises OSError without a descriptor."""
-        return Dealer(endpoint, self._identity)
-
     def keep(self, link: Dealer) -> Dealer:
-        """Register a link as the one to its endpoint from now on."""
+        """Make a link the one to its endpoint from now on."""
         self._by_endpoint[link.endpoint] = link
         self._by_fd[link.fd] = link
         self._watch(link.fd)
         return link
 
-    def queue(self, link: Dealer, message: Message, byte_size: int = 0) -> None:
-        """Send a message at the next `flush`, or now with what waits if it is much."""
+    def queue(self, endpoint: str, message: Message, byte_size: int = 0) -> None:
+        """Send a message at the next `flush`, or now with what waits if it is much.
+
+        Args:
+            endpoint: The endpoint of the scheduler.
+            message: The message.
+            byte_size: Its size, about.
+
+        Raises:
+            Unavailable: As `open` does.
+        """
+        try:
+            link = self._by_endpoint[endpoint]
+        except KeyError:
+            link = self.open(endpoint)
         link.post(message)
-        self.unsent += 1
-        self._unsent_bytes += byte_size
         if link not in self.pending:
             self.pending.append(link)
+        self.unsent += 1
+        self._unsent_bytes += byte_size
+        if self.unsent == 1:
+            self._on_queued()
         if self.unsent >= _MOST_TOGETHER or self._unsent_bytes > _MOST_UNSENT:
             self.flush()
 
     def tell(self, endpoint: str, message: Message) -> None:
-        """Queue a message for a scheduler, if there is a link to it."""
+        """Queue a message for a scheduler; nothing if there is no link to it."""
+        if endpoint in self._by_endpoint:
+            self.queue(endpoint, message)
+
+    def hold(self, endpoint: str, message: Message) -> None:
+        """As `tell`, but the message may wait for others to the same scheduler."""
         link = self._by_endpoint.get(endpoint)
         if link is not None:
-            self.queue(link, message)
+            link.post(message)
+            if link not in self.pending:
+                self.pending.append(link)
+            self._on_held()
 
     def flush(self) -> None:
         """Send what is queued."""
@@ -84,24 +119,24 @@ class LinkTable:
         for link in pending:
             link.flush()
 
-    def lose(self, endpoint: str, successor: str, take: Callable[[Any], None]) -> None:
-        """The scheduler at `endpoint` is gone: `take` gets each message that it sent last, and what
-        that tells it goes to the successor, if there is one."""
-        link = self._by_endpoint.pop(endpoint, None)
+    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+        """Close the link to a scheduler that has ended.
+
+        Args:
+            endpoint: The endpoint of the scheduler.
+            take: Called with the endpoint and each message that the scheduler sent last.
+        """
+        link = self._by_endpoint.get(endpoint)
         if link is None:
             return
-        if successor:
-            with contextlib.suppress(Unavailable):
-                self._by_endpoint[endpoint] = self.open(successor)
         while link.connected and link.wait(0):
             for message in link.receive():
-                take(message)
-        self._by_endpoint.pop(endpoint, None)
+                take(endpoint, message)
         self.flush()
-        self._close(link)
+        self.drop(link)
 
     def drop(self, link: Dealer) -> None:
-        """Close a link, for another one to its endpoint."""
+        """Close a link, for another one to its endpoint or for none."""
         del self._by_endpoint[link.endpoint]
         self._close(link)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
+import struct
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
@@ -100,6 +102,23 @@ def end_sooner(by: int) -> None:
 def exact_timers() -> None:
     """Disable the timer slack of this thread: 50 us by default, half of a queue delay of 100 us."""
     _libc.prctl(_PR_SET_TIMERSLACK, 1)
+
+
+class PreciseWait:
+    """A wait for one readable descriptor of any number, with a timeout in nanoseconds.
+
+    epoll_wait(2) and poll(2) count in milliseconds. select(2) counts in microseconds, but takes no
+    descriptor above 1,023.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._pollfd = ctypes.create_string_buffer(struct.pack("ihh", fd, select.POLLIN, 0))
+        self._timespec = (ctypes.c_long * 2)()
+
+    def wait(self, timeout_ns: int) -> bool:
+        """Return whether the descriptor became readable within the timeout."""
+        self._timespec[:] = [*divmod(timeout_ns, 10**9)]
+        return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 
 def name_process(title: str) -> None:

@@ -5,13 +5,13 @@ context.py          start parameters and resources of an instance
 instance.py         its loop: wait, execute, report
 links/              links to the scheduler and to the supervisor
 batch/              requests unpacked, inputs gathered, run, outputs scattered
-tensor_specs.py     inputs and outputs: described by a file, and as the model receives them
+tensor_specs.py     inputs and outputs: in a model's file, and of the model including controls
 sequences/          control inputs of sequences, batches of their slots
 backends/           the interface of a backend, and the built-in backends
 bls/                business logic scripting: a model's calls of other models
 memory/             outputs in the arena, device memory, copies
 device.py           compute devices: the CPU or an accelerator
 user_code.py        code of models: imported, run in an event loop, its errors as text
-preloads.py         what a zygote imports and runs before it forks workers
+preloads.py         imports and calls of a zygote before it forks workers
 triton_python_backend_utils.py      Triton's API for Python models
 """

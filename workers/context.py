@@ -19,9 +19,11 @@ from shmserve.workers.memory.outputs import OutputMemory
 
 @dataclass(slots=True)
 class Stopwatch:
-    """The moments of an execution that only a backend knows, monotonic ns; 0 if not taken.
+    """The timestamps within an execution that only a backend can take, in monotonic ns.
 
-    Without them the times around `execute` are used.
+    0: not taken.
+
+    Missing timestamps are replaced by those around `execute`.
     """
 
     input_end_ns: int = 0

@@ -1,7 +1,7 @@
-"""Compute devices: the CPU, or one of the accelerators that torch finds (cuda, npu, ...).
+"""Compute devices: the CPU, or one of the accelerators that torch supports (cuda, npu, ...).
 
-Built on `torch.accelerator`, so that every kind takes the same path; a kind that lives in its own
-package registers itself with torch when that is imported (`npu`: torch_npu).
+The implementation uses `torch.accelerator`, so that all kinds share their code. A kind with its own
+package registers itself with torch when the package is imported (`npu`: torch_npu).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Device:
         return torch.empty(byte_size, dtype=torch.uint8).numpy().data
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor on the device; it must not change until `synchronize`."""
+        """Copy a host tensor to the device; it must not change until `synchronize`."""
         return tensor
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the device in host memory; read it after `synchronize`."""
+        """Copy a tensor of the device to host memory, readable after `synchronize`."""
         return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
     def synchronize(self) -> None:
@@ -68,10 +68,11 @@ class Accelerator(Device):
 
 
 def open_device(name: str) -> Device:
-    """The device that torch calls `name` ("cpu", "cuda:0", "npu:1").
+    """Return the device with torch's name `name` ("cpu", "cuda:0", "npu:1").
 
-    Raises InvalidArgument for a name that is none, Unavailable when this host has no such device or
-    lacks its package.
+    Raises:
+        InvalidArgument: The name is invalid.
+        Unavailable: This host has no such device, or its package is not installed.
     """
     kind, _, number = name.partition(":")
     if kind == "cpu":
@@ -89,7 +90,7 @@ def open_device(name: str) -> Device:
 
 
 def accelerator_kind() -> str:
-    """The kind of accelerator of this host, "cuda" where there is none: opening it says so."""
+    """Return the kind of accelerator of this host, or "cuda", which cannot be opened if missing."""
     for package in _PACKAGES.values():
         with contextlib.suppress(ImportError):
             importlib.import_module(package)

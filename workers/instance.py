@@ -3,8 +3,8 @@
 Only the loss of the device ends the loop by an exception; the process must be restarted then.
 
 Before it is ready, an instance runs the warm-up requests of `model_warmup`. A sample of batch size
-N is N requests of batch size 1 in one execution, `count` times. No scheduler knows these requests;
-they are not counted, and their responses are dropped.
+N is N requests of batch size 1 in one execution, repeated `count` times. These requests bypass the
+scheduler and statistics, and their responses are dropped.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class WorkerInstance:
                     raise Internal("".join(f"{failed}: {error.message}; " for error in errors))
 
     def run(self, endpoint: str) -> None:
-        """Offer the instance at `endpoint`, and serve until `Stop`."""
+        """Connect the instance to the scheduler at `endpoint`, and serve until `Stop`."""
         self.attach(endpoint)
         control = self._context.control
         timeout_s: float | None = None
@@ -208,7 +208,7 @@ class WorkerInstance:
         return others
 
     def attach(self, endpoint: str) -> None:
-        """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
+        """Connect the instance to the scheduler at `endpoint` instead of the current one."""
         self.link.attach(endpoint)
         with self.link.lock:
             self._memory.drop_exited()

@@ -55,12 +55,12 @@ from shmserve.workers.user_code import in_words, place
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
-# It has the most memory, and its death costs only what it executes.
+# A worker has the most memory, and its death affects only the requests that it executes.
 OOM_SCORE_ADJ = 400
 
 
 def run(data: bytes) -> None:
-    """The entry point; `data` is an encoded `WorkerStart`. Returns when the process should end."""
+    """Run a worker; `data` is an encoded `WorkerStart`. Return when the process should exit."""
     start = decode_start(WorkerStart, data)
     model, index = start.model_name, start.index
     logs.configure(f"worker {model}.{index}", start.log)
@@ -80,7 +80,7 @@ def run(data: bytes) -> None:
         context = _context(start, device, control)
         _Worker(context).run()
     finally:
-        # What was said last, such as why the model does not load, should still arrive.
+        # The last messages, such as the reason of a failed load, should still arrive.
         control.close(_LAST_WORDS_S)
 
 
@@ -97,7 +97,7 @@ class _Worker:
         return self._context.control
 
     def run(self) -> None:
-        """Until `Stop`, or a failure that the supervisor has been told of."""
+        """Run until `Stop`, or until a failure that was reported to the supervisor."""
         while True:
             self._control.wait()
             while self._control.inbox:
@@ -128,7 +128,8 @@ class _Worker:
         backend.load(config)
         self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()
-        # What is there now stays: the collector need not look at it again, nor unshare its pages.
+        # The current objects are permanent: the collector need not scan them, nor unshare their
+        # pages.
         gc.collect()
         gc.freeze()
         seconds = time.monotonic() - began
@@ -191,7 +192,8 @@ def _set_signals() -> int:
     stacks_fd = os.memfd_create("stacks", os.MFD_CLOEXEC)
     fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)  # who reads it empties it before
     faulthandler.register(signal.SIGUSR2, file=stacks_fd, all_threads=True)
-    # The supervisor says when to end. A handler, because what a model starts would inherit SIG_IGN.
+    # The supervisor decides when to exit. A handler, because child processes of a model would
+    # inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)
     return stacks_fd
@@ -221,8 +223,10 @@ def _device(name: str) -> str:
 
 
 def _device_byte_size() -> int:
-    """What this process has of accelerators' memory, as far as torch knows, in bytes; a process
-    that has not used torch for it has none."""
+    """Return the accelerator memory of this process in bytes, as reported by torch.
+
+    A process that has not initialised CUDA in torch has none.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0

@@ -10,8 +10,7 @@ import warnings
 import torch
 from torch.nn import functional
 
-# These modules are not public: a version of torch may lack one, and then the worker imports what
-# it needs.
+# These modules are not public. If a version of torch lacks one, the worker imports what it needs.
 _EXPORT_MODULES = (
     "torch._export.serde.serialize",
     "torch.export.pt2_archive._package",
@@ -55,8 +54,8 @@ def operations() -> None:
 def scripted() -> None:
     """Run a small TorchScript program until it is optimised.
 
-    What the compiler sets up at its first use takes as long as loading a model. A process whose
-    zygote has called this function does nothing.
+    The compiler's initialisation at its first use takes as long as loading a model. A process whose
+    zygote has called this function skips it.
     """
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
     with contextlib.suppress(RuntimeError):

@@ -15,10 +15,10 @@ from shmserve.workers.sequences.inputs import read_controls
 
 
 def as_model_sees(config: ModelSpec) -> ModelSpec:
-    """Return the configuration with the inputs and outputs that only the model has.
+    """Return the configuration including inputs and outputs that clients neither send nor receive.
 
-    They are controls and states of sequences, `batch_input`, and lengths and masks of padded
-    inputs. Clients neither send nor receive them.
+    These tensors are controls and states of sequences, `batch_input`, and lengths and masks of
+    padded inputs.
     """
     sequences = config.sequence_batching
     states = sequences.state if sequences is not None else ()
@@ -75,7 +75,7 @@ class Described:
 
     @property
     def leading(self) -> str:
-        """The symbol of a variable first dimension; "" if it is fixed or unnamed."""
+        """Return the symbol of a variable first dimension; "" if it is fixed or unnamed."""
         return self.symbols[0] if self.symbols and self.dims[0] == -1 else ""
 
 

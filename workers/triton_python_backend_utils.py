@@ -94,14 +94,14 @@ _BY_NUMBER = {NUMBER[name]: kind for name, kind in _NUMPY_TYPES.items()}
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """The input of a request with that name, or None."""
+    """Return the input of a request with this name, or None."""
     if type(inference_request) is ReceivedRequest or isinstance(inference_request, ReceivedRequest):
         return inference_request.tensors.get(name)
     return _named(inference_request.inputs(), name)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """The output of a response with that name, or None."""
+    """Return the output of a response with this name, or None."""
     return _named(inference_response.output_tensors(), name)
 
 
@@ -110,27 +110,27 @@ def _named(tensors: list[Tensor], name: str) -> Tensor | None:
 
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """The entry of a configuration for an input, or None."""
+    """Return the entry of a configuration for an input, or None."""
     return next((t for t in model_config.get("input", ()) if t["name"] == name), None)
 
 
 def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """The entry of a configuration for an output, or None."""
+    """Return the entry of a configuration for an output, or None."""
     return next((t for t in model_config.get("output", ()) if t["name"] == name), None)
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
-    """Whether a configuration asks for any number of responses a request."""
+    """Return whether a configuration is that of a decoupled model."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """The numpy type of a configuration's data_type, e.g. TYPE_FP32. Raises KeyError."""
+    """Return the numpy type of a configuration's data_type, such as TYPE_FP32; raise KeyError."""
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """The numpy type of Triton's number of a datatype; None where numpy has none."""
+    """Return the numpy type of Triton's number of a datatype; None if numpy has none."""
     return _BY_NUMBER.get(data_type)
 
 
@@ -143,14 +143,17 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
 
 
 def serialize_byte_tensor(input_tensor: np.ndarray[Any, Any]) -> bytes | None:
-    """The wire form of a BYTES tensor: 4-byte length and bytes of each element; None for others."""
+    """Return the wire form of a BYTES tensor, or None for another tensor.
+
+    Each element is a 4-byte length and its bytes.
+    """
     if input_tensor.dtype.kind not in "OS":
         return None
     return encode_bytes(input_tensor)
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> np.ndarray[Any, Any]:
-    """The elements of a BYTES tensor's wire form, as a flat object array of bytes."""
+    """Return the elements of a BYTES tensor's wire form, as a flat object array of bytes."""
     items: list[bytes] = []
     data = bytes(encoded_tensor)
     at = 0

@@ -1,9 +1,11 @@
-"""Memory mappings, cached: what other processes hold is mapped on first use and kept.
+"""Cached memory mappings: memory of other processes is mapped at its first use and stays mapped.
 
-Only workers map clients' regions: a client that truncates its object kills whoever touches the
-lost pages. Those of clients who are not trusted are not mapped at all, but read and written by
-system calls. Gateways map workers' arenas, which are sealed. What is on a device is opened by what
-the worker gives for it; it looks the same from outside.
+Only workers map regions of clients: a client that truncates its object kills the process that
+touches the lost pages. The memory of untrusted clients is never mapped, but read and written by
+system calls. Gateways map the arenas of workers, which are sealed. Device memory is opened by a
+function of the worker, and has the same interface.
+
+No range is checked here: ranges that arrive in messages were checked by `unpack_place`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import Any, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.descriptors import Memory, Place
-from shmserve.ipc.tensors.ranges import fits
 
 # Python's own mmap knows no addresses.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,7 +31,7 @@ _libc.mremap.argtypes = [_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
-_REMEMBERED = 1024  # of the memories that were dropped last
+_REMEMBERED = 1024  # memories that were dropped last
 
 
 def _truncated() -> InvalidArgument:
@@ -39,25 +40,34 @@ def _truncated() -> InvalidArgument:
     )
 
 
-# Locks the pages of a mapping for a device; gives what undoes it.
+# Locks the pages of a mapping for a device; returns the function that unlocks them.
 Pin = Callable[[memoryview], Callable[[], None]]
 
 
 class Mapping(Protocol):
-    """A memory in this process. `view` can be sliced by bytes; `pid` is whose death ends it."""
+    """A memory in this process.
+
+    Attributes:
+        pid: The process that holds the memory; the mapping ends with that process.
+        view: The bytes; a slice of it is a view of a part.
+    """
 
     pid: int
     view: Any
 
     def close(self) -> None:
-        """Let it go; views of it that someone holds stay valid."""
+        """Release the mapping; existing views stay valid."""
 
 
 def opened(memory: Memory) -> int:
-    """A descriptor of a memory in the host. Raises Unavailable when that is gone."""
+    """Return a descriptor of a memory on the host.
+
+    Raises:
+        Unavailable: The memory no longer exists.
+    """
     path = f"/proc/{memory.pid}/fd/{memory.fd}"
     try:
-        # Whoever gave us a memfd may hold a lease on it: nobody waits for that.
+        # The owner of a memfd may hold a lease on it, which `open` would wait for.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise Unavailable("the memory of a tensor is gone") from error
@@ -71,7 +81,7 @@ class _HostMapping:
     __slots__ = ("_unpin", "fd", "map", "pid", "view")
 
     map: mmap.mmap
-    view: Any  # none of memory that is not to be mapped
+    view: Any  # absent if the memory is `copied`
 
     def __init__(self, memory: Memory, pin: Pin | None) -> None:
         self._unpin: Callable[[], None] | None = None
@@ -84,7 +94,7 @@ class _HostMapping:
                 try:
                     self.map = mmap.mmap(self.fd, memory.byte_size)
                 except (OSError, ValueError) as error:
-                    # Its owner has sealed it against writing, or truncated it just now.
+                    # The owner has sealed the memory against writing, or truncated it just now.
                     raise Unavailable("the memory of a tensor cannot be mapped") from error
                 self.view = memoryview(self.map)
                 if memory.pinned and pin is not None:
@@ -95,12 +105,11 @@ class _HostMapping:
 
     def close(self) -> None:
         if self._unpin is not None:
-            self._unpin()  # before the pages go, which the last view of them keeps
+            self._unpin()  # before the last view releases the pages
         os.close(self.fd)
 
     def make_private(self, start: int, end: int) -> None:
-        """Have private copies of the pages between two offsets where the shared ones are now, and
-        all views of them."""
+        """Replace the shared pages between two offsets by private copies, in all views of them."""
         start -= start % mmap.PAGESIZE
         end = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, len(self.map))
         size = end - start
@@ -110,24 +119,21 @@ class _HostMapping:
         if source == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), "mmap")
         ctypes.memmove(source, target, size)
-        # At once, for threads of the model that read meanwhile.
+        # One atomic step, because threads of the model may read at the same time.
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
         if _libc.mremap(source, size, size, flags, target) == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), "mremap")
 
-    def shrunk(self, end: int) -> bool:
-        """Whether the object is smaller than `end` by now."""
-        # The position is nobody's but ours; a whole `fstat` takes three times as long.
-        return os.lseek(self.fd, 0, os.SEEK_END) < end
-
 
 @dataclass(eq=False)
 class Mappings:
-    """Maps `Memory`s once each and gives views of `Place`s in them. For any thread, as far as they
-    are sealed.
+    """The mapped memories of a process, and views of places in them.
 
-    `open_device` maps memory that lies on a device; without it there is none. `pin` locks memory
-    that is to be pinned; without it that is not done.
+    Any thread may use it for sealed memories.
+
+    Args:
+        _open_device: Maps a memory on a device; None: such memories are not supported.
+        _pin: Locks a memory that is to be pinned; None: no memory is pinned.
     """
 
     _open_device: Callable[[Memory], Mapping] | None = None
@@ -139,33 +145,42 @@ class Mappings:
         return len(self._known)
 
     def view(self, place: Place) -> Any:
-        """The bytes at `place`, writable: a memoryview; on a device, a tensor of uint8.
+        """Return the bytes at a place, writable: a memoryview, or a tensor of uint8 on a device.
 
-        Raises Unavailable when the object is gone, InvalidArgument when it is smaller than the
-        place needs.
+        Raises:
+            Unavailable: The memory no longer exists.
+            InvalidArgument: The memory was truncated before the end of the place.
         """
         assert not place.memory.copied, "this memory is not to be mapped"
-        return self._mapping(place).view[place.offset : place.offset + place.byte_size]
+        start = place.offset
+        return self._mapping(place).view[start : start + place.byte_size]
 
     def _mapping(self, place: Place) -> Any:
+        """Return the mapping of a place's memory; raises as `view`."""
         memory = place.memory
-        mapping: Any = self._known.get(memory.id)
-        if mapping is None:
+        try:
+            mapping = self._known[memory.id]
+        except KeyError:
             opened = self._open(memory)
             mapping = self._known.setdefault(memory.id, opened)
             if mapping is not opened:
                 opened.close()  # another thread was faster
-        if not memory.sealed and mapping.shrunk(place.offset + place.byte_size):
+        # Nobody else uses the position of this descriptor; fstat(2) takes three times as long.
+        if not memory.sealed and (
+            os.lseek(mapping.fd, 0, os.SEEK_END) < place.offset + place.byte_size
+        ):
             raise _truncated()
-        if not fits(place.offset, place.byte_size, memory.byte_size):
-            raise InvalidArgument("a tensor lies outside its shared memory region")
         return mapping
 
     def detach(self, places: Iterable[Place]) -> None:
-        """Make the bytes at `places` this process's own in all views of them that exist, which keep
-        them as they are; views that are made from now on are of the shared memory, mapped anew.
+        """Make the bytes at `places` private in all existing views; the views keep their content.
 
-        Not for memory on a device. Raises as `view`, OSError where pages cannot be moved.
+        New views show the shared memory, which is mapped again. Memory on a device is not
+        supported.
+
+        Raises:
+            ShmserveError: As `view`.
+            OSError: The pages cannot be moved.
         """
         detached: dict[int, _HostMapping] = {}
         for place in places:
@@ -177,7 +192,7 @@ class Mappings:
             mapping.make_private(place.offset, place.offset + place.byte_size)
 
     def read(self, place: Place) -> memoryview:
-        """A copy of the bytes at `place` of a memory that is not to be mapped; raises as `view`."""
+        """Return a copy of the bytes at a place of an unmapped memory; raises as `view`."""
         mapping = self._mapping(place)
         copy = memoryview(bytearray(place.byte_size))
         at = 0
@@ -189,7 +204,12 @@ class Mappings:
         return copy
 
     def write(self, place: Place, data: bytes | memoryview) -> None:
-        """Write `data` at `place` of a memory that is not to be mapped; raises as `view`."""
+        """Write `data` at a place of an unmapped memory.
+
+        Raises:
+            Unavailable: The host is out of shared memory, or as `view`.
+            InvalidArgument: As `view`.
+        """
         mapping = self._mapping(place)
         rest = memoryview(data).cast("B")
         at = place.offset
@@ -207,25 +227,25 @@ class Mappings:
         if self._open_device is None:
             raise Unavailable("the memory of a tensor is on a device, which is not used here")
         if memory.id in self._dropped:
-            # A request of a client that left came after the news of it: nobody would drop it again.
+            # The request arrived after the report of its client's exit, and no other report
+            # would drop the mapping.
             raise Unavailable("the memory of a tensor is gone")
         return self._open_device(memory)
 
     def drop(self, memory_id: int) -> None:
-        """Forget a memory. Its pages go when the last view of it does (a model may still hold
-        one)."""
+        """Unmap a memory. Its pages are released with the last view, which a model may hold."""
         self._dropped.append(memory_id)
         mapping = self._known.pop(memory_id, None)
         if mapping is not None:
             mapping.close()
 
     def drop_process(self, pid: int) -> None:
-        """Forget every memory that process `pid` held: it is gone."""
+        """Unmap every memory of a process that has exited."""
         for memory_id, mapping in list(self._known.items()):
             if mapping.pid == pid:
                 self.drop(memory_id)
 
     def drop_all(self) -> None:
-        """Forget every memory."""
+        """Unmap every memory."""
         for memory_id in list(self._known):
             self.drop(memory_id)

@@ -344,3 +344,72 @@ class MetricsReported:
     """
 
     families: list[list[Any]]
+
+
+Response = Finished | Responded | Failed  # to a request
+
+# A limit on time beyond this, in microseconds, is as good as this: its deadline is a number still.
+LONGEST_TIMEOUT_US = 10**15
+
+
+def make_submit(
+    number: int,
+    schema: bytes,
+    data: list[Any],
+    arrived_ns: int,
+    *,
+    request_id: str = "",
+    priority: int = 0,
+    timeout_us: int = 0,
+    limit_us: int = 0,
+    call_limit_us: int = 0,
+    ends_ns: int = 0,
+    flags: int = 0,
+    correlation_id: int | str = 0,
+    source: int = 0,
+    trace: str = "",
+) -> Submit:
+    """Return the message that submits a request, of this schema and these data.
+
+    The deadline is the shortest of the request's own `timeout_us`, the server's `limit_us` and the
+    call's `call_limit_us`, which count from the arrival, and the caller's end `ends_ns` (monotonic
+    clock); 0: none.
+    """
+    if timeout_us > LONGEST_TIMEOUT_US:
+        timeout_us = LONGEST_TIMEOUT_US
+    shortest_us = timeout_us
+    if limit_us and (not shortest_us or limit_us < shortest_us):
+        shortest_us = limit_us
+    if call_limit_us and (not shortest_us or call_limit_us < shortest_us):
+        shortest_us = min(call_limit_us, LONGEST_TIMEOUT_US)
+    deadline_ns = ends_ns
+    if shortest_us:
+        deadline_ns = arrived_ns + shortest_us * 1000
+        if ends_ns:
+            deadline_ns = min(deadline_ns, ends_ns)
+    sequence, text = correlation_fields(correlation_id) if correlation_id else (0, "")
+    return Submit(
+        number,
+        schema,
+        data,
+        arrived_ns,
+        deadline_ns,
+        timeout_us,
+        priority,
+        request_id,
+        flags,
+        sequence,
+        text,
+        source,
+        trace,
+    )
+
+
+def correlation_fields(correlation_id: int | str) -> tuple[int, str]:
+    """Return a sequence's id as `correlation_id` and `correlation_text`."""
+    return (correlation_id, "") if isinstance(correlation_id, int) else (0, correlation_id)
+
+
+def message_size(submit: Submit) -> int:
+    """Return the bytes of a request's message, about: its schema and its inline tensors."""
+    return len(submit.schema) + sum([len(each) for each in submit.data if type(each) is bytes])

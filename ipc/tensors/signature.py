@@ -22,6 +22,7 @@ from shmserve.ipc.transport.records import record
 # What no machine has memory for: a batch of arrays of this extent, of any datatype, has strides
 # that can be told in 63 bits.
 _MOST_ELEMENTS = 2**44
+_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
     "prepended to each input shape. If you want to specify the full shape including the batch dim "
@@ -211,6 +212,12 @@ class Signature:
 def id_prefix(request_id: str) -> str:
     """The prefix of Triton's texts that name the request."""
     return f"[request id: {request_id or '<id_unknown>'}] "
+
+
+def stopping(request_id: str, *, of_sequence: bool = False) -> str:
+    """Return the error text for a request that comes, or is still here, when no work begins any
+    more. The words are Triton's, which name a request of a sequence only by a client's own id."""
+    return _STOPPING if of_sequence and not request_id else id_prefix(request_id) + _STOPPING
 
 
 def agree(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -37,6 +37,7 @@ class Dealer:
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
         self._connection: Connection | None = None
+        self.connected = False  # the other end is known to be connected
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(_CONNECT_S)
         try:
@@ -47,7 +48,8 @@ class Dealer:
             return
         greeting = bytearray(zmtp.GREETING + zmtp.ready("DEALER", identity.encode()))
         self._connection = Connection(sock, self._poll, greeting)
-        self._send(b"")
+        self.connected = True
+        self._write(b"")
 
     def flush(self) -> bool:
         """Send the queued messages as one frame.
@@ -57,18 +59,21 @@ class Dealer:
         Returns:
             False if the other end is gone.
         """
-        if not self.pending:
+        pending = self.pending
+        if not pending:
             return True
-        messages = self.pending[:]
-        self.pending.clear()
-        return self._send(zmtp.frame(pack(messages)))
+        messages = pending[:]
+        pending.clear()
+        return self._write(zmtp.frame(pack(messages)))
 
     def send(self, message: Any) -> bool:
         """Call `post` and `flush`."""
-        self.pending.append(message)
-        return self.flush()
+        if self.pending:
+            self.post(message)
+            return self.flush()
+        return self._write(zmtp.frame(pack((message,))))
 
-    def _send(self, data: bytes) -> bool:
+    def _write(self, data: bytes) -> bool:
         if self._connection is None:
             return False
         try:
@@ -86,7 +91,7 @@ class Dealer:
         if connection is None:
             return []
         if connection.unsent:
-            self._send(b"")
+            self._write(b"")
         frames = connection.receive()
         messages: list[Any] = []
         for frame in frames or ():
@@ -96,17 +101,16 @@ class Dealer:
                 self.malformed += 1
                 logger.warning("dropped a malformed frame: %s", error)
         if frames is None or connection.decoder.broken:
-            connection.close()
-            self._connection = None
+            self._disconnect(connection)
         elif connection.decoder.dropped:
             self.malformed += connection.decoder.dropped
             connection.decoder.dropped = 0
         return messages
 
-    @property
-    def connected(self) -> bool:
-        """Return whether the other end is known to be connected."""
-        return self._connection is not None
+    def _disconnect(self, connection: Connection) -> None:
+        connection.close()
+        self._connection = None
+        self.connected = False
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until a message is available (True) or the time has expired (False)."""
@@ -119,6 +123,5 @@ class Dealer:
         """
         if self._connection is not None:
             linger([self._connection], linger_s)
-            self._connection.close()
-            self._connection = None
+            self._disconnect(self._connection)
         self._poll.close()

@@ -216,12 +216,13 @@ def _typed(item: Any) -> Any:
     cls, kinds, needed, closer, records = _BY_TAG[tag]
     del item[0]
     found = list(map(type, item))
-    if found != kinds and (len(found) < needed or found != kinds[: len(found)]):
+    complete = found == kinds
+    if not complete and (len(found) < needed or found != kinds[: len(found)]):
         raise MalformedMessage(f"{tag} has fields of the wrong number or types")
     for index, check in closer:
-        if index < len(item) and not check(item[index]):
+        if (complete or index < len(item)) and not check(item[index]):
             raise MalformedMessage(f"{tag} has a list with elements of the wrong type")
     for index, within in records:
-        if index < len(item):
+        if (complete or index < len(item)) and item[index] != []:
             item[index] = within.typed(item[index])
     return cls(*item)

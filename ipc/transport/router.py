@@ -157,13 +157,13 @@ class Router:
         A message that cannot be packed raises an exception and is removed. Messages for other peers
         stay queued.
         """
-        pending = self.pending
+        pending, peers = self.pending, self._peers
         for peer in list(pending):
             messages = pending.pop(peer)
-            connection = self._peers.get(peer)
-            if connection is None:
+            if peer not in peers:
                 logger.debug("%d messages for a peer that is gone", len(messages))
                 continue
+            connection = peers[peer]
             try:
                 connection.send(zmtp.frame(pack(messages)))
             except OSError:
@@ -171,12 +171,13 @@ class Router:
 
     def receive(self) -> list[tuple[bytes, Any]]:
         """Return the available (peer, message) pairs, at most one bounded read per peer."""
+        connections = self._connections
         received: list[tuple[bytes, Any]] = []
         for fd, events in self._poll.poll(0):
-            connection = self._connections.get(fd)
-            if connection is None:
+            if fd not in connections:
                 self._accept()
                 continue
+            connection = connections[fd]
             if events & _OUT:
                 with contextlib.suppress(OSError):
                     connection.push()

@@ -68,6 +68,15 @@ class Decoder:
     def feed(self, data: bytes) -> list[bytes]:
         """Return the messages that are complete with `data`."""
         buffered = self._buffer
+        ready = self.properties is not None and not (self._skipping or self.broken)
+        if ready and data and not buffered:
+            # Most reads return exactly one frame.
+            size = len(data)
+            if data[0] == _LONG and 9 < size <= self.largest:
+                if _LONG_SIZE.unpack_from(data, 1)[0] == size - 9:
+                    return [data[9:]]
+            elif data[0] == 0 and 2 <= size <= self.largest and data[1] == size - 2:
+                return [data[2:]]
         if buffered:
             buffered += data
             if len(buffered) < self._needed:

@@ -98,7 +98,7 @@ class ResponseStream:
             raise StopAsyncIteration
         responses = pending.read()
         if responses:
-            self._turns.channel.credit(pending, responses)
+            self._turns.channel.schedulers.credit(pending, responses)
             self._turns.flush_soon()
         if not pending.items:
             await self._attend(pending)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +49,6 @@ GONE = "there is no server any more"
 _MOST_OVER = 1024  # completed requests that remain in the heap until their deadline
 
 
-class ControlRequest:
-    """A request to the server's listener and its response.
-
-    The lock `pending` is held until the response arrives. A threading.Event is not used: a waiting
-    thread holds its internal lock, so a signal handler in that thread that sends a request would
-    deadlock the responder.
-    """
-
-    __slots__ = ("number", "pending", "response")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.pending = threading.Lock()
-        self.pending.acquire()
-        self.response: Any = None
-
-    def wait(self) -> Any:
-        """Wait for the response and return it: the payload, or an error to raise."""
-        with self.pending:
-            return self.response
-
-
 class ListenerLink:
     """A SOCK_SEQPACKET unix socket to a server's listener.
 
@@ -80,7 +59,7 @@ class ListenerLink:
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._numbers = itertools.count(1)
-        self._asked: dict[int, ControlRequest] = {}
+        self._asked: dict[int, Future[Any]] = {}
 
     def connect(self, run_dir: Path, timeout_s: float) -> None:
         """Send Hello to the server at `run_dir`.
@@ -115,8 +94,7 @@ class ListenerLink:
 
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message and descriptors to the server. Raises Disconnected."""
-        # No lock: the thread of a signal handler may hold it, or wait for a thread that sends. The
-        # kernel sends each packet atomically.
+        # No lock: the kernel sends each packet atomically.
         try:
             socket.send_fds(self._socket, [frames.pack([message])], fds)
         except OSError as error:
@@ -133,18 +111,21 @@ class ListenerLink:
 
     # --- control requests
 
-    def request(self) -> ControlRequest:
-        """Return a registered request with a new number."""
-        request = ControlRequest(next(self._numbers))
-        self._asked[request.number] = request
-        return request
+    def request(self) -> tuple[int, Future[Any]]:
+        """Return the number of a new request, and the future of its response's payload."""
+        number, future = next(self._numbers), Future[Any]()
+        self._asked[number] = future
+        return number, future
 
     def respond(self, number: int, response: Any) -> None:
-        """Complete a request with its response."""
-        request = self._asked.pop(number, None)
-        if request is not None:
-            request.response = response
-            request.pending.release()
+        """Complete a request with its payload or error."""
+        future = self._asked.pop(number, None)
+        if future is None:
+            return
+        if isinstance(response, ShmserveError):
+            future.set_exception(response)
+        else:
+            future.set_result(response)
 
     # --- closing
 
@@ -292,14 +273,11 @@ class ServerConnection(ServerState):
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
-            request = self._link.request()
-        self._link.tell(*asking(request.number))
+            number, response = self._link.request()
+        self._link.tell(*asking(number))
         if self.is_current_thread():  # called by a future's callback
-            self._read_until(request)
-        response = request.wait()
-        if isinstance(response, ShmserveError):
-            raise response
-        payload: dict[str, Any] = response
+            self._read_until(response)
+        payload: dict[str, Any] = response.result()
         return payload
 
     def want(self, model: str, patience_s: float) -> None:
@@ -315,9 +293,9 @@ class ServerConnection(ServerState):
         """Share a segment with the server and wait for its confirmation."""
         segment.shared(self._ask(segment.sharing)["memory"])
 
-    def _read_until(self, request: ControlRequest) -> None:
+    def _read_until(self, response: Future[Any]) -> None:
         try:
-            while request.pending.locked():
+            while not response.done():
                 self._informed()
         except (OSError, MalformedMessage) as error:
             raise Disconnected(GONE) from error

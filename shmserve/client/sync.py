@@ -16,10 +16,11 @@ from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel, Waiti
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
 from shmserve.client.session import Session, Tensors, call_of, takes
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.endpoints import MOST_LINKS
 
 _MOST_CHANNELS = MOST_LINKS - 1  # one link is the connection's own
+_INTERRUPTED = "this thread waits for a response: a signal handler cannot use the client meanwhile"
 
 
 class Server:
@@ -160,7 +161,7 @@ class Server:
         thread = threading.current_thread()
         waiter = self._channels.get(thread)
         if waiter is not None and waiter.lock.locked():
-            return _shared(connection)  # a signal handler that interrupted this thread's wait
+            raise Unavailable(_INTERRUPTED)
         if waiter is None or waiter.connection is not connection:
             return self._new_channel(thread, connection)
         return waiter
@@ -187,16 +188,20 @@ class Server:
             return waiter
 
     def close(self) -> None:
-        """Disconnect; the server frees all resources of this client. This method is idempotent."""
+        """Disconnect; the server frees all resources of this client. This method is idempotent.
+
+        Raises:
+            Unavailable: A signal handler calls this while its thread waits for a response.
+        """
+        waiter = self._channels.get(threading.current_thread())
+        if waiter is not None and waiter.lock.locked():
+            raise Unavailable(_INTERRUPTED)
         self._session.close()
         if self._session.inherited:
             return
         with self._lock:
-            for thread, waiter in self._channels.items():
-                if thread is threading.current_thread() and waiter.lock.locked():
-                    waiter.leaving = True  # a signal handler interrupted its wait
-                else:
-                    waiter.close()
+            for waiter in self._channels.values():
+                waiter.close()
             self._channels.clear()
             for waiter in self._former:
                 waiter.close()

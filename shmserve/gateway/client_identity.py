@@ -1,6 +1,6 @@
-"""Client identity and authorisation of a connection: found out once, cached for every request.
+"""Client identity and authorisation of a connection: determined once, cached for every request.
 
-ListenerRules    one listening socket, and what its clients may do there
+ListenerRules    one listening socket, and the permissions of its clients
 ClientIdentity   the client of one connection through it
 """
 
@@ -34,7 +34,7 @@ _HOST = istr("Host")
 
 
 class ListenerKind(enum.Enum):
-    """From where a listening socket can be reached."""
+    """The reachability of a listening socket."""
 
     UNIX = "unix"
     LOOPBACK = "loopback"
@@ -42,16 +42,18 @@ class ListenerKind(enum.Enum):
 
 
 class MisdirectedHost(PermissionDenied):
-    """The Host header names somebody else: a page that another site's name brought here."""
+    """The error of a Host header with a foreign name, as in a DNS rebinding attack."""
 
     status = 421
 
 
 class ListenerRules:
-    """The access rules of one listening socket, the same for every connection that it accepts.
+    """The access rules of one listening socket, shared by all its connections.
 
-    `allow_shm`: over every listener, none, or (None) those that only this host reaches. `names` are
-    host names that the server goes by, beside addresses and localhost.
+    Args:
+        allow_shm: Whether all listeners offer shared memory; None: only those that only this host
+            reaches.
+        names: Host names of the server, besides addresses and localhost.
     """
 
     def __init__(
@@ -68,16 +70,16 @@ class ListenerRules:
 
 
 def listener_kind(sock: socket.socket) -> ListenerKind:
-    """From where a listening socket can be reached."""
+    """Return the reachability of a listening socket."""
     if sock.family == socket.AF_UNIX:
         return ListenerKind.UNIX
     return ListenerKind.LOOPBACK if is_loopback(sock.getsockname()[0]) else ListenerKind.REMOTE
 
 
 class ClientIdentity:
-    """The client at the other end of a connection; `sock` is ours (as far as transports give it).
+    """The client at the other end of a connection; `sock` is the server's end, if available.
 
-    A token or a host name that was accepted once on a connection is not looked up again.
+    A token or a host name that was accepted once on a connection is not checked again.
     """
 
     __slots__ = (
@@ -90,11 +92,11 @@ class ClientIdentity:
         self._sock = sock
         self._peer: Peer | None = None
         self._header: str | None = None
-        self._rules: Authorisation | None = None  # by which the header has these scopes
+        self._rules: Authorisation | None = None  # the rules by which the header has these scopes
         self._scopes: frozenset[str] | None = None
         self._host: str | None = None
         self._on_gone: list[Callable[[], None]] | None = []
-        # Whoever runs the server needs no token.
+        # The server's own user needs no token.
         self.known = False
         if listener.kind is ListenerKind.UNIX:
             with contextlib.suppress(OSError):
@@ -102,20 +104,20 @@ class ClientIdentity:
                 self.known = self._peer.uid in (os.geteuid(), 0)
 
     def when_gone(self, action: Callable[[], None]) -> None:
-        """Call this when the connection has ended: at once if it has."""
+        """Call `action` when the connection has ended, or at once if it has."""
         if self._on_gone is None:
             action()
         else:
             self._on_gone.append(action)
 
     def gone(self) -> None:
-        """The connection has ended."""
+        """Call the actions for the end of the connection."""
         actions, self._on_gone = self._on_gone or [], None
         for action in actions:
             action()
 
     def refuse(self, scope: str, headers: Mapping[str, str]) -> ShmserveError | None:
-        """Why a request to an API of `scope` is refused; None when it is not."""
+        """Return the error for a request to an API of `scope`; None if the request is permitted."""
         listener = self.listener
         if listener.kind is ListenerKind.LOOPBACK:
             host = headers.get(_HOST)
@@ -134,16 +136,16 @@ class ClientIdentity:
 
     @property
     def source(self) -> int:
-        """A number that tells the connection from others of this process."""
+        """Return a number that identifies the connection within this process."""
         return id(self)
 
     @property
     def uid(self) -> int | None:
-        """The user that the kernel names, as it does at a unix socket."""
+        """Return the user reported by the kernel at a unix socket, or None."""
         return None if self._peer is None else self._peer.uid
 
     def runs_the_server(self) -> bool:
-        """Whether the server's own user asks, or root, as far as the kernel says who it is."""
+        """Check whether the client is the server's own user or root, if the kernel reports it."""
         if self.known or self.listener.kind is not ListenerKind.LOOPBACK:
             return self.known
         found = None
@@ -152,10 +154,11 @@ class ClientIdentity:
         return found is not None and found.uid in (os.geteuid(), 0)
 
     def peer(self) -> Peer:
-        """The client's user, for shared memory.
+        """Return the client's user, for shared memory.
 
-        Raises Unsupported when there is none for it here, PermissionDenied when nobody knows who
-        it is.
+        Raises:
+            Unsupported: The listener offers no shared memory.
+            PermissionDenied: The user is unknown.
         """
         if not self.listener.shm:
             raise Unsupported(SHM_DISABLED)
@@ -166,8 +169,9 @@ class ClientIdentity:
     def _find_peer(self) -> Peer:
         if self.listener.kind is ListenerKind.REMOTE:
             return REMOTE
-        # No client of this host counts as one of another: what the kernel knows of it is gone as
-        # soon as it hangs up, and the server's own objects are not for a client that does.
+        # A client of this host is never treated as a remote one. After it has hung up the kernel no
+        # longer reports its user, and the server's own objects must not be accessible to such a
+        # client.
         found: Peer | None = None
         if self.listener.kind is ListenerKind.LOOPBACK:
             with contextlib.suppress(OSError):
@@ -177,12 +181,12 @@ class ClientIdentity:
         return found
 
     def _find_user(self) -> Peer | None:
-        """The user of a client on this host, None if nobody knows it; raises OSError."""
+        """Return the user of a client on this host, or None if unknown; raise OSError."""
         ours, theirs = self._sock.getsockname(), self._sock.getpeername()
         return loopback_peer(_address(ours), _address(theirs))
 
     def administrator(self) -> Peer:
-        """The client's user; EVERYONE, who sees every region, if that runs the server."""
+        """Return the client's user, or EVERYONE (access to all regions) if it runs the server."""
         peer = self.peer()
         return Peer(EVERYONE) if self.known else peer
 
@@ -192,8 +196,10 @@ def _address(name: tuple[Any, ...]) -> Address:
 
 
 def _is_ours(host: str, names: frozenset[str]) -> bool:
-    """Whether a Host header is an address, localhost, or a name of ours: no name that somebody
-    else's name server could make point here."""
+    """Check whether a Host header is an address, localhost, or a name of this server.
+
+    Other names could be made to resolve to this host by a foreign name server.
+    """
     name = host.rpartition(":")[0] if _has_port(host) else host
     name = name.lower().rstrip(".")
     if not name or name == "localhost" or name.endswith(".localhost") or name in names:

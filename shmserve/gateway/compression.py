@@ -1,6 +1,6 @@
 """Content coding: gzip and deflate, incremental, with a limit against decompression bombs (pure).
 
-What a name means is Triton's: "gzip" and "deflate" (zlib); both are recognised by their content.
+The names are Triton's: "gzip" and "deflate" (zlib). Both formats are recognised by their content.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterable, Iterator
 from shmserve.errors import InvalidArgument, Unsupported
 
 _STEP = 256 * 1024
-_AUTO = zlib.MAX_WBITS | 32  # gzip or zlib, whichever the header says
-_SMALLEST_MEMBER = 1024  # that a program makes again and again
+_AUTO = zlib.MAX_WBITS | 32  # gzip or zlib, by the header
+_SMALLEST_MEMBER = 1024  # the usual size of a member that a program writes
 _FEW = 16
 _NO_USE = "failed to decompress the request body: it is mostly overhead"
 _WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
 class UnsupportedEncoding(Unsupported):
-    """A Content-Encoding that is not offered; the response says which are."""
+    """A Content-Encoding that is not supported; the response lists those that are."""
 
 
 def check_encoding(name: str) -> bool:
-    """Whether a body with this Content-Encoding is compressed; raises UnsupportedEncoding."""
+    """Return whether a body with this Content-Encoding is compressed; raise UnsupportedEncoding."""
     lower = name.strip().lower()
     if lower not in ("identity", *_WBITS):
         raise UnsupportedEncoding("Unsupported compression type")
@@ -31,10 +31,10 @@ def check_encoding(name: str) -> bool:
 
 
 class Inflater:
-    """Decompresses a body that comes in chunks; at most `limit` bytes come out.
+    """A decompressor of a chunked body, with an output of at most `limit` bytes.
 
-    Neither may many more go in, which come to nothing, nor more members than there is use for:
-    each costs the time of starting over.
+    The input is limited, too, since it may produce no output. So is the number of members, since
+    each restarts the decompressor.
     """
 
     def __init__(self, limit: int) -> None:
@@ -46,9 +46,10 @@ class Inflater:
         self._size = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The decompressed `chunk`, in pieces of at most 256 KiB.
+        """Yield the decompressed `chunk`, in pieces of at most 256 KiB.
 
-        Raises InvalidArgument for what is not compressed data and for more than `limit` bytes.
+        Raises:
+            InvalidArgument: The data is not compressed, or exceeds `limit` bytes.
         """
         more = bool(chunk)
         self._taken += len(chunk)
@@ -60,7 +61,7 @@ class Inflater:
                 self._members += 1
                 if self._members > self._taken // _SMALLEST_MEMBER + _FEW:
                     raise InvalidArgument(_NO_USE)
-                self._stream = zlib.decompressobj(_AUTO)  # another member follows
+                self._stream = zlib.decompressobj(_AUTO)  # another member
             try:
                 piece = self._stream.decompress(chunk, _STEP)
             except zlib.error:
@@ -75,11 +76,14 @@ class Inflater:
             yield piece
             ended = self._stream.eof
             chunk = self._stream.unused_data if ended else self._stream.unconsumed_tail
-            # A full piece may have left output behind inside the stream.
+            # After a full piece, the stream may have buffered output.
             more = bool(chunk) or (not ended and len(piece) == _STEP)
 
     def finish(self) -> None:
-        """The body is over; raises InvalidArgument when the compressed data is not."""
+        """Check at the end of the body that the compressed data is complete.
+
+        Raise InvalidArgument.
+        """
         if not self._fed:
             raise InvalidArgument("nothing to be decompressed")
         if not self._stream.eof:
@@ -87,7 +91,7 @@ class Inflater:
 
 
 def deflated(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[bytes]:
-    """`pieces` compressed as "gzip" or "deflate"."""
+    """Yield `pieces` compressed as "gzip" or "deflate"."""
     stream = zlib.compressobj(wbits=_WBITS[encoding])
     for piece in pieces:
         for at in range(0, len(piece), _STEP):
@@ -96,7 +100,10 @@ def deflated(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[by
 
 
 def accepted_encoding(header: str) -> str:
-    """The encoding of the highest weight: "gzip", "deflate" or "identity"; the first wins a tie."""
+    """Return the encoding with the highest weight ("gzip", "deflate" or "identity").
+
+    The first wins ties.
+    """
     best, best_weight = "identity", 0.0
     for item in header.split(","):
         name, _, parameter = item.partition(";")

@@ -1,9 +1,9 @@
-"""Connection limits of one listener: eviction of the longest idle, and a quota for each peer.
+"""Connection limits of a listener: eviction of idle connections, and a quota for each peer.
 
-Who opens many and sends nothing keeps nobody out: at the limit the connections that have been idle
-for longest are evicted for new ones. And no peer (a user at a unix socket, an address of another
-host) has more than its quota, so that what it opens costs the others nothing: beyond that, its own
-are evicted. On loopback all clients have one address, and no quota.
+Idle connections never exclude other clients: at the limit, the connections that have been idle for
+longest are evicted for new ones. A peer (a user at a unix socket, or an address of another host)
+has a quota, so that it cannot use up the limit: beyond the quota, its own connections are evicted.
+On loopback all clients have one address, and there is no quota.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shmserve.gateway.client_identity import ClientIdentity, ListenerKind, Liste
 
 logger = logging.getLogger(__name__)
 
-_MOST_WARNINGS = 10  # about too many connections; more are debug lines
+_MOST_WARNINGS = 10  # about too many connections; further ones are debug messages
 
 
 class LimitedConnection(asyncio.BaseProtocol, ABC):
-    """A connection that may be ended to make room for others."""
+    """A connection that may be evicted for another one."""
 
     transport: asyncio.Transport | None
 
     def attach(self, transport: asyncio.BaseTransport) -> asyncio.Transport:
-        """Have what is written sent at once, and a peer noticed that is gone without a word."""
-        self.transport = made = cast("asyncio.Transport", transport)  # uvloop's is none by class
+        """Configure the socket to send immediately and to detect vanished peers."""
+        self.transport = made = cast("asyncio.Transport", transport)  # not a subclass in uvloop
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # already closed
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
         return made
@@ -45,35 +45,38 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     @property
     @abstractmethod
     def open(self) -> bool:
-        """Whether it is not on its way out."""
+        """Return whether the connection accepts further requests."""
 
     @property
     @abstractmethod
     def idle_since(self) -> float | None:
-        """Since when nothing is asked on it, by the loop's time; None when something is."""
+        """Return the loop's time since which the connection has no request; None: it has one."""
 
     @property
     @abstractmethod
     def sending_since(self) -> float | None:
-        """Since when the rest of a request is missing; None when none is."""
+        """Return the loop's time since which the rest of a request is missing, or None."""
 
     @abstractmethod
     def leave(self, after_calls: bool = False) -> None:
-        """Have the client go, once what it has asked is answered: its acceptor is told when nothing
-        can come of it any more (`settled`). `after_calls`: nor is it told to before that, where the
-        protocol has a word for it."""
+        """Close the connection once its requests are answered.
+
+        The connection reports to its acceptor (`settled`) when no further request can arrive. With
+        `after_calls`, even the protocol's notification of the client is delayed until then, if
+        there is one.
+        """
 
     @abstractmethod
     def abort(self) -> None:
-        """End it now, whatever is not flushed."""
+        """Close the connection at once, without flushing."""
 
     @abstractmethod
     def force_close(self) -> None:
-        """End it; what is written already may still be flushed."""
+        """Close the connection; written bytes may still be flushed."""
 
 
 class Acceptor:
-    """The maker of connections through one listener, up to `most` of them; `make` is given it."""
+    """A factory of connections of one listener, up to `most`; `make` receives the factory."""
 
     def __init__(
         self,
@@ -88,20 +91,20 @@ class Acceptor:
         self._connections: set[LimitedConnection] = set()
         self._by_peer: dict[object, set[LimitedConnection]] = {}  # by peer
         self._warnings = 0
-        self._asking: set[LimitedConnection] = set()  # that have been told to go
+        self._asking: set[LimitedConnection] = set()  # connections that were asked to close
         self._when_left: Callable[[], None] | None = None
 
     def __call__(self) -> LimitedConnection:
-        """The protocol of a new connection."""
+        """Return the protocol of a new connection."""
         return self._make(self)
 
     @property
     def connections(self) -> list[LimitedConnection]:
-        """The connections that are open."""
+        """Return the open connections."""
         return list(self._connections)
 
     def connection_made(self, connection: LimitedConnection) -> ClientIdentity:
-        """Register a connection; where there are too many, evict others, or this one."""
+        """Register a connection; if there are too many, evict others or this one."""
         transport = connection.transport
         assert transport is not None
         client = ClientIdentity(self._listener, transport.get_extra_info("socket"))
@@ -118,15 +121,14 @@ class Acceptor:
         return client
 
     def connection_lost(self, connection: LimitedConnection) -> None:
-        """Forget a connection that has ended."""
+        """Remove a connection that has ended."""
         self._connections.discard(connection)
         self.settled(connection)
 
     def leave(
         self, left: Callable[[], None], *, idle_only: bool = False, after_calls: bool = False
     ) -> None:
-        """Tell every client to go, or those alone that ask for nothing; `left` is called once these
-        are settled."""
+        """Ask all clients, or only idle ones, to disconnect; call `left` when these are settled."""
         going = [c for c in self.connections if not idle_only or c.idle_since is not None]
         self._asking = set(going)
         for connection in going:
@@ -135,7 +137,7 @@ class Acceptor:
         self._check_left()
 
     def settled(self, connection: LimitedConnection) -> None:
-        """A client that was told to go knows it, and what it has asked is answered."""
+        """Record that an asked client is notified and its requests are answered."""
         self._asking.discard(connection)
         self._check_left()
 
@@ -145,8 +147,10 @@ class Acceptor:
             left()
 
     def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
-        """The owner of the quota that it counts in; None on loopback, where nothing tells clients
-        apart."""
+        """Return the owner of the connection's quota; None on loopback.
+
+        On loopback, clients are not distinguished.
+        """
         if self._listener.kind is ListenerKind.UNIX:
             return client.uid
         if self._listener.kind is ListenerKind.LOOPBACK:
@@ -166,8 +170,8 @@ class Acceptor:
             connection for connection in among if connection.open and connection is not newcomer
         ]
         if len(others) < most or not newcomer.open:
-            return  # the rest is on its way out
-        # Several at a time, so that a flood of newcomers costs little each.
+            return  # the remaining connections are closing
+        # Several at a time, to amortise the cost in a flood of connections.
         ended = _longest(others, attrgetter("idle_since"), max(1, most // 64))
         ended = ended or _longest(others, attrgetter("sending_since"), 1)
         logger.log(

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
-from shmserve.gateway.links import RequestDispatcher, SupervisorLink
+from shmserve.gateway.links import GatewaySchedulers, SupervisorLink
 from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
@@ -32,7 +32,7 @@ class Gateway:
     """
 
     settings: GatewaySettings
-    dispatcher: RequestDispatcher
+    schedulers: GatewaySchedulers
     models: ModelTable
     regions: RegionTable
     supervisor: SupervisorLink

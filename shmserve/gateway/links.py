@@ -1,10 +1,7 @@
-"""Message links in the event loop, with write coalescing. What is posted during a turn of the loop
-is sent as one frame at its end.
+"""The links of a gateway in its event loop: to the supervisor, and to the schedulers.
 
-That to the supervisor has notifications, and requests with their responses; that to a scheduler the
-requests in flight there, and fail-over. `shmserve.ipc.inflight` has the life of a request. A client
-that leaves frees no memory: its request is cancelled at the scheduler, and stays in flight until
-that responds.
+What is queued during a turn of the loop leaves as one frame at its end. A client that leaves frees
+no memory: its request is cancelled at the scheduler, and stays in flight until that responds.
 """
 
 from __future__ import annotations
@@ -17,14 +14,15 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from shmserve.errors import Unavailable, from_code
-from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
-from shmserve.ipc.memory.lent import releases, unread
+from shmserve.ipc.link_table import LinkTable
+from shmserve.ipc.memory.lent import releases
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered, Refused
+from shmserve.ipc.messages.inference import Response
+from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.transport.dealer import Dealer
@@ -32,36 +30,36 @@ from shmserve.ipc.transport.dealer import Dealer
 logger = logging.getLogger(__name__)
 
 
-_CLOSE_DELAY_S = 1.0
-
 # Where others are in flight, what was read is released with the next request, which saves a wake-up
-# of the scheduler, and of the worker whose memory it is; or after this.
+# of the scheduler, and of the worker that owns the memory; or after this.
 _MOST_HELD_S = 0.001
 
 
-class Link:
-    """A `Dealer` whose messages go to `on_message` and whose posts are flushed once a turn."""
+class SupervisorLink:
+    """The link to the supervisor: notifications, and requests with their responses.
+
+    `on_message` gets everything but the responses to `ask`.
+    """
 
     def __init__(self, endpoint: str, identity: str, on_message: Callable[[Any], None]) -> None:
         self.endpoint = endpoint
         self._dealer = Dealer(endpoint, identity)
-        self._on_message = on_message
+        self._on_notification = on_message
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._dealer.fd, self._receive)
         self._flushing = False
         self._closed = False
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def post(self, message: Any) -> None:
         """Send a message at the end of this turn of the loop."""
         self._dealer.post(message)
         if not self._flushing:
             self._flushing = True
-            self._loop.call_soon(self.flush)
+            self._loop.call_soon(self._flush)
 
-    def flush(self) -> None:
-        """Send now what is posted: nothing else will come this turn that could be coalesced."""
-        if not self._flushing:
-            return  # done already
+    def _flush(self) -> None:
         self._flushing = False
         if not self._closed:
             self._dealer.flush()
@@ -69,52 +67,28 @@ class Link:
     def _receive(self) -> None:
         for message in self._dealer.receive():
             try:
-                self._on_message(message)
+                self._take(message)
             except Exception:
                 logger.exception("a %s could not be handled", type(message).__name__)
 
-    @property
-    def connected(self) -> bool:
-        """Whether the other end is there, as far as is known."""
-        return self._dealer.connected
-
-    def receive_remaining(self) -> None:
-        """Handle all messages that are here: the other end is gone."""
-        while self._dealer.wait(0):
-            self._receive()
-
-    def retire(self) -> None:
-        """Receive no more; close once the last posts are on their way."""
-        if not self._closed:
-            self.flush()
-            self._stop_reading()
-            self._loop.call_later(_CLOSE_DELAY_S, self._dealer.close)
-
     def close(self) -> None:
-        """Close now."""
+        """Close the link."""
         if not self._closed:
-            self._stop_reading()
+            self._closed = True
+            self._loop.remove_reader(self._dealer.fd)
             self._dealer.close()
 
-    def _stop_reading(self) -> None:
-        self._closed = True
-        self._loop.remove_reader(self._dealer.fd)
-
-
-class SupervisorLink(Link):
-    """The link to the supervisor. `on_message` gets everything but the responses to `ask`."""
-
-    def __init__(self, endpoint: str, identity: str, on_message: Callable[[Any], None]) -> None:
-        super().__init__(endpoint, identity, self._take)
-        self._on_notification = on_message
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
-
     async def ask(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
-        """Send a request, a message of this kind with these fields behind its number; raises what
-        it is refused with.
+        """Send a request and return the response's payload.
 
-        A caller who is cancelled only stops waiting: the supervisor finishes what it was asked for.
+        A caller that is cancelled only stops waiting: the supervisor finishes the request.
+
+        Args:
+            kind: The kind of the message.
+            fields: Its fields behind the number.
+
+        Raises:
+            ShmserveError: The supervisor refused the request.
         """
         number = next(self._numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -141,27 +115,28 @@ class SupervisorLink(Link):
 
 @dataclass(slots=True, eq=False)
 class GatewayRequest(InflightRequest):
-    """A request of this gateway, whose kinds say in `responded` what each response does. `release`
-    gives back what keeps its memory: its block of the arena, its references to regions.
+    """A request of a gateway; a subclass for each protocol says what a response does.
 
-    `over`: its last response is here, or nobody waits for it any more.
+    Attributes:
+        schedulers: The client that submits it.
+        release: Gives back what keeps its memory: its block of the arena, its regions.
+        over: Its last response is here, or nobody waits for it any more.
     """
 
-    scheduler: SchedulerHandle
+    schedulers: GatewaySchedulers
     release: Callable[[], None]
     over: bool = field(init=False, default=False)
 
     @abstractmethod
     def responded(self, message: Response) -> None:
-        """A response has come: the last one if it is `over`, by a `Finished`, a `Failed`, or a
-        `Responded` that is final."""
+        """Take a response: the last one if the request is `over`."""
 
     def awaited(self) -> bool:
         return not self.over
 
     def respond(self, message: Response) -> None:
         if self.over:
-            self.scheduler.discard(message)
+            self.discard(message)
             return
         self.over = type(message) is not m.Responded or message.final
         self.responded(message)
@@ -169,209 +144,121 @@ class GatewayRequest(InflightRequest):
     def free(self) -> None:
         self.release()
 
-    def grant(self, responses: int) -> None:
-        """The client has read so many responses, and takes as many more: `FIRST_CREDIT` of them
-        come unasked."""
-        if self.submit.id in self.scheduler.inflight.pending:
-            self.scheduler.post(m.Credit(self.submit.id, responses))
+    def discard(self, message: Response) -> None:
+        """Release the outputs of a response that nobody reads."""
+        self.schedulers.discard(self.endpoint, message)
+
+    def release_outputs(self, inferred: Inferred | None) -> None:
+        """Release the outputs of a response that have been read."""
+        if inferred is None:
+            return
+        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Place)]
+        if places:
+            self.schedulers.release(self.endpoint, releases(places))
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: what still comes is discarded, and its memory is in use
-        until the scheduler responds."""
+        """Wait for it no more: what still comes is discarded, and its memory is in use until the
+        scheduler responds."""
         self.over = True
-        if self.submit.id in self.scheduler.inflight.pending:
-            self.scheduler.post(m.Cancel(self.submit.id))
+        self.schedulers.cancel(self)
 
 
-class SchedulerHandle:
-    """A link to a scheduler, and what is in flight there; reference counted.
+class GatewaySchedulers(SchedulerClient[GatewayRequest]):
+    """The client of all schedulers, in the event loop.
 
-    `users` counts the models that send to it and the responses that are being read; an unused, idle
-    scheduler is dropped.
+    A link lasts until its scheduler has ended and nothing is in flight there: a scheduler takes
+    back what a client reads when the link closes.
     """
 
-    def __init__(self, endpoint: str, on_idle: Callable[[SchedulerHandle], None]) -> None:
-        self.endpoint = endpoint
-        self.inflight: InflightTable[GatewayRequest] = InflightTable()
-        self._reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.users = 0
-        self.successor: SchedulerHandle | None = None
-        self._unsent: list[m.Release] = []
-        self._releasing: asyncio.TimerHandle | None = None
-        self._on_idle = on_idle
-        # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
-        identity = f"{os.getpid()}.{secrets.token_hex(6)}"
-        self.link = Link(endpoint, identity, self._take)
-
-    def use(self) -> None:
-        """Keep the link until `leave`."""
-        self.users += 1
-
-    def leave(self) -> None:
-        """One user less."""
-        self.users -= 1
-        self._check_idle()
-
-    def _check_idle(self) -> None:
-        if not (self.users or self.inflight or self._reports):
-            self._on_idle(self)
-
-    def latest(self) -> SchedulerHandle:
-        """The scheduler that serves what this one did: itself, or the last of its successors."""
-        scheduler = self
-        while scheduler.successor is not None:
-            scheduler = scheduler.successor
-        return scheduler
-
-    def submit(self, request: GatewayRequest) -> None:
-        """Send a request, also one that another scheduler had; its `release` runs when no worker
-        can touch its memory any more."""
-        if self.successor is not None:
-            self.latest().submit(request)
-            return
-        request.scheduler = self
-        request.endpoint = self.endpoint
-        alone = not self.inflight.pending
-        self.inflight.add(request)
-        if self._unsent:
-            self._send_releases()
-        self.link.post(request.submit)
-        if alone:
-            self.link.flush()
-
-    def post(self, message: m.Credit | m.Cancel) -> None:
-        """Send a message, and what was held for the next one."""
-        if self._unsent:
-            self._send_releases()
-        self.link.post(message)
-
-    def _take(self, message: Any) -> None:
-        match message:
-            case m.Finished() | m.Responded() | m.Failed() | m.Settled():
-                if not self.inflight.take(message) and not isinstance(message, m.Settled):
-                    self.discard(message)
-            case m.StatisticsReported(id=number, statistics=statistics):
-                report = self._reports.get(number)
-                if report is not None and not report.done():
-                    report.set_result(statistics)
-            case _:
-                logger.warning("a scheduler sent a %s", type(message).__name__)
-        if not self.users:
-            self._check_idle()
-
-    def report(self, number: int) -> asyncio.Future[dict[str, Any]]:
-        """Request its statistics; the caller sets the limit on time."""
-        report: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._reports[number] = report
-        report.add_done_callback(partial(self._report_ended, number))
-        self.link.post(m.ReportStatistics(number))
-        return report
-
-    def _report_ended(self, number: int, _: asyncio.Future[dict[str, Any]]) -> None:
-        del self._reports[number]
-        if not self.users:
-            self._check_idle()
-
-    def fail_reports(self) -> None:
-        """Fail the reports that are awaited: the scheduler is lost."""
-        for report in self._reports.values():
-            if not report.done():
-                report.set_exception(Unavailable("statistics are not available now"))
-
-    def discard(self, message: Response) -> None:
-        """Release the outputs of a response that nobody reads: they take up a worker's memory."""
-        if not isinstance(message, m.Failed):
-            for release in unread(message.data):
-                self._release(release)
-
-    def release_outputs(self, inferred: Inferred) -> None:
-        """Tell the workers that their outputs have been read; clients' regions are not theirs."""
-        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Place)]
-        for release in releases(places):
-            self._release(release)
-
-    def _release(self, release: m.Release) -> None:
-        scheduler = self.latest()
-        scheduler._unsent.append(release)
-        if not scheduler.inflight.pending:
-            scheduler._send_releases()
-        elif scheduler._releasing is None:
-            loop = asyncio.get_running_loop()
-            scheduler._releasing = loop.call_later(_MOST_HELD_S, scheduler._release_now)
-
-    def _release_now(self) -> None:
-        self._releasing = None
-        self._send_releases()
-
-    def _send_releases(self) -> None:
-        """Send what is held; where the scheduler is gone, a successor is."""
-        if self.link.connected:
-            unsent, self._unsent = self._unsent, []
-            for release in unsent:
-                self.link.post(release)
-
-    def close(self) -> None:
-        """Release the link, which nobody uses any more: what is still to be said is sent."""
-        self._send_releases()
-        self.link.retire()
-
-    def give_way(self, successor: SchedulerHandle) -> None:
-        """This one is gone: `successor` is sent what was not sent here."""
-        self.successor = successor
-        unsent, self._unsent = self._unsent, []
-        for release in unsent:
-            self._release(release)
-
-
-class RequestDispatcher:
-    """Schedulers by endpoint, the numbers of requests, and fail-over."""
-
     def __init__(self) -> None:
-        self._schedulers: dict[str, SchedulerHandle] = {}
-        # A number for a request, each time it is called.
+        self._loop = asyncio.get_running_loop()
+        # A scheduler reads the pid from the identity.
+        identity = f"{os.getpid()}.{secrets.token_hex(6)}"
+        self._table = LinkTable(
+            identity, self._watch, self._unwatch, self._on_queued, self._on_held
+        )
+        super().__init__(self._table)
+        self._releasing: asyncio.TimerHandle | None = None
+        self._reports: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
+        # Returns another number for a request, each time it is called.
         self.next_number = itertools.count(1).__next__
 
-    def scheduler(self, endpoint: str) -> SchedulerHandle:
-        """The scheduler at `endpoint`; it lasts while it has users or requests in flight."""
-        scheduler = self._schedulers.get(endpoint)
-        if scheduler is None:
-            scheduler = self._schedulers[endpoint] = SchedulerHandle(endpoint, self._drop)
-        return scheduler
-
-    def _drop(self, scheduler: SchedulerHandle) -> None:
-        if self._schedulers.get(scheduler.endpoint) is not scheduler:
-            return  # dropped before: a response that it had given was read only now
-        del self._schedulers[scheduler.endpoint]
-        scheduler.close()
-        if scheduler.successor is not None:
-            scheduler.successor.leave()
+    def open(self, endpoint: str) -> None:
+        """Make the link to a scheduler, which the first request need not wait for."""
+        self._table.open(endpoint)
 
     def close(self) -> None:
         """Close every link; requests in flight get no response."""
-        for scheduler in self._schedulers.values():
-            scheduler.link.close()
+        self._table.close_all()
 
-    def lost(self, endpoint: str, successor: str) -> None:
-        """Fail over: the scheduler at `endpoint` is gone, what was in flight there is submitted to
-        `successor`, or, if that is "", fails."""
-        old = self._schedulers.get(endpoint)
-        if old is None or old.successor is not None:
-            return
-        old.use()
-        old.link.receive_remaining()
-        new: SchedulerHandle | None = None
-        if successor:
-            new = self.scheduler(successor)
-            old.give_way(new)
-            new.use()  # models send there through the old one until they are published anew
-        for request in old.inflight.lose(endpoint):
-            if new is None:
-                request.fail(ENDED)
-            else:
-                new.submit(request)
-        old.fail_reports()
-        old.leave()
+    # --- out
 
-    def report(self, scheduler: SchedulerHandle) -> asyncio.Future[dict[str, Any]]:
+    def _on_queued(self) -> None:
+        if len(self.pending) < 2:
+            self._table.flush()  # nothing else will come that could leave with it
+        else:
+            self._loop.call_soon(self._table.flush)
+
+    def _on_held(self) -> None:
+        if not self.pending:
+            self._table.flush()
+        elif self._releasing is None:
+            self._releasing = self._loop.call_later(_MOST_HELD_S, self._release_now)
+
+    def _release_now(self) -> None:
+        self._releasing = None
+        self._table.flush()
+
+    # --- in
+
+    def _watch(self, fd: int) -> None:
+        self._loop.add_reader(fd, self._receive, fd)
+
+    def _unwatch(self, fd: int) -> None:
+        self._loop.remove_reader(fd)
+
+    def _receive(self, fd: int) -> None:
+        link = self._table.by_fd(fd)
+        assert link is not None
+        endpoint = link.endpoint
+        for message in link.receive():
+            try:
+                self.take(endpoint, message)
+            except Exception:
+                logger.exception("a %s could not be handled", type(message).__name__)
+        if not link.connected:
+            self._drop_unused(link)
+
+    def take_report(self, message: m.StatisticsReported) -> None:
+        _, report = self._reports.get(message.id, ("", None))
+        if report is not None and not report.done():
+            report.set_result(message.statistics)
+
+    def _drop_unused(self, link: Dealer) -> None:
+        """Close the link to a scheduler that has ended, unless `lost` is still to say who has what
+        was in flight there."""
+        endpoint = link.endpoint
+        inflight = (*self.pending.values(), *self.settling.values())
+        if all(request.endpoint != endpoint for request in inflight):
+            self._table.drop(link)
+
+    def fail_over(self, endpoint: str, successor: str) -> None:
+        """Submit what was in flight at the scheduler at `endpoint`, which has ended, to the
+        successor; fail it if that is ""."""
+        self.successors.add(endpoint, successor)
+        self.lost(endpoint)
+        for at, report in list(self._reports.values()):
+            if at == endpoint and not report.done():
+                report.set_exception(Unavailable("statistics are not available now"))
+
+    # --- statistics
+
+    def report(self, endpoint: str) -> asyncio.Future[dict[str, Any]]:
         """Request a scheduler's statistics; the caller sets the limit on time."""
-        return scheduler.latest().report(self.next_number())
+        report: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        number = self.next_number()
+        endpoint = self.successors.latest(endpoint)
+        self._reports[number] = (endpoint, report)
+        report.add_done_callback(lambda _: self._reports.pop(number))
+        self._table.queue(endpoint, m.ReportStatistics(number))
+        return report

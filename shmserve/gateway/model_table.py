@@ -8,7 +8,7 @@ from typing import Any, Never
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.links import RequestDispatcher, SchedulerHandle
+from shmserve.gateway.links import GatewaySchedulers
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
@@ -26,7 +26,7 @@ class GatewayModel:
     `labels` the texts for the indices of each output that has any.
     """
 
-    def __init__(self, published: ModelPublished, scheduler: SchedulerHandle) -> None:
+    def __init__(self, published: ModelPublished) -> None:
         self.published = True
         self.name = published.name
         self.version = published.version
@@ -37,7 +37,7 @@ class GatewayModel:
         self.ready = published.ready
         self.checks_ready = bool(published.metadata.get("checks_ready"))
         self.load_seconds = published.load_seconds
-        self.scheduler = scheduler
+        self.endpoint = published.endpoint  # of its scheduler
         self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
         self.stateful = published.config.sequence_batching is not None
@@ -61,8 +61,8 @@ class ModelTable:
     `revision` changes with what any name and version mean.
     """
 
-    def __init__(self, dispatcher: RequestDispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, schedulers: GatewaySchedulers) -> None:
+        self._schedulers = schedulers
         self._models: dict[str, dict[str, GatewayModel]] = {}
         self._latest: dict[str, GatewayModel] = {}
         self._withdrawn: dict[str, set[str]] = {}
@@ -72,11 +72,10 @@ class ModelTable:
     def publish(self, message: ModelPublished) -> None:
         """Add a version, or replace it."""
         self.revision += 1
-        scheduler = self._dispatcher.scheduler(message.endpoint)
-        scheduler.use()
+        self._schedulers.open(message.endpoint)
         versions = self._models.setdefault(message.name, {})
         old = versions.get(message.version)
-        model = versions[message.version] = GatewayModel(message, scheduler)
+        model = versions[message.version] = GatewayModel(message)
         withdrawn = self._withdrawn.get(message.name, set())
         withdrawn -= {message.version, ""}
         if not withdrawn:
@@ -85,17 +84,18 @@ class ModelTable:
             self._latest[message.name] = model
         if old is not None:
             old.published = False
-            old.scheduler.leave()
 
     def set_ready(self, name: str, version: str, ready: bool) -> None:
-        """A version is ready now, or not any more; what was prepared of its requests stays."""
+        """Set the readiness of a version; its prepared requests are kept."""
         model = self._models.get(name, {}).get(version)
         if model is not None:
             model.ready = ready
 
     def withdraw(self, name: str, version: str) -> None:
-        """Remove a version; what is in flight on it finishes. Version "" says that there is such a
-        model, without any, and not on demand."""
+        """Remove a version; requests in flight on it finish.
+
+        Version "" means that the model exists without versions and is not loaded on demand.
+        """
         self.revision += 1
         if not version:
             self.on_demand.discard(name)
@@ -110,26 +110,31 @@ class ModelTable:
             model.published = False
             if self._latest.get(name) is model:
                 del self._latest[name]
-            model.scheduler.leave()
 
     def resolve(self, name: str, version: str) -> GatewayModel:
-        """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""
+        """Return the model for a request; version "" means the latest.
+
+        Raises:
+            NotFound: The model or version is unknown.
+            Unavailable: The model is not available at present.
+        """
         model = self.find(name, version) if version else self._latest.get(name)
         return model if model is not None else self._absent(name, version)
 
     def find(self, name: str, version: str) -> GatewayModel | None:
-        """Like `resolve`, None when there is none."""
+        """Return the model like `resolve`, or None."""
         if not version:
             return self._latest.get(name)
         versions = self._models.get(name, {})
         return versions.get(version) or versions.get(whole_version(version))
 
     def current(self, model: GatewayModel) -> GatewayModel:
-        """The version that serves now what was resolved to `model` when its request began to
-        arrive.
+        """Return the version that serves now in place of `model`, which a request refers to.
 
-        Raises NotFound or Unavailable when none does, and Unavailable when its configuration is
-        another: the request was checked against the old one.
+        Raises:
+            NotFound: There is no such version any more.
+            Unavailable: No version serves at present, or its configuration has changed since the
+                request was validated.
         """
         if model.published:
             return model
@@ -156,7 +161,7 @@ class ModelTable:
         raise NotFound(f"{unknown} has no available versions")
 
     def versions(self, name: str) -> list[str]:
-        """The versions of a model, ascending."""
+        """Return the versions of a model, ascending."""
         return sorted(self._models.get(name, ()), key=int)
 
     def all(self) -> list[GatewayModel]:
@@ -169,8 +174,10 @@ class ModelTable:
 
 
 def checked_version(text: str) -> str:
-    """A version as a message gives it, "" for the latest; raises InvalidArgument with Triton's
-    text."""
+    """Return a version in a message, "" for the latest.
+
+    Raise InvalidArgument with Triton's text.
+    """
     if not text or (text.isascii() and text.isdecimal()):
         return text
     if text.isascii() and text[0] == "-" and text[1:].isdecimal():
@@ -184,7 +191,10 @@ def checked_version(text: str) -> str:
 
 
 def whole_version(text: str) -> str:
-    """A version from a URL in its plain form: "01" is 1. Raises InvalidArgument beyond 63 bits."""
+    """Return a version of a URL in canonical form: "01" is 1.
+
+    Raise InvalidArgument beyond 63 bits.
+    """
     if len(text) > 19 or int(text) > LARGEST:
         raise InvalidArgument(
             f"failed to get model version from specified version string '{text}' (details: stol), "

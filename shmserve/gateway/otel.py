@@ -38,8 +38,11 @@ _OF_PROCESSOR = {  # Triton's names of its settings
 
 
 class Exporter:
-    """Sends traces to where the exporter's settings say, or OTEL_EXPORTER_OTLP_ENDPOINT, or else
-    http://localhost:4318."""
+    """An exporter of traces by OTLP.
+
+    The destination is that of the settings, or OTEL_EXPORTER_OTLP_ENDPOINT, or else
+    http://localhost:4318.
+    """
 
     def __init__(self, settings: Iterable[Sequence[str]]) -> None:
         urls = [value for name, value in settings if name == "url"]
@@ -60,7 +63,7 @@ class Exporter:
             self._processor.on_end(span)
 
     def close(self) -> None:
-        """Send what is still to be sent, unless nobody takes it in time."""
+        """Send the remaining traces, unless the collector does not accept them in time."""
         sending = threading.Thread(target=self._processor.shutdown, daemon=True)
         sending.start()
         sending.join(_LAST_S)
@@ -125,7 +128,7 @@ class Exporter:
 
 
 def _of_gateway(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
-    """What a gateway did for a request: read and placed it, and encoded its response."""
+    """Yield the phases of a request at the gateway: receiving it, and encoding its response."""
     yield "receive", trace.arrived_ns, trace.submitted_ns
     if trace.answered_ns:
         yield "encode", trace.answered_ns, trace.ended_ns

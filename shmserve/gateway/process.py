@@ -23,7 +23,7 @@ from shmserve.gateway.client_identity import ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
-from shmserve.gateway.links import RequestDispatcher, SupervisorLink
+from shmserve.gateway.links import GatewaySchedulers, SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
@@ -174,7 +174,7 @@ class _Process:
         self._stopped = asyncio.Event()
         if not start.held:
             self._accepted.set()
-        dispatcher = RequestDispatcher()
+        schedulers = GatewaySchedulers()
         trim = MallocTrim()
         supervisor = SupervisorLink(
             endpoints.control(start.run_dir),
@@ -183,8 +183,8 @@ class _Process:
         )
         self._gateway = Gateway(
             settings=settings,
-            dispatcher=dispatcher,
-            models=ModelTable(dispatcher),
+            schedulers=schedulers,
+            models=ModelTable(schedulers),
             regions=RegionTable(self._region_released, settings.shm_overlap),
             supervisor=supervisor,
             arena=Arena(settings.arena_byte_size),
@@ -214,7 +214,7 @@ class _Process:
             await self._front.close()
             gateway.tracer.close()
             gateway.supervisor.close()
-            gateway.dispatcher.close()
+            gateway.schedulers.close()
 
     def _take(self, message: Any) -> None:
         gateway = self._gateway
@@ -231,7 +231,7 @@ class _Process:
                 gateway.models.withdraw(name, version)
                 self._acknowledge(acknowledge)
             case SchedulerLost(endpoint, successor):
-                gateway.dispatcher.lost(endpoint, successor)
+                gateway.schedulers.fail_over(endpoint, successor)
             case RegionPublished():
                 gateway.regions.publish(message)
                 self._acknowledge(message.acknowledge)

@@ -1,7 +1,7 @@
 """Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
-A gateway never maps a region: it checks that a range lies within one and tells the worker where
-that is.
+A gateway never maps a region. It checks that a range lies within the region, and sends the range to
+the worker.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
@@ -38,11 +37,14 @@ class GatewayRegion:
         self.spans = Spans()
 
     def admits(self, peer: Peer) -> bool:
-        """Whether the region is this user's to use."""
+        """Check whether a user may use the region."""
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def place(self, wanted: RegionRange) -> Place:
-        """The place of a range of this region; raises InvalidArgument when it lies outside."""
+        """Return a range of this region as a memory range.
+
+        Raise InvalidArgument if it lies outside.
+        """
         offset, size = wanted.offset, wanted.byte_size
         if offset >= self.byte_size:
             raise InvalidArgument(
@@ -62,7 +64,7 @@ class GatewayRegion:
         return Place(self.memory, self.offset + offset, size)
 
     def status(self) -> dict[str, Any]:
-        """As the status endpoint of its kind shows it."""
+        """Return the region in the format of the status endpoint of its kind."""
         if self.memory.cuda is not None:
             device_id = self.memory.cuda.device
             return {"name": self.name, "device_id": device_id, "byte_size": self.byte_size}
@@ -75,10 +77,10 @@ class GatewayRegion:
 
 
 class Spans:
-    """An interval set: the ranges of one shared memory object that requests in flight write to, by
-    their start.
+    """An interval set of the ranges of a shared memory object that requests in flight write to.
 
-    Only ranges that overlap no other are kept, so that one look to each side tells.
+    The ranges are sorted by their start and do not overlap, so that checking the two neighbours
+    suffices.
     """
 
     __slots__ = ("regions", "taken", "warned")
@@ -92,8 +94,9 @@ class Spans:
         """Take a range; False, and nothing taken, when a part of it is."""
         taken = self.taken
         at = bisect_left(taken, span)
-        if at < len(taken) and taken[at][0] < span[1]:
-            return False
+        for start, _ in taken[at : at + 1]:
+            if start < span[1]:
+                return False
         if at and taken[at - 1][1] > span[0]:
             return False
         taken.insert(at, span)
@@ -104,6 +107,10 @@ class Spans:
         del self.taken[bisect_left(self.taken, span)]
 
 
+# An output of a request: its region, and the range in the object of the region.
+Write = tuple[GatewayRegion, tuple[int, int]]
+
+
 class Uses:
     """One request's references to regions and the ranges that it writes; released together."""
 
@@ -112,9 +119,8 @@ class Uses:
     def __init__(self, table: RegionTable) -> None:
         self._table = table
         self.regions: list[GatewayRegion] = []
-        self._spans: list[tuple[GatewayRegion, tuple[int, int]]] = []  # all output ranges
-        # Those that overlap no other.
-        self._writes: list[tuple[GatewayRegion, tuple[int, int]]] = []
+        self._spans: list[Write] = []  # all outputs
+        self._writes: list[Write] = []  # the outputs that overlap no other output
 
     def take(self, wanted: RegionRange, *, write: bool = False) -> Place:
         """Use a range; raises NotFound or InvalidArgument."""
@@ -123,34 +129,45 @@ class Uses:
         if region not in self.regions:
             self.regions.append(region)
             region.requests += 1
-        if write:
-            self._write(region, (place.offset, place.offset + place.byte_size))
+        span = (place.offset, place.offset + place.byte_size)
+        if write and place.byte_size and self._table.overlap != "ignore":
+            self._spans.append((region, span))
+            self._reserve((region, span))
         return place
 
-    def renew(
-        self,
-        regions: Iterable[GatewayRegion],
-        spans: Iterable[tuple[GatewayRegion, tuple[int, int]]],
-    ) -> None:
-        """Refer to what another request did, which was checked then. Raises AlreadyExists."""
-        self.regions += regions
-        for region in self.regions:
-            region.requests += 1
-        for region, span in spans:
-            self._write(region, span)
-
-    def _write(self, region: GatewayRegion, span: tuple[int, int]) -> None:
-        if span[0] == span[1] or self._table.overlap == "ignore":
-            return
-        self._spans.append((region, span))
+    def _reserve(self, write: Write) -> None:
+        region, span = write
         if region.spans.add(span):
-            self._writes.append((region, span))
+            self._writes.append(write)
         else:
             self._overlaps(region)
 
     def pattern(self) -> Pattern:
-        """The references as a template, for a prepared request."""
+        """Return the references for later requests with the same header."""
         return Pattern(self._table, self._table.version, tuple(self.regions), tuple(self._spans))
+
+    @classmethod
+    def again(cls, pattern: Pattern) -> Uses | None:
+        """Return the same references for another request, or None if the names have changed.
+
+        Raises:
+            AlreadyExists: An output overlaps an output in flight and may not.
+        """
+        table, version, regions, spans = pattern
+        if version != table.version:
+            return None
+        uses = cls(table)
+        uses.regions += regions
+        for region in regions:
+            region.requests += 1
+        try:
+            if table.overlap != "ignore":
+                for write in spans:
+                    uses._reserve(write)
+        except BaseException:
+            uses.release()
+            raise
+        return uses
 
     def _overlaps(self, region: GatewayRegion) -> None:
         # Two requests that write to the same bytes: both succeed, and one finds the other's result.
@@ -167,40 +184,31 @@ class Uses:
             )
 
     def release(self) -> None:
-        """The request is over."""
+        """Release the references at the end of the request."""
         for region, span in self._writes:
             region.spans.remove(span)
-        self._writes.clear()
-        for region in self.regions:
+        self._writes = []
+        regions, self.regions = self.regions, []
+        for region in regions:
             region.requests -= 1
             if region.withdrawn and not region.requests:
                 self._table.released(region)
-        self.regions.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """The references of a prepared request, to be taken again for each with its header."""
+class Pattern(NamedTuple):
+    """The references of a checked request, which later requests with the same header take.
 
-    _table: RegionTable
-    _version: int
-    _regions: tuple[GatewayRegion, ...]
-    _spans: tuple[tuple[GatewayRegion, tuple[int, int]], ...]
+    Attributes:
+        table: The table of regions.
+        version: The version of the table in which the names have the same meaning.
+        regions: The regions.
+        spans: The ranges of the outputs.
+    """
 
-    def again(self) -> Uses | None:
-        """The same references, or None when the names may mean something else by now.
-
-        Raises AlreadyExists when an output overlaps another one and may not.
-        """
-        if self._version != self._table.version:
-            return None
-        uses = Uses(self._table)
-        try:
-            uses.renew(self._regions, self._spans)
-        except BaseException:
-            uses.release()
-            raise
-        return uses
+    table: RegionTable
+    version: int
+    regions: tuple[GatewayRegion, ...]
+    spans: tuple[Write, ...]
 
 
 class RegionTable:
@@ -228,14 +236,14 @@ class RegionTable:
             self._draining[memory_id] = region
         elif memory_id not in self._by_id:
             self._by_id[memory_id] = region
-            # Two names for one object share what is written in it.
+            # Two names of one object share the ranges written to it.
             region.spans = self._spans.setdefault(region.memory.object, region.spans)
             region.spans.regions += 1
             self._by_name[message.name] = region
             self.version += 1
 
     def withdraw(self, memory_id: int) -> None:
-        """The name is free; requests in flight keep the generation."""
+        """Remove a region's name; requests in flight keep the generation."""
         region = self._by_id.get(memory_id)
         if region is None:
             self._on_released(memory_id)
@@ -260,7 +268,7 @@ class RegionTable:
         self._on_released(region.memory.id)
 
     def find(self, name: str) -> GatewayRegion:
-        """The region of a name, for a request. Raises NotFound."""
+        """Return the region of a name for a request; raise NotFound."""
         region = self._by_name.get(name)
         if region is None:
             raise NotFound(
@@ -271,9 +279,10 @@ class RegionTable:
         return region
 
     def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
-        """The regions that the status call of a kind of memory shows `peer`; all for an empty name.
+        """Return the regions of a kind that `peer` may see: that of a name, or all for "".
 
-        Raises NotFound with Triton's texts for an unknown name and for one of the other kind.
+        Raises:
+            NotFound: The name is unknown or of the other kind; the message is Triton's.
         """
         listed = self._listed()
         if not name:
@@ -306,7 +315,7 @@ class RegionTable:
 def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:
     """Raise NotFound unless all these regions are this user's to use."""
     for region in regions:
-        if not region.admits(peer):
+        if peer.uid != EVERYONE and not region.owner.admits(peer):
             raise NotFound(
                 f"Unable to find shared memory region: '{region.name}' (it was registered by "
                 "another user)"

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages.inference import Failed, Responded
+from shmserve.ipc.messages.inference import Failed, Responded, Response
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.trace import Span, TraceContext, explain, unpack_spans, within
 

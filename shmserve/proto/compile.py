@@ -33,9 +33,10 @@ _STUB_HEAD = """# Generated from {name}.proto by `python -m shmserve.proto.compi
 
 
 def generate(proto: Path) -> dict[str, str]:
-    """The generated files for one .proto: {file name: text}.
+    """Return the generated files of a .proto file: {file name: text}.
 
-    Raises subprocess.CalledProcessError when protoc refuses the file; its message is on stderr.
+    Raises:
+        subprocess.CalledProcessError: protoc rejects the file; its message is on stderr.
     """
     with tempfile.TemporaryDirectory() as scratch:
         descriptors = Path(scratch, "set.bin")
@@ -45,7 +46,7 @@ def generate(proto: Path) -> dict[str, str]:
         files = descriptor_pb2.FileDescriptorSet.FromString(descriptors.read_bytes())
         stub = Path(scratch, f"{proto.stem}_pb2.pyi").read_text()
     rows = textwrap.wrap(encode(files.file[0].SerializeToString(deterministic=True)), 88)
-    # protoc names what it imports as if this folder were on the path.
+    # protoc writes imports as if this folder were on sys.path.
     stub = re.sub(r"(?m)^import (\w+_pb2) as", r"from shmserve.proto import \1 as", stub)
     listed = "\n".join(f'        "{row}"' for row in rows)
     return {

@@ -20,12 +20,12 @@ _POOL = descriptor_pool.DescriptorPool()
 
 
 def encode(file_descriptor: bytes) -> str:
-    """The text form of a serialized FileDescriptorProto that `load` takes."""
+    """Return a serialized FileDescriptorProto in the text form that `load` accepts."""
     return base64.b64encode(zlib.compress(file_descriptor, 9)).decode("ascii")
 
 
 def load(encoded: str) -> dict[str, Any]:
-    """A file's message classes, enums and enum values by name, and its `DESCRIPTOR`."""
+    """Return a file's message classes, enums and enum values by name, and its `DESCRIPTOR`."""
     serialized = zlib.decompress(base64.b64decode(encoded))
     described = descriptor_pb2.FileDescriptorProto.FromString(serialized)
     for imported in described.dependency:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.processes import exact_timers
+from shmserve.ipc.processes import PreciseWait, exact_timers
 from shmserve.protocols import Address, Credentials
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
@@ -31,6 +31,7 @@ class Poller:
     def __init__(self) -> None:
         exact_timers()
         self._epoll = select.epoll()
+        self._short_wait = PreciseWait(self._epoll.fileno())
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._soon: list[Callable[[], None]] = []
 
@@ -60,7 +61,7 @@ class Poller:
         if self._soon:  # for the next turn
             wait_ns = 0
         if 0 < wait_ns < 2 * _COARSE_NS:
-            if not select.select((self._epoll,), (), (), wait_ns / 1e9)[0]:
+            if not self._short_wait.wait(wait_ns):
                 return
             wait_ns = 0
         coarse = max(wait_ns // _COARSE_NS - 1, 0) * _COARSE_NS  # the rest is the next turn's

@@ -209,7 +209,7 @@ class NativeLane:
                 error = failed.message
             credit = pending.read()
             if credit:
-                self._door.channel.credit(pending, credit)
+                self._door.channel.schedulers.credit(pending, credit)
                 self._door.flush_soon()
         if pending.over:
             pending.on_item = _nothing

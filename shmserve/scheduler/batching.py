@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError, Unavailable
-from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
 from shmserve.ipc.messages.control_requests import TicketGranted
 from shmserve.ipc.messages.inference import Release, Submit
@@ -26,7 +25,7 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
 )
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import BatchFit, id_prefix
+from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch

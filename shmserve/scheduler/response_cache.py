@@ -1,16 +1,16 @@
-"""The response cache of one model version: requests that come again are not executed again.
+"""The response cache of one model version: identical requests are not executed again.
 
-ResponseCache   requests in, responses out, and the memory that large ones are read from
-LruCache        entries within a bound of bytes, the least recently used evicted
-cache_key       the digest over all that the model sees, the same for requests that ask the same
+ResponseCache   lookups and insertions, and the memory that large tensors are read from
+LruCache        entries within a limit of bytes; the least recently used are evicted
+cache_key       the digest over all inputs of the model, equal for equivalent requests
 
-Only bytes that no client can change meanwhile are hashed and kept: those in the message, and those
-in memory that a process of the server made (a gateway's for the body of a request, a worker's for
-outputs). A request with an input or an output in a client's region, or on a device, passes the
-cache by: no scheduler reads such memory, and what a client says of its content is not believed.
+Only bytes that no client can change are hashed and stored: those in the message, and those in
+memory of the server's processes (a gateway's for the body of a request, a worker's for outputs). A
+request with an input or an output in a client's region, or on a device, bypasses the cache. No
+scheduler reads such memory, and a client's digest of its content cannot be trusted.
 
-A large response is copied out of the cache for each hit, into an arena that its reader gives it
-back to: whatever a reader does with its copy, the cache stays what it is.
+For each hit, a large response is copied into an arena from which the reader releases it. A reader
+that modifies its copy does not affect the cache.
 """
 
 from __future__ import annotations

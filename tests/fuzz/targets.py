@@ -22,12 +22,17 @@ from shmserve.gateway.compression import Inflater, accepted_encoding, check_enco
 from shmserve.gateway.http import handlers
 from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
+from shmserve.gateway.http.json.fingerprint import (
+    Fingerprint,
+    remember,
+    repeat,
+    worth_preparing,
+)
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import Numbers, loads, loads_large
 from shmserve.gateway.http.routes import ROUTES
-from shmserve.gateway.inference.builder import raw_request
-from shmserve.gateway.inference.request import InferRequest, RegionRange
+from shmserve.gateway.inference.prepare import raw_request
+from shmserve.gateway.inference.request import InferRequest, RegionRange, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, Spans
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
@@ -160,13 +165,12 @@ def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
 def _same_with_other_numbers(body: bytes) -> None:
     """A JSON like one that is known is read another way, to the same end or none."""
     cache: Any = BoundedCache(1)
-    key, texts = split(body, 0)
+    given = Fingerprint(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
-    if not worth_preparing(cache, key) and worth_preparing(cache, key):
-        remember(cache, key, wire, _Inline(), len(texts))  # type: ignore[arg-type]
+    if not worth_preparing(cache, given) and worth_preparing(cache, given):
+        remember(cache, given, wire, _Inline())  # type: ignore[arg-type]
     other = body.translate(_OTHER_DIGITS)
-    key, texts = split(other, 0)
-    found: Any = repeat(cache, key, other, len(other), texts)
+    found: Any = repeat(cache, Fingerprint(other, 0), other, len(other))
     if found is not None:
         wire = parse_request(loads(other), 0, "m", _LIMIT)
         inline = [tensor for tensor in wire.inputs if tensor.data is not None]
@@ -176,11 +180,21 @@ def _same_with_other_numbers(body: bytes) -> None:
 _OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")
 
 
-class _Inline:
-    """A prepared request that gives the inline tensors' bytes."""
+class _Built(bytes):
+    """The bytes of a request's tensors."""
 
-    def fill(self, body: bytes, at: int) -> bytes:
-        return body[at:]
+    def identify(self, identity: RequestIdentity) -> None:
+        """Ignore the identity."""
+
+
+class _Inline:
+    """A request template that returns the bytes of inline tensors."""
+
+    def fill_from(self, body: bytes, at: int) -> _Built:
+        return _Built(body[at:])
+
+    def fill(self, datas: list[bytes]) -> _Built:
+        return _Built(b"".join(datas))
 
 
 def _compressed(given: _Bytes) -> None:

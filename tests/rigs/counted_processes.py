@@ -35,11 +35,11 @@ from shmserve.gateway.grpc.calls.call import GrpcFront
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
-from shmserve.gateway.http.connection.protocol import HttpConnection
+from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
-from shmserve.gateway.links import RequestDispatcher
+from shmserve.gateway.links import GatewaySchedulers
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings
@@ -351,13 +351,13 @@ def gateway(run_dir: Path, case: Case, region: worker_rig.Region, *, grpc: bool 
 async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: bool) -> Calls:
     calls = Calls()
     schedulers = Router(endpoints.scheduler(run_dir, 1))
-    dispatcher = RequestDispatcher()
+    links = GatewaySchedulers()
     trim = MallocTrim()
     settings = GatewaySettings()
     made = Gateway(
         settings=settings,
-        dispatcher=dispatcher,
-        models=ModelTable(dispatcher),
+        schedulers=links,
+        models=ModelTable(links),
         regions=RegionTable(lambda memory: None, settings.shm_overlap),
         supervisor=MagicMock(),
         arena=Arena(1 << 20),
@@ -412,7 +412,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         connection.connection_lost(None)
     for end in ends:
         end.close()
-    dispatcher.close()
+    links.close()
     schedulers.close()
     await asyncio.sleep(0)
     return calls

@@ -63,16 +63,21 @@ class StepsOutbox:
     def __init__(self) -> None:
         self.posted: list[tuple[str, Any]] = []
 
-    def submit(self, endpoint: str, message: m.Submit) -> None:
-        """Keep it."""
+    def open(self, endpoint: str) -> None:
+        """Do nothing: links need no opening."""
+
+    def queue(self, endpoint: str, message: m.Submit, byte_size: int) -> None:
+        """Keep a request."""
         self.posted.append((endpoint, message))
 
     def tell(self, endpoint: str, message: Any) -> None:
-        """Keep it."""
+        """Keep a message."""
         self.posted.append((endpoint, message))
 
-    def lose(self, endpoint: str, successor: str) -> None:
-        """Nothing was left to say."""
+    hold = tell
+
+    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+        """Do nothing: no scheduler said anything last."""
 
 
 class EnsembleRig:

@@ -7,9 +7,10 @@ from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.credit import FIRST_CREDIT, ReadWindow
-from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import publications
+from shmserve.ipc.messages.inference import Response
+from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, byte_size_of, pack_inference
 from tests.simulation.memory import SimulatedMemory
@@ -23,17 +24,17 @@ from tests.support.messages import inferred_of
 class ClientRequest(InflightRequest):
     """A request in the client's table: the ledger's, and the block that its input is in."""
 
-    __slots__ = ("client", "place", "read", "request", "window")
+    __slots__ = ("client", "credited", "place", "read", "request", "window")
 
     def __init__(
-        self, client: Client, request: Request, submit: m.Submit, endpoint: str, place: Place | None
+        self, client: Client, request: Request, submit: m.Submit, place: Place | None
     ) -> None:
-        super().__init__(submit, endpoint)
+        super().__init__(submit)
         self.client = client
         self.request = request
         self.place = place
         self.window = ReadWindow()
-        self.read = 0
+        self.read = self.credited = 0
 
     def awaited(self) -> bool:
         """As `InflightRequest` says."""
@@ -42,7 +43,7 @@ class ClientRequest(InflightRequest):
     def respond(self, message: Response) -> None:
         """As `InflightRequest` says."""
         if self.request.cancelled:
-            self.client.discard(self.endpoint, message)
+            self.client.schedulers.discard(self.endpoint, message)
         else:
             # Each worker that a text comes to has a window of its own.
             workers = MOST_BEGINNINGS if self.request.model.generative else 1
@@ -56,6 +57,55 @@ class ClientRequest(InflightRequest):
         self.client.world_ledger.freed(self.request)
         if self.place is not None:
             self.client.arena.free(self.place.offset)
+
+
+class ClientLinks:
+    """The links of a client (`Links` of ipc/scheduler_client.py)."""
+
+    def __init__(self, client: Client, hosts: dict[str, SchedulerProcess]) -> None:
+        self._client = client
+        self._hosts = hosts
+        self._identity = client.world.random.getrandbits(32)
+        self.links: dict[str, tuple[bytes, Link]] = {}
+
+    def open(self, endpoint: str) -> Link:
+        known = self.links.get(endpoint)
+        if known is None:
+            client = self._client
+            peer = b"%d.%x%d" % (client.pid, self._identity, len(self.links))
+            link = self._hosts[endpoint].connect_client(
+                peer, client, lambda messages: client.from_scheduler(endpoint, messages)
+            )
+            known = self.links[endpoint] = (peer, link)
+        return known[1]
+
+    def queue(self, endpoint: str, message: Any, byte_size: int = 0) -> None:
+        pending = self._client.schedulers.pending.get(message.id)
+        if isinstance(message, m.Submit) and pending is not None and pending.request.cancelled:
+            raise Violation(f"{self._client} submits a request again that it has cancelled")
+        self.open(endpoint).post(message)
+
+    def tell(self, endpoint: str, message: Any) -> None:
+        if endpoint in self._client.schedulers.successors:
+            raise Violation(f"{self._client} tells a lost scheduler {message}")
+        if isinstance(message, m.Credit):
+            pending = self._client.schedulers.pending[message.id]
+            pending.credited += message.responses
+            if pending.credited > pending.read:
+                raise Violation(f"{self._client} gives credit for {message}: {pending.read} read")
+        if endpoint in self.links:
+            self.open(endpoint).post(message)
+
+    hold = tell
+
+    def lose(self, endpoint: str, take: Any) -> None:
+        client, back = self._client, self._hosts[endpoint].back(self.links[endpoint][0])
+        for message in back.sent() if back.connected else ():
+            client.check(endpoint, message)
+            take(endpoint, message)
+            if isinstance(message, m.Finished) and message.id in client.schedulers.pending:
+                raise Violation(f"{client} runs a request again that had ended: {message}")
+        back.close()
 
 
 class Client(Process):
@@ -80,35 +130,15 @@ class Client(Process):
         self._name = name
         self._slow = slow
         self._memory = memory
-        self._hosts = hosts
-        self._table: InflightTable[ClientRequest] = InflightTable()
-        self._links: dict[str, tuple[bytes, Link]] = {}
-        self._successors: dict[str, str] = {}
-        self._lost_for_good: set[str] = set()
         self._numbers = itertools.count(1)
-        self._identity = world.random.getrandbits(32)
+        self._links = ClientLinks(self, hosts)
+        self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(self._links)
 
     # --- links ------------------------------------------------------------------------------------
 
-    def _latest(self, endpoint: str) -> str:
-        while endpoint in self._successors:
-            endpoint = self._successors[endpoint]
-        return endpoint
-
-    def _link(self, endpoint: str) -> Link:
-        known = self._links.get(endpoint)
-        if known is None:
-            peer = b"%d.%x%d" % (self.pid, self._identity, len(self._links))
-            host = self._hosts[endpoint]
-            link = host.connect_client(
-                peer, self, lambda messages: self._from_scheduler(endpoint, messages)
-            )
-            known = self._links[endpoint] = (peer, link)
-        return known[1]
-
     def links(self) -> list[Link]:
         """All links from here."""
-        return [link for _, link in self._links.values()]
+        return [link for _, link in self._links.links.values()]
 
     def take(self, messages: list[Any]) -> None:
         """What the supervisor says."""
@@ -116,39 +146,36 @@ class Client(Process):
             match message:
                 case publications.ModelPublished():
                     self.endpoints[message.name] = message.endpoint
-                    self._link(message.endpoint)
+                    self._links.open(message.endpoint)
                 case publications.ModelWithdrawn():
                     self.endpoints.pop(message.name, None)
                 case publications.SchedulerLost():
                     self._lost(message.endpoint, message.successor)
 
     def _lost(self, endpoint: str, successor: str) -> None:
-        """As the gateways' `RequestDispatcher.lost`."""
-        if endpoint not in self._links or endpoint in self._successors:
-            return
-        peer, _ = self._links[endpoint]
-        self._hosts[endpoint].back(peer).drain()
-        self._hosts[endpoint].back(peer).close()
-        if successor:
-            self._successors[endpoint] = successor
-        else:
-            self._lost_for_good.add(endpoint)
-        for request in self._table.lose(endpoint):
-            if successor:
-                self._send(request, successor)
-            else:
-                request.fail(ENDED)
+        """As the gateways' `GatewaySchedulers.fail_over`."""
+        if endpoint in self._links.links and endpoint not in self.schedulers.successors:
+            self.schedulers.successors.add(endpoint, successor)
+            self.schedulers.lost(endpoint)
 
-    def _from_scheduler(self, endpoint: str, messages: list[Any]) -> None:
+    def from_scheduler(self, endpoint: str, messages: list[Any]) -> None:
+        """Take what the scheduler at `endpoint` says, which must be of a request there."""
         for message in messages:
-            if isinstance(message, m.StatisticsReported):
-                self.reports[endpoint] = message.statistics
-                continue
-            known = self._table.pending.get(message.id) or self._table.settling.get(message.id)
-            if known is not None and known.endpoint != endpoint:
-                known.request.fail(f"told {message} by {endpoint}, and is at {known.endpoint}")
-            if not self._table.take(message):
+            self.check(endpoint, message)
+            self.schedulers.take(endpoint, message)
+
+    def check(self, endpoint: str, message: Any) -> None:
+        """Check that a message is of a request that is at this scheduler."""
+        if isinstance(message, m.StatisticsReported):
+            self.reports[endpoint] = message.statistics
+        else:
+            table = self.schedulers
+            settles = isinstance(message, m.Settled)
+            known = (table.settling if settles else table.pending).get(message.id)
+            if known is None:
                 raise Violation(f"{self} is told {message} of no request that it has")
+            if known.endpoint != endpoint:
+                known.request.fail(f"told {message} by {endpoint}, and is at {known.endpoint}")
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -169,8 +196,8 @@ class Client(Process):
         correlation_id: int = 0,
     ) -> ClientRequest | None:
         """Submit a request; None where its model does not serve, or its arena is full."""
-        endpoint = self._latest(endpoint or self.endpoints.get(model.name, ""))
-        if not endpoint or not self.alive or endpoint in self._lost_for_good:
+        endpoint = self.schedulers.successors.latest(endpoint or self.endpoints.get(model.name, ""))
+        if not endpoint or not self.alive:
             return None
         data: bytes | Place = content
         if in_arena:
@@ -205,14 +232,9 @@ class Client(Process):
             request.before, request.step = before, len(before)
         self.world_ledger.add(request)
         place = data if isinstance(data, Place) else None
-        pending = ClientRequest(self, request, submit, endpoint, place)
-        self._send(pending, endpoint)
+        pending = ClientRequest(self, request, submit, place)
+        self.schedulers.submit(pending, endpoint)
         return pending
-
-    def _send(self, request: ClientRequest, endpoint: str) -> None:
-        request.endpoint = endpoint
-        self._table.add(request)
-        self._link(endpoint).post(request.submit)
 
     def cancel(self, pending: ClientRequest) -> None:
         """Nobody waits for it any more."""
@@ -220,11 +242,11 @@ class Client(Process):
             return
         self.world.fault("cancel", pending.request.uid)
         pending.request.cancelled = True
-        self._link(pending.endpoint).post(m.Cancel(pending.submit.id))
+        self.schedulers.cancel(pending)
 
     def ask_statistics(self, endpoint: str) -> None:
         """Have a scheduler report."""
-        self._link(endpoint).post(m.ReportStatistics(next(self._numbers)))
+        self._links.queue(endpoint, m.ReportStatistics(next(self._numbers)))
 
     # --- responses --------------------------------------------------------------------------------
 
@@ -243,11 +265,11 @@ class Client(Process):
             return
         if message.schema:
             self._check(pending.request, message, count)
-            self.discard(pending.endpoint, message)
+            self.schedulers.discard(pending.endpoint, message)
         pending.read += 1
         credit = pending.window.read(byte_size_of(message.data))
-        if credit and pending.submit.id in self._table.pending:
-            self._link(pending.endpoint).post(m.Credit(pending.submit.id, credit))
+        if credit:
+            self.schedulers.credit(pending, credit)
 
     def _check(self, request: Request, message: Any, count: int) -> None:
         """A response is made of its request's own input, and by one version."""
@@ -265,13 +287,3 @@ class Client(Process):
         made = request.model.source(found["OUT"], found["WHO"])
         if made is None or made != request.made_of(made, count - 1):
             request.fail(f"has the response {found} to {request.content!r}")
-
-    def discard(self, endpoint: str, message: Response) -> None:
-        """Give the memory of a response back."""
-        if isinstance(message, m.Failed) or not message.schema:
-            return
-        for tensor in inferred_of(message).outputs:
-            data = tensor.data
-            if isinstance(data, Place):
-                release = m.Release(data.memory.pid, [data.offset], data.memory.id)
-                self._link(self._latest(endpoint)).post(release)

@@ -47,6 +47,7 @@ _KEPT = {
     "BlockPool._keys": 1 << 10,
     "BlockPool._by_key": 1 << 10,
     "BlockPool._cached": 1 << 10,
+    "SchedulerClient.successors": 4096,
     "EnsembleCore._endpoints": 10,
     "Targets._known": 10,
     "Targets._latest": 10,
@@ -56,7 +57,7 @@ _KEPT = {
     "StepRunner._running": 10,
     "_EnsembleMemory._held": 64,
 }
-_WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
+_WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.scheduler_client")
 # Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
 # which there is one a graph.
 _SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")

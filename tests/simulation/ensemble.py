@@ -19,13 +19,12 @@ class StepLinks:
         self._process = process
         self._hosts = process.hosts
         self._links: dict[str, tuple[bytes, Link]] = {}
-        self._moved: dict[str, str] = {}
         self._take = take
         self._neighbours = process.host.neighbours
         self.identity = b"%d.h%s" % (process.pid, process.endpoint.encode())
         self._neighbours.enter(self.identity, take)
 
-    def _open(self, endpoint: str) -> Link:
+    def _link(self, endpoint: str) -> Link:
         known = self._links.get(endpoint)
         if known is None:
             peer = b"%s.%d" % (self.identity, len(self._links))
@@ -44,35 +43,32 @@ class StepLinks:
         """All of them."""
         return [link for _, link in self._links.values()]
 
-    def submit(self, endpoint: str, message: m.Submit) -> None:
-        """As `StepLinks` says."""
-        if self._neighbours.post(endpoint, self.identity, message):
-            return
-        if endpoint not in self._hosts:
-            raise Unavailable("no link to a scheduler can be made")
-        self._open(endpoint).post(message)
+    def open(self, endpoint: str) -> None:
+        """As `Links` says."""
+        if not self._neighbours.has(endpoint):
+            if endpoint not in self._hosts:
+                raise Unavailable("no link to a scheduler can be made")
+            self._link(endpoint)
+
+    def queue(self, endpoint: str, message: m.Submit, byte_size: int) -> None:
+        """As `Links` says."""
+        if not self._neighbours.post(endpoint, self.identity, message):
+            self.open(endpoint)
+            self._link(endpoint).post(message)
 
     def tell(self, endpoint: str, message: Any) -> None:
-        """As `StepLinks` says."""
-        now = endpoint
-        while now in self._moved:
-            now = self._moved[now]
-        if self._neighbours.post(now, self.identity, message):
-            return
-        if now in self._links or (now != endpoint and now in self._hosts):
-            self._open(now).post(message)
+        """As `Links` says."""
+        if not self._neighbours.post(endpoint, self.identity, message) and endpoint in self._links:
+            self._link(endpoint).post(message)
 
-    def lose(self, endpoint: str, successor: str) -> None:
-        """As `StepLinks` says."""
-        if endpoint in self._moved:
-            return
-        if successor:
-            self._moved[endpoint] = successor
-        if endpoint not in self._links:
-            return
-        back = self._hosts[endpoint].back(self._links[endpoint][0])
-        back.drain()
-        back.close()
+    hold = tell
+
+    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+        """As `Links` says."""
+        if endpoint in self._links:
+            back = self._hosts[endpoint].back(self._links[endpoint][0])
+            back.drain()
+            back.close()
 
 
 class EnsembleProcess(SchedulerProcess):

@@ -27,7 +27,8 @@ _CAUGHT_S = 60
 _LISTS: dict[str, list[str]] = {"mutants.txt": [], "lifecycle/mutants.txt": ["--lifecycle"]}
 _SEARCHED = (
     "shmserve/supervisor/models",
-    *("shmserve/scheduler", "ipc/inflight.py", "ipc/memory/lent.py", "ipc/tensors/padding.py"),
+    *("shmserve/scheduler", "ipc/scheduler_client.py"),
+    *("ipc/memory/lent.py", "ipc/tensors/padding.py"),
     "shmserve/supervisor/resources/rate_limiter.py",
 )
 _COPIED = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")

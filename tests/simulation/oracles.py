@@ -12,9 +12,10 @@ from operator import mul
 from typing import Any
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.inflight import ENDED, stopping
 from shmserve.ipc.messages import generation
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.scheduler_client import ENDED
+from shmserve.ipc.tensors.signature import stopping
 from shmserve.ipc.transport.router import first_number
 from shmserve.scheduler.settings import Settings
 from tests.simulation import texts

@@ -66,10 +66,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway.api": ("ipc.*", "common", "gateway"),
     "gateway": ("ipc.*", "common", "gateway.inference"),
     "gateway.http.json": ("ipc.*", "common", "gateway.inference"),
-    "gateway.http.connection": ("common", "gateway", "gateway.http"),
-    "gateway.http.streaming": (
-        *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.json"),
-    ),
     "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
     "gateway.http": (
         *("ipc.*", "common", "gateway", "gateway.inference"),

@@ -34,8 +34,6 @@ _CANCELLED = Cancelled("Request was cancelled")
 T = TypeVar("T")
 R = TypeVar("R")
 
-Part = list[tuple[WorkerRequest, Request]]  # requests that run together
-
 
 @dataclass(eq=False)
 class Executor:
@@ -70,23 +68,13 @@ class Executor:
         watch = self._context.stopwatch
         watch.input_end_ns = watch.output_start_ns = 0
         replies: list[Reply] = []
-        part: Part = []
-        byte_size = 0
         ran = False
-        for opened in requests:
-            passed_over = opened.cancelled and self._passes_over_cancelled
-            unpacked = _CANCELLED if passed_over else self._unpack(opened)
-            if type(unpacked) is not Request:
-                replies.append(self._failed(opened, unpacked))
-                continue
-            byte_size += unpacked.byte_size
-            if byte_size > self._largest_part and part:
-                replies += self._run(part)
-                part, byte_size = [], unpacked.byte_size
-            part.append((opened, unpacked))
-            ran = True
-        if part:
-            replies += self._run(part)
+        rest = requests
+        while rest:
+            opened, unpacked, rest = self._unpack(rest, replies)
+            if unpacked:
+                replies += self._run(opened, unpacked)
+                ran = True
         if not self._decoupled:  # else those that have ended are closed
             self._link.close(*requests)
         input_end_ns = watch.input_end_ns or start_ns
@@ -125,24 +113,49 @@ class Executor:
 
     # --- batches
 
-    def _unpack(self, opened: WorkerRequest, copies: bool = False) -> Request | ShmserveError:
-        try:
-            with self._link.lock:
-                request = self._unpacker.request(
-                    opened.work,
-                    partial(self._link.is_cancelled, opened),
-                )
-                if copies or self._policy.copies:
-                    for item in request.inputs.values():
-                        self._context.copied.inputs += item.detach()
-        except ShmserveError as error:
-            return error
-        except MalformedMessage as error:
-            logger.error("a request cannot be read: %s", error)
-            return Internal("internal error")
-        except Exception as error:  # no memory for a copy of an input, a device that fails
-            return self._failures.explain(error)
-        return request
+    def _unpack(
+        self, requests: list[WorkerRequest], replies: list[Reply], copies: bool = False
+    ) -> tuple[list[WorkerRequest], list[Request], list[WorkerRequest]]:
+        """Unpack the next requests of a batch, up to `LARGEST_PART` bytes.
+
+        Args:
+            requests: The requests that have not run yet.
+            replies: Receives the replies to requests that cannot run.
+            copies: The model receives copies of all inputs.
+
+        Returns:
+            The requests of the part, the same unpacked, and the requests after the part.
+        """
+        part: list[WorkerRequest] = []
+        made: list[Request] = []
+        byte_size = 0
+        copies = copies or self._policy.copies
+        with self._link.lock:
+            for index, opened in enumerate(requests):
+                failure: ShmserveError = _CANCELLED
+                if not (opened.cancelled and self._passes_over_cancelled):
+                    try:
+                        request = self._unpacker.request(
+                            opened.work, partial(self._link.is_cancelled, opened)
+                        )
+                        byte_size += request.byte_size
+                        if byte_size > self._largest_part and part:
+                            return part, made, requests[index:]
+                        if copies:
+                            for item in request.inputs.values():
+                                self._context.copied.inputs += item.detach()
+                        part.append(opened)
+                        made.append(request)
+                        continue
+                    except ShmserveError as error:
+                        failure = error
+                    except MalformedMessage as error:
+                        logger.error("a request cannot be read: %s", error)
+                        failure = Internal("internal error")
+                    except Exception as error:  # out of memory, or a device that fails
+                        failure = self._failures.explain(error)
+                replies.append(self._failed(opened, failure))
+        return part, made, []
 
     def _failed(self, opened: WorkerRequest, error: ShmserveError) -> Reply:
         self._link.close(opened)
@@ -176,38 +189,38 @@ class Executor:
 
     # --- one response for each request
 
-    def _run(self, part: Part) -> list[Reply]:
-        """Execute and scatter; a batch that fails as a whole is run again one by one.
+    def _run(self, opened: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
+        """Execute requests together, and write their outputs.
 
-        So a request that the model cannot take fails alone, and its neighbours have their
-        responses. One that fails alone with views of shared memory is run again with copies. What
-        there is no memory for is run again in halves, as often as it takes.
+        A batch that fails is run again, request by request: only the requests that the model cannot
+        take fail then. A single request that fails with views of shared memory is run again with
+        copies. A batch that is too large for the memory is run again in halves.
         """
         if self._decoupled:
-            return self._run_streams([ResponseStream(self._writer, *each) for each in part])
-        requests = [request for _, request in part]
+            pairs = zip(opened, requests, strict=True)
+            return self._run_streams([ResponseStream(self._writer, *pair) for pair in pairs])
         replies: list[Reply] = []
         again: list[WorkerRequest] = []
         too_large = False
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            too_large = self._failures.is_too_large(error, len(part))
+            too_large = self._failures.is_too_large(error, len(requests))
             if too_large:
-                logger.warning("%d requests are too many for the memory (%r)", len(part), error)
-            elif len(part) > 1:
+                logger.warning("%d requests are too many for the memory (%r)", len(requests), error)
+            elif len(requests) > 1:
                 logger.warning("a batch failed (%r) and is run again one by one", error)
             elif not (self._failures.is_models_own(error) and self._may_cure(requests[0])):
-                # Named nowhere: with its traceback it would keep what the model was given.
-                return [self._failed(part[0][0], self._explain(error, requests[0]))]
-            again = [opened for opened, _ in part]
+                # In no variable: with its traceback the error would keep the model's inputs.
+                return [self._failed(opened[0], self._explain(error, requests[0]))]
+            again = opened
         else:
             with self._link.lock:
                 self._link.pump()
-                for (opened, request), response in zip(part, responses, strict=True):
-                    reply = self._scatter(opened, request, response)
+                for each, request, response in zip(opened, requests, responses, strict=True):
+                    reply = self._scatter(each, request, response)
                     if reply is None:
-                        again.append(opened)
+                        again.append(each)
                     else:
                         replies.append(reply)
                 self._writer.scatterer.settle()
@@ -218,28 +231,22 @@ class Executor:
             at_once = (len(again) + 1) // 2 if too_large else 1
             for first in range(0, len(again), at_once):
                 group = again[first : first + at_once]
-                replies += self._run_again(group, copies=len(part) == 1)
+                replies += self._run_again(group, copies=len(requests) == 1)
         return replies
 
     def _run_again(self, group: list[WorkerRequest], copies: bool) -> list[Reply]:
         replies: list[Reply] = []
-        part: Part = []
-        for opened in group:
-            # From the message once more: the model may have written into what it was given.
-            request = _CANCELLED if opened.cancelled else self._unpack(opened, copies)
-            if isinstance(request, Request):
-                part.append((opened, request))
-            else:
-                replies.append(self._failed(opened, request))
-        if part:
-            replies += self._run(part)
-        if part and copies:
-            self._policy.tried(cured=not replies[0].code)
-            if self._policy.copies:
-                logger.warning(
-                    "model '%s' writes into its inputs, so each is copied for it",
-                    self._context.model_name,
-                )
+        # Unpacked again, because the model may have written into its inputs.
+        opened, requests, _ = self._unpack(group, replies, copies)
+        if requests:
+            replies += self._run(opened, requests)
+            if copies:
+                self._policy.tried(cured=not replies[0].code)
+                if self._policy.copies:
+                    logger.warning(
+                        "model '%s' writes into its inputs, so each is copied for it",
+                        self._context.model_name,
+                    )
         return replies
 
     def _may_cure(self, request: Request) -> bool:

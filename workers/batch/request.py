@@ -18,7 +18,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import RequestedOutput, RequestSchema
+from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema
 
 if TYPE_CHECKING:
     import torch
@@ -156,15 +156,15 @@ class Request:
         schema: Its constant part, unpacked.
         batch_size: Rows in each input; 0 when the model does not batch.
         inputs: Its inputs by name.
-        requested: The requested outputs by name, with their places; all of the model's when the
-            client named none. Requests without places share it.
+        requested: The requested outputs by name; all of the model's if the client named none.
+            Requests with equal schemas share it.
+        places: The memory ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Returns, in any thread, whether nobody waits for the response any more; takes
             the messages that have arrived until now.
         known: What follows from the types and shapes of a response's outputs; requests with equal
             schemas share it.
         aliased: An output is written over an input.
         byte_size: Bytes of all inputs together.
-        placed: An output has a place.
         shared: An input may lie in shared memory.
         states: The names of the outputs that the model keeps for the next request of its sequence.
     """
@@ -173,12 +173,12 @@ class Request:
     schema: RequestSchema
     batch_size: int
     inputs: dict[str, Input]
-    requested: dict[str, RequestedOutput]
+    requested: dict[str, OutputSchema]
+    places: dict[str, Place] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     known: dict[Any, Any] = field(default_factory=dict)
     aliased: bool = False
     byte_size: int = 0
-    placed: bool = False
     shared: bool = False
     states: tuple[str, ...] = ()
 

@@ -165,7 +165,7 @@ class ResponseStream:
         self._closed = False
         self._overran = False
         self.rescheduled = False
-        opened.open_window(request.placed)
+        opened.open_window(bool(request.places))
 
     @property
     def closed(self) -> bool:

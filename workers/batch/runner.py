@@ -203,8 +203,8 @@ class BatchOutput(NamedTuple):
 
 def to_device(request: Request, name: str) -> bool:
     """Whether a request wants an output in device memory."""
-    wanted = request.requested.get(name)
-    return wanted is not None and wanted.place is not None and wanted.place.memory.cuda is not None
+    place = request.places.get(name)
+    return place is not None and place.memory.cuda is not None
 
 
 @dataclass(eq=False)

@@ -77,30 +77,12 @@ class KnownResponse(NamedTuple):
     ways: list[_Way]
 
 
-def _array_key(request: Request, response: Response) -> Any:
-    """Return the key of a response among the known ones of its request; None where how its outputs
-    go does not follow from their types and shapes."""
-    if response.parameters or request.aliased:
-        return None
-    key: list[Any] = []
-    for name, datatype, data in response.outputs:
-        if datatype == "BYTES":
-            return None
-        key += (name, datatype, data.dtype, data.shape)
-        if request.placed:  # an input that is returned may stay where it is
-            for source in request.inputs:
-                item = request.inputs[source]
-                if item.array is data and item.place is not None:
-                    key += (source,)
-    return tuple(key)
-
-
 def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
     """Return whether all outputs of a response were written as they are, so that the next response
     with the same key may be written the same way."""
-    if len(ready) != len(response.outputs):
+    if len(ready) != len(response.outputs) or any(item.datatype == "BYTES" for item in ready):
         return False
-    if request.placed and len(ready) < len(request.requested):
+    if request.places and len(ready) < len(request.requested):
         return False
     pairs = zip(ready, response.outputs, strict=True)
     return all(it.data is out.data or type(out.data) is not np.ndarray for it, out in pairs)
@@ -110,7 +92,7 @@ def _way(item: Ready, request: Request) -> _Way:
     """Return how an output has gone that is not in the worker's arena."""
     if item.at is not None:
         return next(name for name, each in request.inputs.items() if each.place is item.at)
-    return _Inline if request.requested[item.name].place is None else _ToPlace
+    return _ToPlace if item.name in request.places else _Inline
 
 
 @dataclass(eq=False)
@@ -137,10 +119,43 @@ class Scatterer:
         Raises:
             ShmserveError: An output does not fit the model or its place, or memory is full.
         """
-        key = _array_key(request, response)
-        if key in request.known:
-            known = request.known[key]
-            return known.schema, self._write_known(known, request, response)
+        if response.parameters or request.aliased:
+            return self._write_new(request, response, None)
+        places, inputs = request.places, request.inputs
+        key: Any = []
+        for name, datatype, data in response.outputs:
+            key += (name, datatype, data.dtype, data.shape)
+            if places:  # an input that is returned may stay where it is
+                for source in inputs:
+                    if inputs[source].array is data and inputs[source].place is not None:
+                        key += (source,)
+        key = tuple(key)
+        if key not in request.known:
+            return self._write_new(request, response, key)
+        schema, ways = request.known[key]
+        made: list[Any] = []
+        for output, way in zip(response.outputs, ways, strict=True):
+            data = output.data
+            if way is _Inline:
+                raw = (data if type(data) is np.ndarray else _host_array(output)).tobytes()
+                self._context.copied.outputs += data.nbytes
+                made += [raw]
+                continue
+            if way is _ToPlace:
+                place = places[output.name]
+                if data.nbytes != place.byte_size:
+                    place = _fitting(output.name, place, data.nbytes)
+                plain = type(data) is np.ndarray and place.memory.cuda is None
+                self._write_to(place, data if plain else _form(output, place))
+            else:
+                found = inputs[way].place
+                assert found is not None
+                place = found
+            made += [(place.memory.packed, place.offset, place.byte_size)]
+        return schema, made
+
+    def _write_new(self, request: Request, response: Response, key: Any) -> Packed:
+        """Write a response of any kind; with a `key`, remember how its kind is written."""
         ready = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs
@@ -150,13 +165,13 @@ class Scatterer:
             self._lacks(request, {item.name for item in ready})
         if request.aliased and len(ready) > 1:
             ready = [_detached(item, request) for item in ready]
-        requested = request.requested
-        loose = sum([item.byte_size for item in ready if requested[item.name].place is None])
+        places = request.places
+        loose = sum([item.byte_size for item in ready if item.name not in places])
         inline = loose <= INLINE_LIMIT
         taken: list[int] = []
         try:
             data = [
-                self._put(item, requested[item.name].place, inline, request.work.client_pid, taken)
+                self._put(item, places.get(item.name), inline, request.work.client_pid, taken)
                 for item in ready
             ]
         except BaseException:
@@ -171,36 +186,13 @@ class Scatterer:
             request.known[key] = KnownResponse(schema, ways)
         return schema, pack_data(data)
 
-    def _write_known(self, known: KnownResponse, request: Request, response: Response) -> list[Any]:
-        """Write the outputs of a response of a known kind; return its data."""
-        made: list[Any] = []
-        for output, way in zip(response.outputs, known.ways, strict=True):
-            data = output.data
-            if way is _Inline:
-                raw = (data if type(data) is np.ndarray else _host_array(output)).tobytes()
-                self._context.copied.outputs += data.nbytes
-                made += [raw]
-                continue
-            if way is _ToPlace:
-                place = request.requested[output.name].place
-                assert place is not None
-                if data.nbytes != place.byte_size:
-                    place = _fitting(output.name, place, data.nbytes)
-                plain = type(data) is np.ndarray and place.memory.cuda is None
-                self._write_to(place, data if plain else _form(output, place))
-            else:
-                place = request.inputs[way].place  # type: ignore[index]
-                assert place is not None
-            made += [(place.memory.packed, place.offset, place.byte_size)]
-        return made
-
     def _lacks(self, request: Request, made: set[str]) -> None:
         """The model has not made all that it was asked for, as Triton's Python models may. Where
         that was to be written, nothing is left that its client could take for an answer."""
         lacking = [name for name in request.requested if name not in made]
         for name in lacking:
-            place = request.requested[name].place
-            if place is not None:
+            if name in request.places:
+                place = request.places[name]
                 size = place.byte_size
                 nothing = Ready(name, "UINT8", (size,), bytes(size), size)
                 self._put(nothing, place, True, request.work.client_pid, [])
@@ -213,10 +205,9 @@ class Scatterer:
             )
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> Ready:
-        wanted, at = request.requested[output.name], None
-        place = wanted.place
+        place, at = request.places.get(output.name), None
         array = _form(output, place)
-        if place is not None and wanted.or_input and isinstance(array, np.ndarray):
+        if request.requested[output.name].or_input and isinstance(array, np.ndarray):
             at = request.returned(array)
         shape = tuple(array.shape)
         if self._strict:

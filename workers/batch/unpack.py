@@ -11,16 +11,13 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.descriptors import Place, unpack_place
-from shmserve.ipc.tensors.inference import (
-    RequestedOutput,
-    RequestSchema,
-    TensorSchema,
-    overlap,
-)
+from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema, TensorSchema, overlap
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.batch.request import Copied, Input, Request, never_cancelled
+
+_NO_PLACES: dict[str, Place] = {}
 
 
 def reshape(
@@ -46,8 +43,8 @@ class _Kind:
             whose size varies.
         input_count: The number of inputs.
         batch_size: Rows in each input; 0 when the model does not batch.
-        requested: The requested outputs by name, without places.
-        placed: The requested outputs that have a place in the data.
+        requested: The requested outputs by name.
+        placed: The names of the requested outputs that have a place in the data.
         strings: The names of the BYTES inputs.
         known: Responses to such requests, see `Request.known`.
     """
@@ -68,14 +65,14 @@ class _Kind:
         schema: RequestSchema,
         inputs: list[TensorSchema],
         batch_size: int,
-        requested: dict[str, RequestedOutput],
+        requested: dict[str, OutputSchema],
     ) -> None:
         self.schema = schema
         self.inputs = inputs
         self.input_count = len(inputs)
         self.batch_size = batch_size
         self.requested = requested
-        self.placed = [output for output in schema.outputs if output.placed]
+        self.placed = [output.name for output in schema.outputs if output.placed]
         self.strings = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
         self.known: dict[Any, Any] = {}
 
@@ -95,7 +92,8 @@ class Unpacker:
 
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
-        self._all_outputs = {name: RequestedOutput(name) for name in self._signature.outputs}
+        outputs = self._signature.outputs
+        self._all_outputs = {name: OutputSchema(name, False, False) for name in outputs}
         self._kinds = Schemas(self._derive)
 
     def request(
@@ -138,24 +136,22 @@ class Unpacker:
             byte_size += size
         if kind.strings:
             _check_elements(inputs, kind.strings, work.request_id)
-        requested, aliased = kind.requested, False
+        places, aliased = _NO_PLACES, False
         if kind.placed:
-            places = list(map(unpack_place, data[kind.input_count :]))
-            requested = dict(requested)
-            for output, place in zip(kind.placed, places, strict=True):
-                requested[output.name] = RequestedOutput(output.name, place, output.or_input)
-            aliased = overlap(shared, places)
+            outputs = map(unpack_place, data[kind.input_count :])
+            places = dict(zip(kind.placed, outputs, strict=True))
+            aliased = overlap(shared, places.values())
         return Request(
             work,
             kind.schema,
             kind.batch_size,
             inputs,
-            requested,
+            kind.requested,
+            places,
             is_cancelled,
             kind.known,
             aliased,
             byte_size,
-            bool(kind.placed),
             bool(shared),
         )
 
@@ -170,7 +166,7 @@ class Unpacker:
                 batch_size = tensor.shape[0]
         requested = self._all_outputs
         if schema.outputs:
-            requested = {output.name: RequestedOutput(output.name) for output in schema.outputs}
+            requested = {output.name: output for output in schema.outputs}
         return _Kind(schema, inputs, batch_size, requested)
 
     def _as_model_sees(self, tensor: TensorSchema) -> TensorSchema:

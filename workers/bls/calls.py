@@ -2,10 +2,10 @@
 
 FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> CallResponse
 
-A call keeps what it submitted until it has its response: when the scheduler is lost, it is sent
-again to the successor, or to whoever serves the model now. `shmserve.ipc.inflight` has the life of
-a request. Inputs that lie in memory of the caller's own request travel as they are; outputs are
-copied out, so that a model may keep them.
+A call keeps what it submitted until it has its response: when the scheduler is lost, the call is
+submitted again to the successor, or to the scheduler that serves the model now (see
+ipc/scheduler_client.py). Inputs that lie in memory of the caller's own request travel as they are;
+outputs are copied out, so that a model may keep them.
 
 Calls come from the model's thread, from its event loop (many at once), from threads it starts. None
 may come from a signal handler: that may have interrupted one of these with the locks held.
@@ -25,18 +25,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
-from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
 from shmserve.ipc.link_table import LinkTable
-from shmserve.ipc.memory.lent import LentMemory, releases, unread
+from shmserve.ipc.memory.lent import LentMemory, releases
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.inference import Cancel, Credit, Failed, Finished, Responded, Settled
+from shmserve.ipc.messages.inference import (
+    Failed,
+    Finished,
+    Responded,
+    Response,
+    make_submit,
+    message_size,
+)
 from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
-from shmserve.ipc.tensors.inference import ResponseSchema, inline_size_of, places
+from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
+from shmserve.ipc.tensors.inference import ResponseSchema, places
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
@@ -162,14 +168,9 @@ class Call(InflightRequest):
         elif isinstance(message, Failed):
             self.end(from_code(message.code, message.message))
         else:  # its model was loaded again, and is another one
-            self.router.discard(self.endpoint, message.data)
+            self.router.schedulers.discard(self.endpoint, message)
             if message.final:
                 self.end(_decoupled(self.request.model))
-
-    def goes_elsewhere(self, message: Failed) -> bool:
-        # Perhaps it was the old scheduler of a model that has been loaded again.
-        self.router.doubt(self, from_code(message.code, message.message))
-        return True
 
     def free(self) -> None:
         self.inputs.release()
@@ -242,7 +243,7 @@ class CallRouter:
         self._lock = self.waiting.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(identity, self.waiting.add, self.waiting.remove)
-        self._table: InflightTable[Call] = InflightTable()
+        self.schedulers: SchedulerClient[Call] = SchedulerClient(self._links, self._doubt)
         self._left: deque[tuple[Call, bool]] = deque()  # to be cancelled; whether one listens
         self._doubtful: list[_Doubt] = []
         self._responses = Schemas(ResponseSchema)
@@ -320,7 +321,7 @@ class CallRouter:
                 try:
                     self._submit(call, target)
                 except BaseException:
-                    self._table.pending.pop(call.number, None)
+                    self.schedulers.pending.pop(call.number, None)
                     call.free()
                     raise
             return
@@ -344,27 +345,20 @@ class CallRouter:
             correlation_id=request.correlation_id,
             trace=request.trace,
         )
-        call.endpoint = target.endpoint
-        link = self._links.open(target.endpoint)
-        self._table.add(call)
-        self._links.queue(link, call.submit, len(schema) + inline_size_of(data))
+        self.schedulers.submit(call, target.endpoint, message_size(call.submit))
 
     def flush(self) -> None:
         """Send what is queued: calls, credit, cancellations."""
         with self._lock:
             while self._left:
                 call, listening = self._left.popleft()
-                self._tell(call, Cancel(call.number, listening))
+                self.schedulers.cancel(call, listening)
             self._links.flush()
 
-    def _tell(self, call: Call, message: Cancel | Credit) -> None:
-        if call.number in self._table.pending:
-            self._links.tell(call.endpoint, message)
-
     def credit(self, call: Call, responses: int) -> None:
-        """So many responses of a call were taken: as many more may come."""
+        """Take so many more responses of a call: as many were taken."""
         with self._lock:
-            self._tell(call, Credit(call.number, responses))
+            self.schedulers.credit(call, responses)
         self.flush()
 
     def cancel_soon(self, call: Call, listening: bool = False) -> None:
@@ -399,15 +393,7 @@ class CallRouter:
     def _receive(self, endpoint: str, message: Any) -> None:
         if isinstance(message, Finished | Responded) and message.spans:
             self._on_spans(message.spans)
-        if not isinstance(message, Finished | Responded | Failed | Settled):
-            logger.warning("unexpected %s", type(message).__name__)
-        elif not self._table.take(message) and isinstance(message, Finished | Responded):
-            self.discard(endpoint, message.data)
-
-    def discard(self, endpoint: str, data: list[Any]) -> None:
-        """Release the outputs of a response that nobody reads. Call it with the lock held."""
-        for release in unread(data):
-            self._links.tell(endpoint, release)
+        self.schedulers.take(endpoint, message)
 
     def read(self, call: Call, message: Finished | Responded) -> CallResponse | ShmserveError:
         """Return a copy of a response to a call. Call it with the lock held."""
@@ -419,8 +405,7 @@ class CallRouter:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
         outcome = copied(response, self.mappings, call.request.model)
-        for release in releases(places(data)):
-            self._links.tell(call.endpoint, release)
+        self.schedulers.release(call.endpoint, releases(places(data)))
         return outcome
 
     def invalidate(self, model: str) -> None:
@@ -438,16 +423,17 @@ class CallRouter:
                 case ModelWithdrawn(name=name):
                     self._directory.invalidate(name)
                 case SchedulerLost(endpoint=endpoint, successor=successor):
-                    self._lose(endpoint, successor)
+                    self._directory.lose(endpoint)
+                    self.schedulers.successors.add(endpoint, successor)
+                    self.schedulers.lost(endpoint)
 
-    def _lose(self, endpoint: str, successor: str) -> None:
-        self._directory.lose(endpoint)
-        self._links.lose(endpoint, successor, partial(self._receive, endpoint))
-        for call in self._table.lose(endpoint):
-            self.doubt(call, Unavailable("the scheduler of the model was lost"))
-
-    def doubt(self, call: Call, error: ShmserveError) -> None:
-        """Have somebody look, without the lock, who serves the model of a call that nobody has."""
+    def _doubt(self, call: Call, refusal: Failed | None) -> None:
+        """Have a thread look, without the lock, who serves the model of a call that no scheduler
+        has. A scheduler that refused it may be the old one of a model that has been loaded again.
+        """
+        error: ShmserveError = Unavailable("the scheduler of the model was lost")
+        if refusal is not None:
+            error = from_code(refusal.code, refusal.message)
         self._doubtful.append(_Doubt(call, error))
         self._wake_up()
 

@@ -7,8 +7,7 @@ from collections import deque
 
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.credit import ReadWindow
-from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages.inference import Responded
+from shmserve.ipc.messages.inference import Responded, Response
 from shmserve.workers.bls.calls import Call, CallRouter, settle_soon
 from shmserve.workers.bls.request import CallRequest, CallResponse
 
@@ -39,7 +38,7 @@ class StreamCall(Call):
         if not isinstance(message, Responded):
             super().respond(message)
         elif self.abandoned:
-            self.router.discard(self.endpoint, message.data)
+            self.router.schedulers.discard(self.endpoint, message)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
         elif message.schema:

@@ -2,9 +2,9 @@
 
     Execute, ... ──> commands (for the loop)     CancelExecution, CreditExecution ──> WorkerRequest
 
-Whoever needs to know something reads the socket: the loop when it waits, a model's thread when it
-asks whether its request was cancelled, or waits for credit. What a thread takes that is the loop's
-wakes the loop; what anyone takes that another thread waits for wakes that.
+The socket is read by the thread that needs a message: the loop while it waits, or a model's thread
+that checks for cancellation or waits for credit. If a thread reads a message for the loop or for
+another thread, it wakes that one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from shmserve.workers.links.supervisor import SupervisorLink, readable
 
 logger = logging.getLogger(__name__)
 
-# What may wait is sent with what else comes: that is one wake-up of the scheduler, which on few
-# cores takes one from the gateway. After a time like that of a hop it does not, so that what is
-# sent first is on its way to the client meanwhile; and it never waits longer than `_MOST_HELD_NS`.
+# A message that may be delayed is sent together with the next one. This saves a wake-up of the
+# scheduler, which on few cores preempts the gateway. After HOLD_NS, about the duration of a hop,
+# messages are sent immediately, so that the first one reaches the client meanwhile. No message is
+# delayed longer than `_MOST_HELD_NS`.
 HOLD_NS = 200_000
 _MOST_HELD_NS = 400_000
 
@@ -45,10 +46,10 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class Timer:
-    """A timer of the kernel's, with the thread that waits for it: to start it wakes nobody. Calls
-    `due` in a thread of its own, `delay_ns` after the last `start` (less than a second).
+    """A kernel timer with a thread that waits for it, so that starting it wakes no thread.
 
-    The thread begins with the first `start`. See timerfd_create(2).
+    The thread calls `due` a time of `delay_ns` (less than a second) after the last `start`. It is
+    created by the first `start`. See timerfd_create(2).
     """
 
     def __init__(self, delay_ns: int, due: Callable[[], object]) -> None:
@@ -84,10 +85,12 @@ class Timer:
 
 
 class WorkerRequest:
-    """A request that this worker has, its `work`, and what its scheduler has said of it since.
+    """A request of this worker, its `work`, and its state at the scheduler.
 
-    `cancelled`: its model should end it; `dropped`: nobody takes what it sends, either. `on_credit`
-    is called when its `window` may have become larger.
+    Attributes:
+        cancelled: Whether the model should end the request.
+        dropped: Whether the client does not read further responses, either.
+        on_credit: Called when its `window` may have grown.
     """
 
     __slots__ = ("_window", "cancelled", "dropped", "key", "on_cancel", "on_credit", "work")
@@ -103,7 +106,10 @@ class WorkerRequest:
 
     @property
     def window(self) -> SendWindow:
-        """The responses that its client takes now. Where there is one response, nobody asks."""
+        """Return the send window of its responses, created at the first use.
+
+        A request with a single response never uses it.
+        """
         if self._window is None:
             self._window = SendWindow()
         return self._window
@@ -113,8 +119,10 @@ class WorkerRequest:
         self._window = SendWindow(placed)
 
     def cancel(self, listening: bool = False) -> None:
-        """Cancel it: nobody waits any more, unless somebody is `listening` for what comes yet;
-        `on_cancel` is called, once."""
+        """Cancel the request and call `on_cancel`, once.
+
+        With `listening`, the client still reads the remaining responses.
+        """
         if not listening:
             self.dropped = True
         if not self.cancelled:
@@ -126,22 +134,20 @@ class WorkerRequest:
 # A message for the loop, with its requests opened.
 Command = tuple[Any, list[WorkerRequest]]
 
-# By type of message what serves it, in the instance's loop: called with the message and its
-# requests. What it returns is sent to the scheduler; None: nothing.
+# The handlers of further messages by type, called in the instance's loop with the message and its
+# requests. The result, unless None, is sent to the scheduler.
 MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
 @dataclass(eq=False)
 class InstanceLink:
-    """The link, through one `Dealer` at a time; `lock` guards it, and what else a model's threads
-    share with the loop.
+    """The link to the scheduler, through one `Dealer` at a time.
 
-    `on_read` hears of outputs that nobody reads any more.
-
-    Besides what concerns one request, it takes the messages whose types are `served` (see
-    `MessageTable`), in their order. What starts work has `requests`, and says in `live` how many
-    requests the scheduler has under way: the former are open from the arrival of the message, so
-    that a cancel behind it finds them.
+    `lock` guards the link and other state that a model's threads share with the loop. `on_read` is
+    called for outputs that are not read any more. The link accepts the messages of requests, and in
+    order the messages whose types are `served` (see `MessageTable`). A message that starts work has
+    `requests`, and `live` is the scheduler's number of requests in flight. Requests are open from
+    the arrival of their message, so that a following cancellation finds them.
     """
 
     _control: SupervisorLink
@@ -156,8 +162,8 @@ class InstanceLink:
     _open: dict[int, WorkerRequest] = field(default_factory=dict)
     # Eventfd of a thread -> whose credit it needs.
     _waiting: dict[int, WorkerRequest] = field(default_factory=dict)
-    _reader: int = 0  # that of the one that reads the socket meanwhile
-    loop_reads: bool = False  # it waits for what comes, and reads it
+    _reader: int = 0  # the eventfd of the thread that reads the socket meanwhile
+    loop_reads: bool = False  # the loop waits and reads the socket
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -166,10 +172,10 @@ class InstanceLink:
     # --- the socket
 
     def attach(self, endpoint: str) -> None:
-        """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
+        """Connect the instance to the scheduler at `endpoint` instead of the current one."""
         with self.lock:
             if self._dealer is not None:
-                self.pump()  # outputs that were read are released by way of the old one
+                self.pump()  # releases read outputs through the old connection
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()
@@ -180,11 +186,11 @@ class InstanceLink:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a scheduler, as far as is known."""
+        """Return whether the link is known to be connected to a scheduler."""
         return self._dealer is not None and self._dealer.connected
 
     def is_at(self, endpoint: str) -> bool:
-        """Whether the instance has been offered to the scheduler at `endpoint`, as far as known."""
+        """Check whether the instance is known to be connected to the scheduler at `endpoint`."""
         dealer = self._dealer
         return dealer is not None and dealer.connected and dealer.endpoint == endpoint
 
@@ -195,15 +201,18 @@ class InstanceLink:
             self._dealer.post(message)
 
     def flush(self) -> bool:
-        """Send what is queued; False: the scheduler has gone, and will not have it."""
+        """Send the queued messages; return False if the scheduler is gone."""
         with self.lock:
             self._held = False
             self._flushed_ns = time.monotonic_ns()
             return self._dealer is not None and self._dealer.flush()
 
     def flush_soon(self) -> bool:
-        """`flush`, but not so soon after the last one: then with what is sent next, or by a timer;
-        False: the scheduler is known to have gone."""
+        """Call `flush`, or delay it to the next message or a timer shortly after another flush.
+
+        Returns:
+            False if the scheduler is known to be gone.
+        """
         with self.lock:
             if time.monotonic_ns() - self._flushed_ns >= HOLD_NS:
                 return self.flush()
@@ -218,7 +227,7 @@ class InstanceLink:
                 self.flush()
 
     def send(self, message: Any) -> bool:
-        """`post` and `flush`."""
+        """Call `post` and `flush`."""
         with self.lock:
             self._held = False
             self._flushed_ns = time.monotonic_ns()
@@ -241,8 +250,8 @@ class InstanceLink:
             for message in dealer.receive():
                 self._take(message)
             if not dealer.connected:
-                # What it had given us is run again elsewhere, or refused: its clients' memory may
-                # be in use for something else by the time that we would write to it.
+                # Its requests are retried elsewhere or have failed. The memory of their clients may
+                # be in use for other data, so this worker must not write to it.
                 self._disconnect()
 
     def _take(self, message: Any) -> None:
@@ -267,7 +276,7 @@ class InstanceLink:
                 logger.warning("unexpected %s", type(message).__name__)
 
     def _disconnect(self) -> None:
-        """The scheduler is gone: nobody waits for what it gave us."""
+        """Cancel all requests of a scheduler that is gone."""
         self.commands.clear()
         for request in self._open.values():
             request.cancel()
@@ -279,18 +288,18 @@ class InstanceLink:
 
     @property
     def has_open(self) -> bool:
-        """Whether any request has not ended."""
+        """Return whether a request has not ended."""
         return bool(self._open)
 
     def opened(self, message: Any) -> Command:
-        """A message, its requests open until `close`; with the lock held."""
+        """Return a message with its requests, open until `close`; must be called with the lock."""
         requests = list(map(WorkerRequest, getattr(message, "requests", ())))
         for request in requests:
             self._open[request.key] = request
         return message, requests
 
     def close(self, *requests: WorkerRequest) -> None:
-        """Forget requests that have ended: others may get their keys."""
+        """Remove requests that have ended, whose keys may be reused."""
         with self.lock:
             known = self._open
             for request in requests:
@@ -298,11 +307,11 @@ class InstanceLink:
                     del known[request.key]
 
     def is_open(self, request: WorkerRequest) -> bool:
-        """Whether the scheduler that gave us the request waits for its end."""
+        """Check whether the request's scheduler waits for its end."""
         return self._open.get(request.key) is request
 
     def is_cancelled(self, request: WorkerRequest) -> bool:
-        """Whether nobody waits for a request any more; looks at what has arrived until now."""
+        """Check whether a request was cancelled, including by unprocessed messages."""
         if not request.cancelled:
             self.pump()
         return request.cancelled
@@ -343,14 +352,14 @@ class InstanceLink:
             os.close(awaited)
 
     def loop_stops_reading(self) -> None:
-        """The loop has something else to do: another thread reads, where one waits."""
+        """Stop reading in the loop; a waiting thread reads instead, if there is one."""
         self.loop_reads = False
         if self._waiting:
             with self.lock:
                 self._appoint()
 
     def _appoint(self) -> None:
-        """Have one of those who wait read the socket, if nobody does."""
+        """Wake a waiting thread to read the socket, if no thread reads it."""
         if not self.loop_reads and not self._reader and self._waiting:
             self._reader = next(iter(self._waiting))
             os.eventfd_write(self._reader, 1)

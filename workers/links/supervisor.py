@@ -1,6 +1,6 @@
-"""A worker's link to the supervisor, shared by the loop and by models' requests to the control API;
-and where the loop waits (`SupervisorLink.wait`), for this socket, the scheduler's, and threads that
-wake it.
+"""A worker's link to the supervisor, for the loop and for requests of models to the control API.
+
+The loop waits in `SupervisorLink.wait`: for this socket, the scheduler's, and threads that wake it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shmserve.ipc.transport.dealer import Dealer
 
 
 class SupervisorLink:
-    """Dispatches what arrives: responses to requests, news of other models, the rest for the loop.
+    """A dispatcher of received messages: responses, changes of other models, and the loop's inbox.
 
-    A model may ask from threads of its own, so each use of the socket is under one lock, and what
-    such a thread takes from it for the loop wakes the loop. `on_models_changed` is called in the
-    thread that happens to read.
+    A model may send requests from its own threads, so a lock guards each use of the socket. If such
+    a thread reads a message for the loop, it wakes the loop. `on_models_changed` is called in the
+    thread that reads the change.
     """
 
     def __init__(self, dealer: Dealer) -> None:
@@ -61,13 +61,14 @@ class SupervisorLink:
         self._poll.unregister(fd)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until there is something to do, or the time is over: in `inbox`, or (True) at a
-        watched descriptor, or wherever another thread has left it that wakes this one.
+        """Block until there is work or the time has expired; only for the loop's thread.
 
-        Only for the loop's thread.
+        Returns:
+            True if a watched descriptor is readable or another thread has woken the loop. Messages
+            are in `inbox`.
         """
         if self.inbox:
-            timeout_s = 0.0  # a model that asked for something, in this thread, has taken it
+            timeout_s = 0.0  # a request of the model in this thread has read the message
         others = False
         for fd, _ in self._poll.poll(timeout_s):
             if fd == self.dealer.fd:
@@ -117,7 +118,7 @@ class SupervisorLink:
             while (response := self._taken(number)) is None:
                 if not self.dealer.connected:
                     raise Unavailable("the server is gone")
-                # Whoever reads the socket next, this thread or another, it is not missed.
+                # If another thread reads the response, it signals `arrived`.
                 readable(self.dealer.fd, arrived)
         finally:
             with self._lock:
@@ -139,7 +140,7 @@ def ignore(news: Losses) -> None:
 
 
 def readable(*fds: int, timeout_s: float | None = None) -> bool:
-    """Whether one of these descriptors becomes readable in this time; None: whenever it does."""
+    """Wait until one of the descriptors is readable; return False if the time expires."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -75,18 +75,19 @@ class Workspace:
             DeviceLost: This process cannot use the device any more.
         """
         if used and place.memory.cuda is not None:
-            # Who has it next may be another process, whose work is in no order with ours.
+            # The next holder may be another process, whose work is not ordered with this one's.
             self._settle(place.memory.cuda.device)
         self._control.send(ReturnWorkspace(self._device, place.memory.id, place.offset))
 
 
 class LeasedWorkspace:
-    """A lease for a with block, or for an `async with` block of a coroutine.
+    """A lease for a `with` block, or for an `async with` block of a coroutine.
 
-    Entering raises Internal for a size that is not positive or exceeds the pool, for a second lease
-    of an execution (two executions could wait for each other forever), and if a coroutine would
-    block the event loop while another coroutine has a lease. It raises Unavailable if the device
-    has no pool.
+    Raises:
+        Internal: On entering: the size is not positive or exceeds the pool, the execution already
+            has a lease (two executions could deadlock), or a coroutine would block the event loop
+            while another coroutine has a lease.
+        Unavailable: On entering: the device has no pool.
     """
 
     def __init__(self, workspace: Workspace, byte_size: int, seen_as: Callable[[Any], Any]) -> None:

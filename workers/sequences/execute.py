@@ -28,7 +28,7 @@ from shmserve.ipc.tensors.inference import (
     RequestSchema,
     pack_inference,
 )
-from shmserve.workers.batch.execute import Executor, Part
+from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
@@ -58,7 +58,7 @@ class SequenceExecutor(Executor):
         self._states = States(
             read_states(config, self._context.model_dir), self._backend.read_only_inputs
         )
-        # Those that clients get, too.
+        # The outputs that are also sent to clients.
         self._returned = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
         self._keeps_rows = sequences is not None and sequences.oldest is None
@@ -97,8 +97,8 @@ class SequenceExecutor(Executor):
         finally:
             self._states.clear()
 
-    def _run(self, part: Part) -> list[Reply]:
-        known = {opened.key: _Row(opened, request) for opened, request in part}
+    def _run(self, opened: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
+        known = {each.key: _Row(each, it) for each, it in zip(opened, requests, strict=True)}
         by_shape: dict[Any, list[_Row]] = {}
         for row in self._rows:
             real = known.get(row.key)

@@ -1,14 +1,14 @@
 """The inputs that the server adds to requests of a sequence: controls and implicit state.
 
-A control tells the model where in its sequence a request is. It has one element and the shape [1],
-or [1, 1] if the model batches. A state is an output that returns as an input of the sequence's next
+A control is the position of a request in its sequence. It has one element and the shape [1], or [1,
+1] if the model batches. A state is an output that returns as an input of the sequence's next
 request:
 
     config ──> StateSpec ──START──> initial value ──> an input of the request
                                          ^                     │ the model
                                          └── its output <──────┘
 
-A value stays in the memory in which the model left it, and in the same buffer while its size is
+A value stays in the memory that the model has written, and in the same buffer while its size is
 constant. It is never sent to the scheduler. It is released with its sequence: after an END was
 executed, or when the scheduler sends `EndSequences`.
 """
@@ -32,7 +32,7 @@ from shmserve.workers.batch.request import Input, Output, Request, Response
 
 _START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
 _END = "CONTROL_SEQUENCE_END"
-# Of each pair [false, true] its datatype, and how struct packs one.
+# The datatype of each pair [false, true], and its format for struct.
 _PAIRS = {
     "int32_false_true": ("INT32", "<i"),
     "fp32_false_true": ("FP32", "<f"),
@@ -65,7 +65,7 @@ class ControlInput:
         if self.datatype == "BYTES":
             text = row.correlation_text.encode()
             return struct.pack("<I", len(text)) + text
-        # The low bytes of what is too large, as Triton has it.
+        # Too large values are truncated to the low bytes, as in Triton.
         return (row.correlation_id % 2**64).to_bytes(8, "little")[: ITEM_SIZE[self.datatype]]
 
 

@@ -3,8 +3,7 @@ request, with its one response.
 
 One thread, or one event loop, has a channel for itself, so nothing here is locked; `wake` alone
 may be called by others. What is submitted leaves at `flush`, all for a scheduler as one frame; what
-has come is handled by `take`, in the thread that waits for it. `shmserve.ipc.inflight` has the life
-of a request.
+has come is handled by `take`, in the thread that waits for it (see ipc/scheduler_client.py).
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
 
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.request.results import Result, discard, read
+from shmserve.client.request.results import Result, own_memories, read
 from shmserve.client.server.state import ServerState
 from shmserve.errors import (
     Internal,
@@ -31,18 +30,18 @@ from shmserve.errors import (
     from_code,
 )
 from shmserve.ipc.endpoints import LARGEST_WORK
-from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
-from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
 from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages.inference import (
-    Cancel,
-    Credit,
     Failed,
     Finished,
     Release,
     Responded,
-    Settled,
+    Response,
+    make_submit,
+    message_size,
 )
+from shmserve.ipc.scheduler_client import ENDED as NOBODY_SERVES
+from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, explain, unpack_spans
@@ -67,7 +66,7 @@ class ClientRequest(InflightRequest):
         built: PackedRequest,
         on_done: Callable[[ClientRequest], None] | None,
     ) -> None:
-        self.endpoint = built.model.endpoint
+        self.endpoint = ""
         self.responses = 0
         self.channel = channel
         self.built = built
@@ -118,9 +117,8 @@ class ClientRequest(InflightRequest):
         return error
 
     def discard(self, message: Response) -> None:
-        """Release the outputs of a response that nobody reads: they take up a worker's memory."""
-        if isinstance(message, Finished | Responded):
-            discard(self, message)
+        """Release the outputs of a response that nobody reads."""
+        self.channel.schedulers.discard(self.endpoint, message, self.own_memories())
 
     def _finish(self, message: Finished) -> None:
         channel = self.channel
@@ -136,7 +134,7 @@ class ClientRequest(InflightRequest):
             over = self.again or self.abandoned or runs_once(self.submit.schema, self.submit.data)
             if isinstance(error, Unavailable) and not over:
                 self.again = True  # its worker died before the response was read
-                channel.send(self)
+                channel.schedulers.submit(self, self.endpoint, message_size(self.submit))
                 return
             outcome = error
         except MalformedMessage:
@@ -159,12 +157,16 @@ class ClientRequest(InflightRequest):
         """A copy of what is in a worker's memory."""
         return self.channel.server.copied(place)
 
-    def release(self, release: Release) -> None:
-        """Tell a worker that its outputs have been read."""
-        self.channel.release(self.endpoint, release)
+    def release(self, messages: Iterable[Release]) -> None:
+        """Tell workers that their outputs have been read."""
+        self.channel.schedulers.release(self.endpoint, messages)
 
-    def goes_elsewhere(self, message: Failed) -> bool:
-        return self.channel.moved(self)
+    def own_memories(self) -> set[int]:
+        return own_memories(self.built)
+
+    def strand(self) -> None:
+        self.free()
+        self.done(Disconnected(NOBODY_SERVES))
 
     def free(self) -> None:
         end, self.end = self.end, nothing
@@ -200,7 +202,9 @@ class RequestChannel:
         self._unwatch = unwatch
         identity = f"{server.identity}.{server.next_link_name()}"
         self._links = LinkTable(identity, watch, unwatch)
-        self._table: InflightTable[ClientRequest] = InflightTable()
+        self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(
+            self._links, self._find, server.lost
+        )
         self._numbers = itertools.count(1)
         self._losses = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -213,9 +217,13 @@ class RequestChannel:
     def submit(
         self, built: PackedRequest, on_done: Callable[[ClientRequest], None] | None = None
     ) -> ClientRequest:
-        """Queue a request for the next `flush`. Raises Disconnected once this is closed, or the
-        server that it was made for gone, InvalidArgument when it is too large,
-        Unavailable when it cannot be sent."""
+        """Queue a request for the next `flush`.
+
+        Raises:
+            Disconnected: The channel is closed, or the server that the request was made for is
+                gone.
+            InvalidArgument: The request is too large.
+        """
         return self.start(ClientRequest(self, built, on_done))
 
     def start(self, pending: P) -> P:
@@ -245,51 +253,25 @@ class RequestChannel:
             correlation_id=options.sequence,
             trace=options.trace,
         )
-        try:
-            self.send(pending)
-        except OSError as error:
-            built.end()
-            raise Unavailable(FULL) from error
+        self.schedulers.submit(pending, built.model.endpoint, size)
         return pending
 
-    def send(self, pending: ClientRequest) -> None:
-        """Queue it for its endpoint, perhaps again. Raises OSError without a descriptor."""
-        link = self._links.get(pending.endpoint) or self._link(pending.endpoint)
-        # Before it leaves: its memory is kept until it is answered, wherever we are interrupted.
-        self._table.add(pending)
-        submit = pending.submit
-        self._links.queue(link, submit, len(submit.schema) + inline_size_of(submit.data))
-
     def cancel(self, pending: ClientRequest) -> None:
-        """Cancel a request; its memory is in use until the scheduler answers."""
+        """Cancel a request; its memory is in use until the scheduler responds."""
         pending.abandoned = True
-        if pending.submit.id in self._table.pending:
-            self._post(pending.endpoint, Cancel(pending.submit.id))
-
-    def credit(self, pending: ClientRequest, responses: int) -> None:
-        """Take so many more responses: as many have been read."""
-        if pending.submit.id in self._table.pending:
-            self._post(pending.endpoint, Credit(pending.submit.id, responses))
+        self.schedulers.cancel(pending)
 
     def expire(self, number: int) -> None:
         """The time of a request is over: it fails, unless it was answered."""
-        pending = self._table.pending.get(number)
+        pending = self.schedulers.pending.get(number)
         if pending is not None and not pending.abandoned:
             pending.done(TimedOut(LATE))
             self.cancel(pending)
 
-    def release(self, endpoint: str, release: Release) -> None:
-        """Tell a worker of the scheduler at `endpoint` that its outputs have been read."""
-        lost = self.server.lost
-        while endpoint in lost:
-            endpoint = lost[endpoint]
-        if endpoint:  # else its workers are gone as well
-            self._post(endpoint, release)
-
     @property
     def waiting(self) -> Collection[int]:
         """The numbers of the requests that were not answered yet."""
-        return self._table.pending
+        return self.schedulers.pending
 
     @property
     def unsent(self) -> int:
@@ -299,18 +281,6 @@ class RequestChannel:
     def flush(self) -> None:
         """Send what is queued."""
         self._links.flush()
-
-    def _post(self, endpoint: str, message: Any) -> None:
-        self._links.queue(self._links.get(endpoint) or self._link(endpoint), message)
-
-    def _link(self, endpoint: str) -> Dealer:
-        link = self._links.keep(self._links.connect(endpoint))
-        if endpoint in self.server.lost:
-            # It was lost before this request was made; where that goes now is looked up as for
-            # those that were on their way.
-            self._losses = -1
-            self.wake()
-        return link
 
     # --- in
 
@@ -324,34 +294,17 @@ class RequestChannel:
             link = self._links.by_fd(fd)
             if link is not None:
                 for message in link.receive():
-                    self._handle(message)
+                    self.schedulers.take(link.endpoint, message)
                 if not link.connected:
                     self._cut_off(link)
         if self._links.unsent:
             self.flush()
 
-    def _handle(self, message: Any) -> None:
-        if type(message) not in (Finished, Responded, Failed, Settled):
-            return
-        if not self._table.take(message):
-            settling = self._table.settling.get(message.id)
-            if settling is not None:  # a worker goes on with what has failed here
-                settling.discard(message)
-
-    def moved(self, pending: ClientRequest) -> bool:
-        """Submit to who serves the model now, if that is another scheduler than had it."""
-        model = pending.built.model
-        now = self.server.models.find(model.name, model.version)
-        if now is None:
-            now = self.server.models.find(model.name, "")
-        if now is None or now.endpoint == pending.endpoint:
-            return False
-        self._resubmit(pending, now.endpoint)
-        return True
-
-    def _resubmit(self, pending: ClientRequest, endpoint: str) -> None:
-        pending.endpoint = endpoint
-        self.send(pending)
+    def _find(self, pending: ClientRequest, _: Failed | None) -> str:
+        """Return the endpoint of the scheduler that serves the model of a request now."""
+        model, models = pending.built.model, self.server.models
+        now = models.find(model.name, model.version) or models.find(model.name, "")
+        return "" if now is None else now.endpoint
 
     # --- ends
 
@@ -363,26 +316,23 @@ class RequestChannel:
             return
         self._losses = server.losses
         for endpoint in [each.endpoint for each in self._links if each.endpoint in server.lost]:
-            self._links.lose(endpoint, "", self._handle)
-            self._lose(endpoint, server.lost[endpoint])
-
-    def _lose(self, endpoint: str, successor: str) -> None:
-        for pending in self._table.lose(endpoint):
-            if successor:
-                self._resubmit(pending, successor)
-            elif not self.moved(pending):
-                pending.free()
-                pending.done(Disconnected(NOBODY_SERVES))
+            self.schedulers.lost(endpoint)
 
     def _cut_off(self, link: Dealer) -> None:
         """A link has ended. Where the scheduler has too, the listener will tell who has taken over;
         one that lives has had enough of the link, and gets what was on it once more."""
-        again = self._links.connect(link.endpoint)
+        try:
+            again = self._links.connect(link.endpoint)
+        except Unavailable as error:
+            self._links.drop(link)
+            for pending in self.schedulers.withdraw(link.endpoint):
+                pending.fail(error.message)
+            return
         if not again.connected:
             again.close()
             return
         self._links.drop(link)
-        left = self._table.lose(link.endpoint)
+        left = self.schedulers.withdraw(link.endpoint)
         if all(pending.again for pending in left):
             again.close()
         else:
@@ -394,11 +344,11 @@ class RequestChannel:
                 pending.done(Disconnected(ENDED) if over else Unavailable(_TWICE))
             else:
                 pending.again = True
-                self.send(pending)
+                self.schedulers.submit(pending, link.endpoint, message_size(pending.submit))
 
     def _drop_all(self) -> None:
         self._links.close_all()
-        for pending in self._table.drop():
+        for pending in self.schedulers.withdraw_all():
             pending.free()
             pending.done(Disconnected(ENDED))
 

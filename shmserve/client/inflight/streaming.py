@@ -20,8 +20,7 @@ from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.credit import ReadWindow
-from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages.inference import Responded
+from shmserve.ipc.messages.inference import Responded, Response
 from shmserve.ipc.tensors.inference import RequestSchema, byte_size_of
 from shmserve.ipc.transport.records import MalformedMessage
 

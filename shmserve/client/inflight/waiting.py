@@ -46,7 +46,6 @@ class ThreadChannel:
         self.connection = connection
         self.lock = threading.Lock()  # held while the thread is in it: others may only close it
         self._left: deque[ClientRequest] = deque()  # to be cancelled
-        self.leaving = False  # to be closed by its thread, as soon as that is out of it
         self._poll = select.epoll()
         self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
 
@@ -54,12 +53,8 @@ class ThreadChannel:
         self._poll.register(fd, select.EPOLLIN)
 
     def submit(self, built: PackedRequest) -> ClientRequest:
-        try:
-            with self.lock:
-                return self.channel.submit(built)
-        finally:
-            if self.leaving:
-                self.close()
+        with self.lock:
+            return self.channel.submit(built)
 
     def send(self, at_least: int) -> None:
         if self.channel.unsent >= at_least:
@@ -67,18 +62,14 @@ class ThreadChannel:
                 self.channel.flush()
 
     def open(self, built: PackedRequest) -> ClientStream:
-        try:
-            with self.lock:
-                pending = self.channel.start(ClientStream(self.channel, built))
-                self.channel.flush()
-                return pending
-        finally:
-            if self.leaving:
-                self.close()
+        with self.lock:
+            pending = self.channel.start(ClientStream(self.channel, built))
+            self.channel.flush()
+            return pending
 
     def credit(self, pending: ClientStream, responses: int) -> None:
         with self.lock:
-            self.channel.credit(pending, responses)
+            self.channel.schedulers.credit(pending, responses)
             self.channel.flush()
 
     def wait(self, pending: ClientRequest) -> Result:
@@ -86,17 +77,13 @@ class ThreadChannel:
         return pending.result()
 
     def attend(self, pending: ClientRequest) -> None:
-        try:
-            with self.lock:
-                try:
-                    self.until(pending)
-                except BaseException:
-                    self.channel.cancel(pending)
-                    self.channel.flush()
-                    raise
-        finally:
-            if self.leaving:
-                self.close()
+        with self.lock:
+            try:
+                self.until(pending)
+            except BaseException:
+                self.channel.cancel(pending)
+                self.channel.flush()
+                raise
 
     def cancel(self, left: Iterable[ClientRequest]) -> None:
         self._left.extend(left)
@@ -139,14 +126,12 @@ class ThreadChannel:
 
 
 class SharedChannel:
-    """The connection's own channel, for a thread that has none, since others have all that there
-    may be, or it waits in its own: the connection's thread sends, and receives, for it."""
+    """The connection's own channel, for a thread without one because others have all channels: the
+    connection's thread sends and receives for it."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
-        # Locked until something has come for the stream that this was opened for: see
-        # `ControlRequest` for why it is no Event.
-        self._arrived = threading.Lock()
+        self._arrived = threading.Event()  # something for the stream that this was opened for
 
     def check_may_wait(self) -> None:
         """Raise Unavailable in the connection's own thread, which would wait for itself."""
@@ -175,16 +160,10 @@ class SharedChannel:
 
     def open(self, built: PackedRequest) -> ClientStream:
         future: Future[ClientStream] = Future()
-        arrived = self._arrived
-        arrived.acquire()
-
-        def on_item() -> None:
-            with contextlib.suppress(RuntimeError):  # released already
-                arrived.release()
 
         def start(channel: RequestChannel) -> None:
             try:
-                future.set_result(channel.start(ClientStream(channel, built, on_item)))
+                future.set_result(channel.start(ClientStream(channel, built, self._arrived.set)))
             except ShmserveError as error:
                 future.set_exception(error)
 
@@ -195,18 +174,18 @@ class SharedChannel:
         deadline_ns = pending.built.options.deadline_ns
         while not pending.ready():
             self.check_may_wait()
-            timeout_s = -1.0
+            timeout_s: float | None = None
             if deadline_ns:
                 timeout_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-            if not self._arrived.acquire(timeout=timeout_s) and not pending.ready():
+            arrived = self._arrived.wait(timeout_s)
+            self._arrived.clear()
+            if not arrived and not pending.ready():
                 self.cancel((pending,))
                 raise TimedOut(LATE)
 
     def credit(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
-            self.connection.call(
-                partial(RequestChannel.credit, pending=pending, responses=responses)
-            )
+            self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
 
     def cancel(self, left: Iterable[Future[Result] | ClientStream]) -> None:
         for each in left:

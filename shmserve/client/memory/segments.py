@@ -157,9 +157,6 @@ class Memories:
     _withdraw: Callable[[AnySegment], None]
     _nudge: Callable[[], None] = nothing
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
-    # Held during a step. A signal handler that interrupts its own thread's step finds it locked and
-    # allocates a separate segment.
-    _steps: threading.Lock = field(init=False, default_factory=threading.Lock)
     _segments: list[AnySegment] = field(init=False, default_factory=list)
     returned: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
     _keepers: weakref.WeakKeyDictionary[BlockOwner, None] = field(
@@ -173,29 +170,21 @@ class Memories:
             Unavailable: The client's limit would be exceeded, or the machine has not enough memory.
         """
         with self._lock:
-            if self._steps.locked():
-                block = self._in_another(byte_size)
-            else:
-                with self._steps:
-                    self._settle()
-                    found = None if alone else self._found(byte_size)
-                    if found is None and self._make_room(byte_size) and not alone:
-                        found = self._found(byte_size)
-                    if found is not None:
-                        return found
-                    used = self._used()
-                    # With space for further blocks, within the limit.
-                    roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
-                    size = byte_size if alone else max(byte_size, roomy)
-                    block = self._in_another(size, None if alone else byte_size)
+            self.settle()
+            found = None if alone else self._found(byte_size)
+            if found is None and self._make_room(byte_size) and not alone:
+                found = self._found(byte_size)
+            if found is not None:
+                return found
+            used = self._used()
+            # With space for further blocks, within the limit.
+            roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
+            size = byte_size if alone else max(byte_size, roomy)
+            self._check_limit(used, size)
+            made = Segment(size)
+            block = self._first_block(made, made.size if alone else byte_size)
         self._tell(block.segment)
         return block
-
-    def _in_another(self, size: int, byte_size: int | None = None) -> MemoryBlock:
-        """Return a block of `byte_size` bytes (None: all) in a new segment of `size` bytes."""
-        self._check_limit(self._used(), size)
-        made = Segment(size)
-        return self._first_block(made, made.size if byte_size is None else byte_size)
 
     def _found(self, byte_size: int) -> MemoryBlock | None:
         for segment in self._segments:
@@ -214,12 +203,11 @@ class Memories:
         """
         if self._used() + byte_size <= self._limit:
             return False
-        # A copy, because a signal handler may allocate and add an owner during the loop.
         for reference in self._keepers.keyrefs():
             keeper = reference()
             if keeper is not None:
                 keeper.give_up()
-        self._settle()
+        self.settle()
         return True
 
     def serve(self, keeper: BlockOwner) -> None:
@@ -233,12 +221,9 @@ class Memories:
         Raises like `allocate`.
         """
         with self._lock:
-            if not self._steps.locked():
-                with self._steps:
-                    self._settle()
-                    if type(segment) is Segment:
-                        self._make_room(segment.size)
+            self.settle()
             if type(segment) is Segment:
+                self._make_room(segment.size)
                 try:
                     self._check_limit(self._used(), segment.size)
                 except Unavailable:
@@ -293,21 +278,13 @@ class Memories:
     def settle(self) -> None:
         """Free the blocks that were given back."""
         with self._lock:
-            if not self._steps.locked():
-                with self._steps:
-                    self._settle()
-
-    def _settle(self) -> None:
-        returned = self.returned  # a signal handler may replace the attribute by close()
-        while returned:
-            segment, offset = returned[0]
-            segment.free.free(offset)
-            if not segment.free.used and segment in self._segments:
-                self._segments.remove(segment)
-                self._withdraw(segment)
-                segment.close()
-            # Removed last, so that an interrupted step is repeated.
-            returned.popleft()
+            while self.returned:
+                segment, offset = self.returned.popleft()
+                segment.free.free(offset)
+                if not segment.free.used and segment in self._segments:
+                    self._segments.remove(segment)
+                    self._withdraw(segment)
+                    segment.close()
 
     def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
         """Return the segment, and the offset in it, of memory at an address of this process."""

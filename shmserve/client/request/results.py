@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Internal, Unavailable, Unsupported
-from shmserve.ipc.memory.lent import releases, unread
+from shmserve.ipc.memory.lent import releases
 from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
@@ -85,8 +85,8 @@ class Reader(Protocol):
     def copied(self, place: Place) -> bytes:
         """Return a copy of a range in a worker's memory."""
 
-    def release(self, release: Release) -> None:
-        """Notify a worker that its outputs have been read."""
+    def release(self, messages: Iterable[Release]) -> None:
+        """Notify workers that their outputs have been read."""
 
 
 def read(reader: Reader, message: Finished) -> Result:
@@ -126,12 +126,6 @@ def read_one_of_many(reader: Reader, message: Responded) -> Result:
     Unlike `read`, this keeps the request's memory.
     """
     return _read(reader, message, None)[0]
-
-
-def discard(reader: Reader, message: Finished | Responded) -> None:
-    """Release the outputs of a response that is not read."""
-    for left in unread(message.data, _own(reader.built)):
-        reader.release(left)
 
 
 def _read(
@@ -175,11 +169,10 @@ def _placed(
             for ref, data in zip(outputs, found, strict=True)
         }
     finally:
-        for read in releases(places(datas), _own(reader.built)):
-            reader.release(read)
+        reader.release(releases(places(datas), own_memories(reader.built)))
 
 
-def _own(built: PackedRequest) -> set[int]:
+def own_memories(built: PackedRequest) -> set[int]:
     """Return the ids of the memory that belongs to a request."""
     return {segment.memory.id for segment in built.segments if segment.memory is not None}
 

@@ -11,6 +11,7 @@ from shmserve.client.request.prepared import RequestTemplate
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.ipc.scheduler_client import Successors
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import ResponseSchema
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
@@ -18,8 +19,6 @@ from shmserve.ipc.tensors.signature import Signature
 
 _MOST_PREPARED = 64
 _MOST_RESPONSES = 64
-# Losses are kept for threads that have not processed them yet.
-_MOST_LOST = 4096
 
 
 class ClientModel:
@@ -173,7 +172,7 @@ class ServerState:
 
     def __init__(self) -> None:
         self.models = ClientModels()
-        self.lost: dict[str, str] = {}
+        self.lost = Successors()
         self.losses = 0
         self.alive = True
         self.leaving = False  # new requests must go to another server
@@ -190,15 +189,12 @@ class ServerState:
 
     def lose(self, endpoint: str, successor: str) -> None:
         """Record that the scheduler at `endpoint` is gone."""
-        if len(self.lost) >= _MOST_LOST:
-            del self.lost[next(iter(self.lost))]
-        self.lost[endpoint] = successor
+        self.lost.add(endpoint, successor)
         self.losses += 1
         self.wake_all()
 
     def copied(self, place: Place) -> bytes:
         """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
-        # No lock: a signal handler would deadlock with its own thread if that were copying.
         return bytes(self.mappings.view(place))
 
     # --- channels

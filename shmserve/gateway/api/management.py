@@ -230,7 +230,7 @@ async def collect(
 
     Late reports are omitted and logged at `level`.
     """
-    futures = [gateway.dispatcher.report(model.scheduler) for model in models]
+    futures = [gateway.schedulers.report(model.endpoint) for model in models]
     if not futures:
         return []
     try:

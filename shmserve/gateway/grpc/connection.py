@@ -1,8 +1,7 @@
-"""A client's connection: bytes to and from the HTTP/2 engine, what its events mean for calls, and
-patience with a client that sends or reads too slowly.
+"""A client's connection: bytes to and from the HTTP/2 engine, its events, and time limits.
 
-Whoever floods one has the others wait no longer than for a turn: what is left over is handled in
-the next, and nothing is read meanwhile.
+A flood of frames delays other connections by at most one turn of the event loop. The rest is
+handled in the next turn, and nothing is read in the meantime.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 logger = logging.getLogger(__name__)
 
 
-_LARGE = 64 * 1024  # of what is larger the pieces are handed to the socket as they are
-_HIGH_WATER = 256 * 1024  # bytes that the socket has not taken, above which data waits
-_FREE_DEBT = 32  # of a turn
-_REST_S = 0.0005  # for each that is owed
+_LARGE = 64 * 1024  # larger responses are written without joining their pieces
+_HIGH_WATER = 256 * 1024  # unsent bytes above which data is queued
+_FREE_DEBT = 32  # useless frames per turn
+_REST_S = 0.0005  # the pause for each further useless frame
 _LINGER_S = 0.25
-_LOOKS = 4  # at a call that waits, while its client has patience left
+_LOOKS = 4  # checks within the time limit of a call
 _READ = 64 * 1024
 
 
 class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
-    """One client's connection, whose identity is `client`."""
+    """One client's connection."""
 
     def __init__(self, owner: Acceptor, front: GrpcFront) -> None:
         self._owner = owner
@@ -49,22 +48,22 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.guarded = False
         self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, front.limits)
         self.lifetime = ConnectionLifetime(self)
-        self._reading = front.read_buffer  # where what comes is read to
+        self._reading = front.read_buffer  # the buffer of the current read
         self._handling = False
-        self._ended = False  # by us
-        self._debt = self.http2.debt  # as the engine had it at the end of the last turn
-        self._since = self.loop.time()  # something came, or a call was over
+        self._ended = False  # by the server
+        self._debt = self.http2.debt  # at the end of the last turn
+        self._since = self.loop.time()  # the time of the last activity
         self._tls = None if front.tls is None else TlsLayer(front.tls)
         self._opening: asyncio.TimerHandle | None = None
-        # --- patience
+        # --- time limits
         self._looking: asyncio.TimerHandle | None = None
         self._arriving: dict[GrpcCall, ArrivingMessage] = {}
-        self._stalled: dict[Stream, tuple[float, int]] = {}  # since when, and what it had sent
+        self._stalled: dict[Stream, tuple[float, int]] = {}  # start and sent bytes
 
     # --- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Register it; a client that says nothing is shown out."""
+        """Register the connection, and start the time limit of the first frames."""
         made = self.attach(transport)
         self.client = self._owner.connection_made(self)
         rules = self.client.listener.authorisation
@@ -80,7 +79,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The client is gone, and with it what it has asked for."""
+        """Cancel all calls, since the client has disconnected."""
         self.transport = None
         if self._looking is not None:
             self._looking.cancel()
@@ -101,35 +100,35 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     @property
     def open(self) -> bool:
-        """Whether it is not on its way out."""
+        """Whether the connection is neither closed nor closing."""
         transport = self.transport
         return transport is not None and not (self._ended or transport.is_closing())
 
     @property
     def idle_since(self) -> float | None:
-        """Since when no call is on it, by the loop's time; None when there is one."""
+        """The loop time since which no call is open, or None."""
         return None if self.http2.streams else self._since
 
     @property
     def sending_since(self) -> float | None:
-        """Since when the rest of a message is missing; None when none is."""
+        """The loop time since which a message is incomplete, or None."""
         return self._since if self._arriving else None
 
     def abort(self) -> None:
-        """End it now, whatever is not flushed."""
+        """Close the connection at once, without flushing."""
         if self.transport is not None:
             self.transport.abort()
 
     def leave(self, after_calls: bool = False) -> None:
-        """Have the client go when its calls are over."""
+        """Notify the client that the connection is closed after its calls."""
         self.lifetime.leave(after_calls)
 
     def settled(self) -> None:
-        """It knows that it is to go, and no unary call is here."""
+        """Report that the client was notified, and that no unary call is open."""
         self._owner.settled(self)
 
     def force_close(self) -> None:
-        """End it; what is written already may still be flushed."""
+        """Close the connection. Written bytes may still be flushed."""
         transport = self.transport
         if transport is not None and not transport.is_closing():
             if self._tls is not None:
@@ -142,7 +141,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     # --- bytes
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes are read to: to their place, where a large tensor arrives."""
+        """Return the memory for the next bytes: the final memory, if a large tensor arrives."""
         self._reading = self.front.read_buffer
         http2 = self.http2
         if http2.arriving >= _LARGE and self._tls is None:
@@ -152,7 +151,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         return self._reading
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handle what came, as far as it has its turn."""
+        """Handle the received bytes, as many as are permitted in one turn."""
         data: Bytes = self._reading[:nbytes]
         self._since = self.loop.time()
         if self._tls is not None and data:
@@ -170,7 +169,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 if event.stream.call is not None:
                     event.stream.call.data(event.piece, event.ended)
             elif type(event) is Begun:
-                if not event.stream.finished:  # given up by what came behind it
+                if not event.stream.finished:  # reset by a later frame
                     self._begin(event.stream, event.head, fresh)
             elif type(event) is StreamReset:
                 if event.stream.call is not None:
@@ -193,14 +192,16 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._rest(owed * _REST_S if owed > _FREE_DEBT else 0.0)
 
     def _rest(self, seconds: float) -> None:
-        """Read nothing until then: others have their turn, and who wastes our time waits longer."""
+        """Pause reading, longer for clients that send useless frames."""
         if self.transport is not None:
             self.transport.pause_reading()
             self.loop.call_later(seconds, self._go_on)
 
     def _show_out(self) -> None:
-        """The client has broken a rule, and was told: it ends, but not so soon that coming again is
-        cheap, or that what was sent is lost to what was not read."""
+        """Close the connection of a client that has violated the protocol.
+
+        The delay makes reconnections expensive, and lets the client read what was sent.
+        """
         if self.transport is not None and not self._ended:
             self._ended = True
             self.transport.pause_reading()
@@ -223,7 +224,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 fresh.append(call)
 
     def flush(self) -> None:
-        """Write what is ready, unless that happens soon in any case."""
+        """Write the pending frames, unless that follows in this turn anyway."""
         if self._handling:
             return
         sending = self.http2.sending
@@ -238,8 +239,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self._flush_encrypted(self._tls, transport)
         else:
             sending.ready = []
-            if len(ready) == 1:
-                transport.write(ready[0])
+            first, *rest = ready
+            if not rest:
+                transport.write(first)
             elif sum(map(len, ready)) <= _LARGE:
                 transport.write(b"".join(ready))
             else:
@@ -255,29 +257,29 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             transport.write(encrypted)
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than we write: data waits."""
+        """Queue data, since the client reads too slowly."""
         self.http2.sending.paused = True
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Send queued data, since the client has read enough."""
         sending = self.http2.sending
         sending.paused = False
         sending.resume()
         self.flush()
 
-    # --- patience
+    # --- time limits
 
     def watch(self, call: GrpcCall, arriving: ArrivingMessage) -> None:
-        """Have an eye on a call whose message is not here."""
+        """Watch the time limit of a call's message."""
         self._arriving[call] = arriving
         self._look_soon()
 
     def unwatch(self, call: GrpcCall) -> None:
-        """Its message is here, or it is over."""
+        """End the watch, since the message has arrived or the call has ended."""
         self._arriving.pop(call, None)
 
     def over(self) -> None:
-        """A call is over, and all of it is sent."""
+        """Record that a call has ended, and that all its frames are sent."""
         if not self.http2.streams:
             self._since = self.loop.time()
         if self.lifetime.leaving:
@@ -310,7 +312,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self._look_soon()
 
     def _give_up(self, stream: Stream) -> None:
-        """The client does not take this stream's data."""
+        """Reset a stream whose data the client does not read."""
         if self.http2.sending.paused:
             logger.info("a client that does not read its responses was disconnected")
             self.abort()
@@ -322,11 +324,11 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
 
 class BrokenTls(Exception):
-    """The client speaks no TLS, or not the one that is asked for."""
+    """An error about a client without TLS, or without the required protocol or certificate."""
 
 
 class TlsLayer:
-    """TLS of one connection. `ready` once the client has shown what it must, and speaks HTTP/2."""
+    """The TLS layer of one connection; `ready` after the handshake, which selects HTTP/2."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._incoming = ssl.MemoryBIO()
@@ -336,8 +338,11 @@ class TlsLayer:
         self._closed = False
 
     def receive(self, data: bytes | memoryview) -> bytes:
-        """The plaintext in these bytes; `outgoing` has what is to be sent, in any case. Raises
-        BrokenTls."""
+        """Return the plaintext of received bytes. `outgoing` must be sent in any case.
+
+        Raises:
+            BrokenTls: The handshake failed, or the bytes are invalid.
+        """
         self._incoming.write(data)
         pieces: list[bytes] = []
         try:
@@ -351,22 +356,22 @@ class TlsLayer:
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLZeroReturnError:
-            pass  # the client says that it is done; the socket's end follows
+            pass  # the client has closed TLS; the end of the socket follows
         except ssl.SSLError as error:
             raise BrokenTls(str(error)) from None
         return b"".join(pieces)
 
     def send(self, data: bytes | memoryview) -> None:
-        """Encrypt these; `outgoing` has them, unless all was said to have been sent."""
+        """Encrypt bytes for `outgoing`, unless TLS is closed."""
         if not self._closed:
             self._tls.write(data)
 
     def close(self) -> None:
-        """Say that nothing more comes."""
+        """Close TLS."""
         self._closed = True
-        with contextlib.suppress(ssl.SSLError):  # the client has not said so yet
+        with contextlib.suppress(ssl.SSLError):  # the client has not closed TLS yet
             self._tls.unwrap()
 
     def outgoing(self) -> bytes:
-        """The ciphertext that is to be sent."""
+        """Return the ciphertext that has to be sent."""
         return self._outgoing.read()

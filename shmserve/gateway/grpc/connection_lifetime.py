@@ -1,8 +1,8 @@
-"""The lifetime of a connection: signs of life asked of a silent client, patience with one that asks
-for too many, the age at which it is to come anew, and the drain.
+"""The lifetime of a connection: keepalive, the limit of the client's pings, the age, and the drain.
 
-Who is told to go (GOAWAY) is told twice: first that no streams are to be begun, which those on
-their way do not break; then, when a ping has come back, which was the last (RFC 9113, 6.8).
+A client receives two GOAWAY frames (RFC 9113, 6.8). The first one announces the end, and does not
+affect streams in flight. The second one follows the acknowledgement of a ping, and has the id of
+the last stream.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shmserve.gateway.grpc.calls.call import Carrier
 from shmserve.gateway.http2.frames import FaultCode
 
 _ALIVE, _LEAVING = b"alive?\0\0", b"leaving\0"
-_SPREAD = 0.1  # of an age, so that not all come anew at once
-_GOES_S = 1.0  # for a client to answer the ping of its first GOAWAY
+_SPREAD = 0.1  # of an age, so that clients do not reconnect at the same time
+_GOES_S = 1.0  # the time limit of the ping after the first GOAWAY
 
 
 class ConnectionLifetime:
@@ -27,19 +27,19 @@ class ConnectionLifetime:
         self._settings = connection.front.settings
         self._loop = connection.loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._frames = 0  # that had come at the last look
-        self._pings_sent = 0  # in a row, without data
+        self._frames = 0  # received frames at the last check
+        self._pings_sent = 0  # since the last data
         self._data_sent = 0
         self._pings = 0
         self._last_ping = float("-inf")
         self._strikes = 0
         self.leaving = False
-        self._stays_for = 0  # its calls up to this number come before it is told to go
+        self._stays_for = 0  # the last stream that ends before the first GOAWAY
         self._told = False
-        self.listens = bool(self._settings.max_ping_strikes)  # `received` is to be called
+        self.listens = bool(self._settings.max_ping_strikes)  # `received` must be called
 
     def begin(self) -> None:
-        """The connection is there."""
+        """Start the timers."""
         settings = self._settings
         self._later("alive", settings.keepalive_time_ms / 1000, self._ask)
         if settings.max_connection_age_ms:
@@ -47,7 +47,7 @@ class ConnectionLifetime:
             self._later("age", settings.max_connection_age_ms / 1000 * spread, self._too_old)
 
     def end(self) -> None:
-        """It is gone."""
+        """Stop the timers, since the connection is closed."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -57,10 +57,10 @@ class ConnectionLifetime:
             before.cancel()
         self._timers[name] = self._loop.call_later(after_s, action)
 
-    # --- signs of life
+    # --- keepalive
 
     def _ask(self) -> None:
-        """Ask a client for a sign of life that has given none since the last look."""
+        """Send a ping if no frame was received since the last check."""
         http2, settings = self._connection.http2, self._settings
         silent, self._frames = http2.frames_in == self._frames, http2.frames_in
         self._later("alive", settings.keepalive_time_ms / 1000, self._ask)
@@ -78,12 +78,12 @@ class ConnectionLifetime:
         self._later("answer", settings.keepalive_timeout_ms / 1000, self._connection.abort)
 
     def acknowledged(self, payload: bytes) -> None:
-        """The client has answered a ping."""
+        """Handle the acknowledgement of a ping."""
         if payload == _LEAVING and self.leaving:
             self._leave_now()
 
     def received(self) -> None:
-        """Something came."""
+        """Handle the receipt of bytes."""
         answer = self._timers.pop("answer", None)
         if answer is not None:
             answer.cancel()
@@ -116,8 +116,10 @@ class ConnectionLifetime:
             self._later("grace", grace_ms / 1000, self._connection.abort)
 
     def leave(self, after_calls: bool = False) -> None:
-        """Have the client go when its calls are over, without losing one that is on its way.
-        `after_calls`: it is told once those are over that are here, whatever comes meanwhile."""
+        """Close the connection after its calls, including those in flight.
+
+        With `after_calls`, the client is notified once the calls that are open now have ended.
+        """
         if not self.leaving:
             self.leaving = True
             self._stays_for = self._connection.http2.last if after_calls else 0
@@ -137,13 +139,13 @@ class ConnectionLifetime:
         self._connection.flush()
 
     def _leave_now(self) -> None:
-        """No stream that the client could have begun before it was told is still to come."""
+        """Send the second GOAWAY, since no earlier stream can arrive any more."""
         timer = self._timers.pop("leave", None)
         if timer is not None:
             timer.cancel()
             self._connection.http2.refuse_more(finally_=True)
             self._connection.flush()
-        self._loop.call_soon(self._settle)  # what a call ends with is not written yet
+        self._loop.call_soon(self._settle)  # the end of a call is not written yet
 
     def _settle(self) -> None:
         calls = [stream.call for stream in self._connection.http2.streams.values()]
@@ -153,7 +155,7 @@ class ConnectionLifetime:
             self._connection.settled()
 
     def over(self) -> None:
-        """A call is over."""
+        """Handle the end of a call."""
         if self.leaving and not self._told:
             self._tell()
         elif self._told and "leave" not in self._timers:

@@ -1,153 +1,61 @@
-"""Inference requests over gRPC: from a message to a scheduler and back, for calls and streams."""
+"""Inference requests over gRPC, of unary calls and of streams: decoded, submitted, and encoded.
+
+message ──> `begin`: known by its layout or fingerprint, received into the arena, or parsed
+        ──> `submit` ──> Inference ──> `response`: from a template, or serialized
+                    └──> StreamingInference, for decoupled models in streams (stream_call.py)
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.context import Gateway, awaits_load, loaded
-from shmserve.gateway.grpc.calls.call import GrpcCall
-from shmserve.gateway.grpc.calls.headers import CallHead
+from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
+from shmserve.gateway.grpc.calls.headers import INTERNAL, OVER, CallHead, Ending, ending_of
 from shmserve.gateway.grpc.calls.messages import Sink, release
-from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
-from shmserve.gateway.grpc.wire.fingerprint import Split, split
-from shmserve.gateway.grpc.wire.prepared_requests import PreparedRequests
+from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, Split, split
 from shmserve.gateway.grpc.wire.request import infer_request
+from shmserve.gateway.grpc.wire.request_sink import RequestSink
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
-from shmserve.gateway.inference.builder import BuiltRequest, build
-from shmserve.gateway.inference.request import InferRequest, forwarded_headers
-from shmserve.gateway.inference.response import classified_as_requested, output_bytes, unpack
-from shmserve.gateway.inference.submit import (
+from shmserve.gateway.inference.arriving import ArrivingRequest, receive
+from shmserve.gateway.inference.inference import (
+    Inference,
     Message,
-    StreamingRequest,
-    failure,
-    log_failure,
-    prepare_submit,
-    submit_streaming,
+    StreamingInference,
+    fail,
+    submit,
 )
-from shmserve.gateway.links import GatewayRequest
-from shmserve.gateway.model_table import GatewayModel, checked_version
+from shmserve.gateway.inference.prepare import BuiltRequest, build, build_with_template
+from shmserve.gateway.inference.request import InferInput, InferRequest, forwarded_headers
+from shmserve.gateway.inference.response import classified_as_requested, output_bytes
+from shmserve.gateway.model_table import checked_version
 from shmserve.gateway.process import ActiveCount
-from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.trace import TraceContext
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
+
+logger = logging.getLogger(__name__)
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _UNLOADED = "the model was unloaded while the request arrived"
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
-
-@dataclass(slots=True, eq=False)
-class Submitted(GatewayRequest):
-    """A request in flight for one response; every one must be left, when that is sent, or
-    cancelled."""
-
-    inferences: Inferences
-    model: GatewayModel
-    built: BuiltRequest
-    on_response: Callable[[], None] | None = field(init=False, default=None)
-    _response: Response | None = field(init=False, default=None)
-    _left: bool = field(init=False, default=False)
-
-    def when_done(self, action: Callable[[], None]) -> None:
-        """Call this as soon as there is a response, to take with `response`; never if it is
-        cancelled."""
-        self.on_response = action
-
-    def responded(self, message: Response) -> None:
-        if not self.over:
-            self.scheduler.discard(message)  # its model gives one response
-            return
-        self._response = message
-        if self.on_response is not None:
-            self.on_response()
-
-    def response(self) -> bytes:
-        """The ModelInferResponse that is there, serialized; raises what the request failed with."""
-        message, trace = self._response, self.built.trace
-        assert message is not None
-        self._response = None
-        try:
-            if trace is not None:
-                trace.answered(message)
-            if isinstance(message, m.Failed):
-                raise failure(message)
-            response = self._encoded(message)
-        except ShmserveError as error:
-            log_failure(self.model, self.submit.request_id, error, trace)
-            if trace is not None:
-                trace.finish(error.message)
-            raise
-        if trace is not None:
-            trace.finish()
-        return response
-
-    def _encoded(self, message: m.Finished | m.Responded) -> bytes:
-        built, schema = self.built, message.schema
-        if built.responses is not None and (known := built.responses.find(schema)) is not None:
-            filled: bytes | None = known.fill(self.submit.request_id, message.data)
-            if filled is not None:
-                return filled
-        inferred = unpack(schema, message.data)
-        if built.trace is not None:
-            explained = built.trace.explain(inferred)
-            if explained is not inferred:  # no other response is like it
-                inferred, schema = explained, b""
-        try:
-            encoded = self.inferences.encode(self.model, built.infer_request, schema, inferred)
-        finally:
-            # The message is a copy: the worker's memory is free again.
-            self.scheduler.release_outputs(inferred)
-        if schema and built.responses is not None and _is_plain(built.infer_request, inferred):
-            placed = _placed(built.infer_request)
-            template = self.inferences.encoder.template(self.model, schema, inferred, placed)
-            built.responses.remember(schema, template)
-        return encoded
-
-    @property
-    def done(self) -> bool:
-        """Whether there is a response to take with `response`."""
-        return self._response is not None
-
-    def cancel(self) -> None:
-        """Cancel it: the response is waited for no longer."""
-        response, self._response = self._response, None
-        if response is not None:
-            self.scheduler.discard(response)
-        if self.built.trace is not None:
-            self.built.trace.gone()
-        self.leave()
-        self.give_up()
-
-    def leave(self) -> None:
-        """Nothing is left to be done for it: its response is sent."""
-        if not self._left:
-            self._left = True
-            self.inferences.left()
-
-
-def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
-    """Return whether a response is sent as it is, and all of it is in the message or in regions."""
-    if not inferred.outputs or any(output.classes for output in request.outputs):
-        return False
-    placed = _placed(request)
-    return all(type(each.data) is bytes or each.name in placed for each in inferred.outputs)
-
-
-def _placed(request: InferRequest) -> set[str]:
-    """Return the names of the outputs that go to regions."""
-    return {output.name for output in request.outputs if output.place is not None}
+OnStreamed = Callable[[StreamingInference, Message], None]
 
 
 class RequestRefused(Exception):
-    """A request was refused; `request_id` is its own, as far as it was understood."""
+    """The refusal of a request; `request_id` is empty if the message could not be parsed."""
 
     def __init__(self, error: ShmserveError, request_id: str) -> None:
         super().__init__(error.message)
@@ -155,17 +63,14 @@ class RequestRefused(Exception):
         self.request_id = request_id
 
     def bare(self) -> RequestRefused:
-        """Without the frames that it came through: those hold the request, which can be large."""
+        """Remove the frames of the traceback, which refer to the request, and return the error."""
         for error in (self, self.error):
             error.__traceback__ = error.__context__ = None
         return self
 
 
 class Inferences(ActiveCount):
-    """Submits inferences, of unary calls and of streams, and encodes their responses.
-
-    `active` is how many responses are not sent yet.
-    """
+    """The inferences of a gateway; `active` counts those whose response is not sent yet."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
@@ -173,9 +78,50 @@ class Inferences(ActiveCount):
         self.encoder = ResponseEncoder()
         self._prepared = PreparedRequests(gateway.models)
 
+    # --- ModelInfer
+
+    def infer(self, raw: bytes | ArrivingRequest, call: UnaryCall) -> None:
+        """Handle a ModelInfer, whose message is `raw`, without a task."""
+        try:
+            pattern = self.gateway.settings.grpc_header_forward_pattern
+            headers = self.headers(call.head) if pattern else _NO_HEADERS
+            inference = self.begin(raw, call, headers, partial(self._respond, call))
+        except Exception as error:
+            if isinstance(error, RequestRefused) and self.awaits_load(raw):
+                call.on_gone = asyncio.ensure_future(self._infer_once_loaded(raw, call)).cancel
+            else:
+                call.fail(*_ending(error, call))
+            return
+        if not call.done:
+            self.active += 1
+            call.on_gone = inference.cancel
+            call.on_over = self.left
+
+    async def _infer_once_loaded(self, raw: bytes | ArrivingRequest, call: UnaryCall) -> None:
+        try:
+            await self.load(raw, call.time_remaining())
+        except Exception as error:
+            call.fail(*_ending(error, call))
+        else:
+            call.on_gone = None
+            self.infer(raw, call)
+
+    def _respond(self, call: UnaryCall, inference: Inference) -> None:
+        try:
+            response = self.response(inference)
+        except Exception as error:
+            call.fail(*_ending(error, call))
+        else:
+            call.finish(response)
+
+    # --- in
+
     def headers(self, head: CallHead) -> Mapping[str, str]:
-        """The metadata of a call that become parameters of its requests, in Triton's order. Raises
-        InvalidArgument."""
+        """Return the metadata of a call that becomes parameters of its requests, sorted.
+
+        Raises:
+            InvalidArgument: A name is reserved.
+        """
         pattern = self.gateway.settings.grpc_header_forward_pattern
         if not pattern:
             return _NO_HEADERS
@@ -183,135 +129,73 @@ class Inferences(ActiveCount):
         return forwarded_headers(pattern, given)
 
     def sink(self, head: CallHead, size: int) -> Sink:
-        """Where a large request of a call with this head goes while it arrives."""
-        return RequestSink(self.gateway, size, partial(self.headers, head))
+        """Return the destination of a large request, which is received into the arena."""
+        return RequestSink(partial(self._receive, head, size))
 
-    def submit(
-        self, raw: bytes | PlacedRequest, call: GrpcCall, headers: Mapping[str, str]
-    ) -> Submitted:
-        """Hand the serialized ModelInferRequest `raw` of a client's `call` to its scheduler.
-
-        `headers` are parameters, too. Raises `RequestRefused`.
-        """
-        model, built, submit = self._admitted(raw, call, headers, streamed=False)
-        return self._submitted(model, built, submit)
-
-    def stream(
+    def begin(
         self,
-        raw: bytes | PlacedRequest,
+        raw: bytes | ArrivingRequest,
         call: GrpcCall,
         headers: Mapping[str, str],
-        on_response: Callable[[StreamingRequest, Message], None],
-    ) -> Submitted | StreamingRequest:
-        """As `submit`, for a request in a stream: one for a decoupled model is a
-        `StreamingRequest`, which tells `on_response` of its responses."""
-        model, built, submit = self._admitted(raw, call, headers, streamed=True)
-        if not model.decoupled:
-            return self._submitted(model, built, submit)
-        return submit_streaming(model, built, submit, on_response)
+        on_response: Callable[[Inference], None],
+        on_streamed: OnStreamed | None = None,
+    ) -> Inference | StreamingInference:
+        """Submit a request.
 
-    def encode(
-        self, model: GatewayModel, request: InferRequest, schema: bytes, inferred: Inferred
-    ) -> bytes:
-        """Return a worker's response, whose schema this is, as a serialized ModelInferResponse.
+        Args:
+            raw: The serialized ModelInferRequest, or the request in the arena.
+            call: The call of the client.
+            headers: The metadata that becomes parameters.
+            on_response: The callback for the response of an `Inference`.
+            on_streamed: The callback for the responses of a decoupled model. None: the call is
+                unary, and decoupled models are refused.
 
-        Raises InvalidArgument or Internal.
+        Raises:
+            RequestRefused: The request is refused.
         """
-        shown = classified_as_requested(self.gateway, model, request, inferred)
-        placed = _placed(request)
-        contents: list[bytes | memoryview] = []
-        for tensor in shown.outputs:
-            if tensor.name in placed:
-                contents.append(b"")
-                continue
-            contents.append(output_bytes(self.gateway, tensor))
-        kept = schema if shown is inferred else b""
-        return self.encoder.encode(model, request.id, kept, shown, contents)
-
-    def awaits_load(self, raw: bytes | PlacedRequest) -> bool:
-        """Whether a request that was refused is for a model that is to be loaded for it, with
-        `load`."""
-        if not isinstance(raw, bytes):
-            return awaits_load(self.gateway, raw.model.name, raw.model.version)
-        try:
-            message = _parsed(raw)
-            version = checked_version(message.model_version)
-        except ShmserveError:
-            return False
-        return awaits_load(self.gateway, message.model_name, version)
-
-    async def load(self, raw: bytes | PlacedRequest, remaining_s: float | None) -> None:
-        """Wait until the model of a request is loaded, at most for `remaining_s` seconds, and as
-        long as the request may take. Raises `RequestRefused`."""
-        if isinstance(raw, bytes):
-            message = _parsed(raw)
-            asked, name, version = infer_request(message), message.model_name, message.model_version
-        else:
-            asked, name, version = raw.built.infer_request, raw.model.name, raw.model.version
-        limit_us = _limit_us(remaining_s)
-        self.active += 1
-        try:
-            await loaded(self.gateway, name, version, asked.timeout_us, limit_us)
-        except BaseException as error:
-            release(raw)
-            if isinstance(error, ShmserveError):
-                raise RequestRefused(error, asked.id) from None
-            raise
-        finally:
-            self.left()
-
-    def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:
-        scheduler = model.scheduler
-        how = (submit, scheduler.endpoint, scheduler, built.release)
-        submitted = Submitted(*how, self, model, built)
-        scheduler.submit(submitted)
-        self.active += 1
-        return submitted
-
-    def _admitted(
-        self,
-        raw: bytes | PlacedRequest,
-        call: GrpcCall,
-        headers: Mapping[str, str],
-        *,
-        streamed: bool,
-    ) -> tuple[GatewayModel, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
-        gateway, head = self.gateway, call.head
-        model, built = self._read(raw, headers, streamed)
-        limit_us = 0 if head.timeout_s is None else _limit_us(call.time_remaining())
-        how = (call.client, arrived_ns, limit_us, head.traceparent)
+        built = self._read(raw, headers, streamed=on_streamed is not None)
+        how: tuple[Any, ...] = (Inference, on_response, True)
+        if built.model.decoupled:
+            if on_streamed is None:
+                built.release()
+                raise RequestRefused(Unsupported(_DECOUPLED), built.infer_request.id)
+            how = (StreamingInference, on_streamed)
+        limit_us = 0 if call.head.timeout_s is None else _limit_us(call.time_remaining())
         try:
-            model, submit = prepare_submit(gateway, model, built, *how)
+            inference: Inference | StreamingInference = submit(
+                *(self.gateway, built, call.client, arrived_ns, *how),
+                call_limit_us=limit_us,
+                traceparent=call.head.traceparent,
+            )
+            return inference
         except ShmserveError as error:
             raise RequestRefused(error, built.infer_request.id) from None
-        return model, built, submit
 
     def _read(
-        self, raw: bytes | PlacedRequest, headers: Mapping[str, str], streamed: bool
-    ) -> tuple[GatewayModel, BuiltRequest]:
-        if not isinstance(raw, bytes):
-            if not raw.model.published and self.awaits_load(raw):
+        self, raw: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
+    ) -> BuiltRequest:
+        if type(raw) is ArrivingRequest:
+            self.gateway.malloc_trim.soon(len(raw))
+            if not raw.built.model.published and self.awaits_load(raw):
                 raise RequestRefused(Unavailable(_UNLOADED), raw.built.infer_request.id)
-            if raw.model.decoupled and not streamed:
-                raw.release()
-                raise RequestRefused(Unsupported(_DECOUPLED), raw.built.infer_request.id)
-            return raw.model, raw.built
-        parts: Split | None = None
-        if not headers:  # with parameters of its own a request is not like others with its message
-            try:
-                found = self._prepared.find(raw)
-                if found is None and (parts := split(raw)) is not None:
-                    found = self._prepared.repeat(raw, parts)
-            except ShmserveError as error:
-                raise RequestRefused(error, _id_of(raw)) from None
-            if found is not None:
-                model, built = found
-                if model.decoupled and not streamed:
-                    built.release()
-                    raise RequestRefused(Unsupported(_DECOUPLED), built.infer_request.id)
-                return found
+            return raw.built
+        if headers:  # parameters that the message does not contain
+            return self._parse(raw, None, headers, streamed=streamed)
+        try:
+            built = self._prepared.find(raw)
+            parts = split(raw) if built is None else None
+            if parts is not None:
+                built = self._prepared.repeat(raw, parts)
+        except ShmserveError as error:
+            raise RequestRefused(error, _id_of(raw)) from None
+        return built or self._parse(raw, parts, headers, streamed=streamed)
+
+    def _parse(
+        self, raw: bytes, parts: Split | None, headers: Mapping[str, str], *, streamed: bool
+    ) -> BuiltRequest:
         request_id = ""
+        self.gateway.malloc_trim.soon(len(raw))
         try:
             message = _parsed(raw)
             request_id = message.id
@@ -322,29 +206,182 @@ class Inferences(ActiveCount):
             request = infer_request(message)
             request.parameters |= headers
             if parts is None:
-                return model, build(self.gateway, model, request, b"", 0)[0]
+                return build(self.gateway, model, request)
             if parts.contents:
-                _concatenate(request)
-            prepare = all(tensor.data is None for tensor in request.inputs)
+                # The tensors follow each other, as in an HTTP body.
+                for tensor in request.inputs:
+                    if tensor.place is None:
+                        tensor.binary_size, tensor.data = len(tensor.data), None
             body = b"".join(parts.contents)
-            built, prepared = build(self.gateway, model, request, body, 0, prepare=prepare)
+            if any(tensor.data is not None for tensor in request.inputs):
+                return build(self.gateway, model, request, body)
+            built, template = build_with_template(self.gateway, model, request, body, 0)
         except ShmserveError as error:
             raise RequestRefused(error, request_id) from None
-        if prepared is not None:
-            self._prepared.remember(parts, request, model, prepared)
-        return model, built
+        if template is not None:
+            self._prepared.remember(parts, request, model, template)
+        return built
+
+    def _receive(
+        self, call: CallHead, size: int, head: bytes, first_size: int
+    ) -> ArrivingRequest | None:
+        """Return the request with this head, whose tensors are received into the arena.
+
+        Args:
+            call: The head of the call.
+            size: The size of the message.
+            head: The fields before the tensors.
+            first_size: The size of the first tensor.
+
+        Returns:
+            None if the size of a tensor is unknown, a tensor is in a region, or the head is
+            invalid. The message is then parsed as a whole.
+        """
+        try:
+            message = ModelInferRequest.FromString(head)
+            version = checked_version(message.model_version)
+            model = self.gateway.models.resolve(message.model_name, version)
+            request = infer_request(message, [b""] * len(message.inputs))
+            request.parameters |= self.headers(call)
+            inputs = request.inputs
+            for tensor in inputs:
+                tensor.binary_size = first_size if len(inputs) == 1 else _size(tensor)
+                tensor.data = None
+            if any(tensor.place is not None or tensor.binary_size < 0 for tensor in inputs):
+                return None
+            return receive(self.gateway, model, request, size)
+        except (ShmserveError, DecodeError):
+            return None
+
+    # --- out
+
+    def response(self, inference: Inference) -> bytes:
+        """Return the serialized ModelInferResponse of an inference whose response has arrived.
+
+        Raises:
+            ShmserveError: The inference failed.
+        """
+        response: bytes | None = inference.encoded
+        inference.encoded = None
+        try:
+            if response is None:
+                response = self._encoded(inference, inference.take())
+        except ShmserveError as error:
+            fail(inference.built, error)
+            raise
+        inference.message = None
+        if inference.built.trace is not None:
+            inference.built.trace.finish()
+        return response
+
+    def _encoded(self, inference: Inference, message: m.Finished | m.Responded) -> bytes:
+        built = inference.built
+        inferred = inference.outputs(message)
+        explained = built.trace is not None and built.trace.explained
+        schema = b"" if explained else message.schema
+        try:
+            encoded = self.encode(built, schema, inferred)
+        finally:
+            # The encoded response is a copy.
+            inference.release_outputs(inferred)
+        self.gateway.malloc_trim.soon(len(encoded))
+        if built.responses is not None and _is_plain(built.infer_request, inferred):
+            placed = _placed(built.infer_request)
+            template = self.encoder.template(built.model, schema, inferred, placed)
+            built.responses.remember(schema, template)
+        return encoded
+
+    def encode(self, built: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
+        """Return a response with this schema as a serialized ModelInferResponse.
+
+        Raises:
+            InvalidArgument: An output cannot be classified.
+            Internal: An output has another size than its shape, or the response is too large.
+        """
+        request = built.infer_request
+        shown = classified_as_requested(self.gateway, built.model, request, inferred)
+        placed = _placed(request)
+        contents: list[bytes | memoryview] = []
+        for tensor in shown.outputs:
+            in_region = tensor.name in placed
+            contents.append(b"" if in_region else output_bytes(self.gateway, tensor))
+        kept = schema if shown is inferred else b""
+        return self.encoder.encode(built.model, request.id, kept, shown, contents)
+
+    # --- models that are loaded on demand
+
+    def awaits_load(self, raw: bytes | ArrivingRequest) -> bool:
+        """Return whether the model of a refused request is loaded on demand, with `load`."""
+        if not isinstance(raw, bytes):
+            return awaits_load(self.gateway, raw.built.model.name, raw.built.model.version)
+        try:
+            message = _parsed(raw)
+            version = checked_version(message.model_version)
+        except ShmserveError:
+            return False
+        return awaits_load(self.gateway, message.model_name, version)
+
+    async def load(self, raw: bytes | ArrivingRequest, remaining_s: float | None) -> None:
+        """Load the model of a request, within the time limits of the request and its call.
+
+        Raises:
+            RequestRefused: The load failed, or took too long.
+        """
+        if isinstance(raw, bytes):
+            message = _parsed(raw)
+            asked, name, version = infer_request(message), message.model_name, message.model_version
+        else:
+            model = raw.built.model
+            asked, name, version = raw.built.infer_request, model.name, model.version
+        self.active += 1
+        try:
+            await loaded(self.gateway, name, version, asked.timeout_us, _limit_us(remaining_s))
+        except BaseException as error:
+            release(raw)
+            if isinstance(error, ShmserveError):
+                raise RequestRefused(error, asked.id) from None
+            raise
+        finally:
+            self.left()
+
+
+def _ending(error: Exception, call: GrpcCall) -> Ending:
+    """Return the status of a call whose inference failed."""
+    if isinstance(error, RequestRefused):
+        error = error.error
+        caller = TraceContext.of_header(call.head.traceparent)
+        error.traceparent = "" if caller is None else caller.traceparent
+    if not isinstance(error, ShmserveError):
+        logger.error("an inference failed", exc_info=error)
+        return INTERNAL
+    if call.is_out_of_time():
+        # The scheduler enforces the call's deadline, and was faster than the client.
+        return OVER
+    return ending_of(error)
+
+
+def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
+    """Return whether no output is classified, or in the memory of a worker."""
+    if not inferred.outputs or any(output.classes for output in request.outputs):
+        return False
+    placed = _placed(request)
+    return all(type(each.data) is bytes or each.name in placed for each in inferred.outputs)
+
+
+def _placed(request: InferRequest) -> set[str]:
+    """Return the names of the outputs in regions."""
+    return {output.name for output in request.outputs if output.place is not None}
 
 
 def _limit_us(remaining_s: float | None) -> int:
-    """How long a call lasts, in microseconds; 0: any time."""
+    """Return the remaining time of a call in microseconds; 0 means no limit."""
     return 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
 
 
-def _concatenate(request: InferRequest) -> None:
-    """Have the raw contents one behind the other, as binary tensors are in an HTTP body."""
-    for tensor in request.inputs:
-        if tensor.place is None:
-            tensor.binary_size, tensor.data = len(tensor.data), None
+def _size(tensor: InferInput) -> int:
+    """Return the byte size of an input, or -1 if its datatype and shape do not determine it."""
+    item = ITEM_SIZE.get(tensor.datatype, 0)
+    return tensor.count * item if item > 0 else -1
 
 
 def _id_of(raw: bytes) -> str:

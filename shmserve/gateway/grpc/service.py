@@ -22,7 +22,6 @@ from shmserve.gateway.grpc.calls.call import Carrier, GrpcCall, UnaryCall, Unary
 from shmserve.gateway.grpc.calls.headers import (
     INTERNAL,
     MISSING,
-    OVER,
     UNKNOWN_METHOD,
     CallHead,
     Ending,
@@ -30,12 +29,9 @@ from shmserve.gateway.grpc.calls.headers import (
 )
 from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.calls.streaming_call import StreamHandler, StreamingCall
-from shmserve.gateway.grpc.infer import Inferences, RequestRefused
-from shmserve.gateway.grpc.placed_request import PlacedRequest
+from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
-from shmserve.gateway.inference.body_arrival import LARGE
-from shmserve.ipc.trace import TraceContext
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
 
@@ -113,14 +109,14 @@ class Service:
         self._gateway = gateway
         self._health_changed = asyncio.Event()
         self._handling: set[asyncio.Task[None]] = set()
-        inference = InferenceCalls(gateway, inferences)
         self._begins: dict[str, Begin] = {
             path: _unary(self._plain(path, rpc))
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        self._begins[MODEL_INFER] = _unary(inference.infer, inferences.sink)
-        self._begins[MODEL_STREAM_INFER] = _stream(inference.stream, sinks=inferences.sink)
+        self._begins[MODEL_INFER] = _unary(inferences.infer, inferences.sink)
+        stream = partial(_stream_infer, inferences)
+        self._begins[MODEL_STREAM_INFER] = _stream(stream, sinks=inferences.sink)
         self._begins[HEALTH_WATCH] = _stream(self._watch, awaited=True)
         for path in REFLECTIONS:
             self._begins[path] = _stream(reflect)
@@ -220,72 +216,9 @@ def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | Non
     return begin
 
 
-class InferenceCalls:
-    """The handlers of inference calls."""
-
-    def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
-        self._trim = gateway.malloc_trim
-        self._stall_s = gateway.settings.body_timeout_s
-        self._inferences = inferences
-
-    def infer(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
-        """Handle a ModelInfer, whose message is `raw`."""
-
-        def responded() -> None:
-            try:
-                response = submitted.response()
-            except Exception as error:
-                call.fail(*_ending_of_inference(error, call))
-            else:
-                call.finish(response)
-                if len(response) >= LARGE:
-                    self._trim.soon(len(response))
-
-        try:
-            headers = self._inferences.headers(call.head)
-            submitted = self._inferences.submit(raw, call, headers)
-        except Exception as error:
-            if isinstance(error, RequestRefused) and self._inferences.awaits_load(raw):
-                waiting = asyncio.ensure_future(self._infer_once_loaded(raw, call))
-                call.on_gone = waiting.cancel
-                return
-            call.fail(*_ending_of_inference(error, call))
-            return
-        finally:
-            if len(raw) >= LARGE:
-                self._trim.soon(len(raw))
-        call.on_gone = submitted.cancel
-        call.on_over = submitted.leave
-        submitted.when_done(responded)
-
-    async def _infer_once_loaded(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
-        try:
-            await self._inferences.load(raw, call.time_remaining())
-        except Exception as error:
-            call.fail(*_ending_of_inference(error, call))
-        else:
-            call.on_gone = None
-            self.infer(raw, call)
-
-    async def stream(self, call: StreamingCall) -> Ending | None:
-        """Handle a ModelStreamInfer."""
-        try:
-            await stream_infer(self._inferences, call, self._stall_s)
-        except ShmserveError as error:
-            return ending_of(error)
-        return None
-
-
-def _ending_of_inference(error: Exception, call: GrpcCall) -> Ending:
-    """Return the status of a call whose inference failed."""
-    if isinstance(error, RequestRefused):
-        error = error.error
-        caller = TraceContext.of_header(call.head.traceparent)
-        error.traceparent = "" if caller is None else caller.traceparent
-    if not isinstance(error, ShmserveError):
-        logger.error("an inference failed", exc_info=error)
-        return INTERNAL
-    if call.is_out_of_time():
-        # The scheduler enforces the call's deadline, and was faster than the client.
-        return OVER
-    return ending_of(error)
+async def _stream_infer(inferences: Inferences, call: StreamingCall) -> Ending | None:
+    try:
+        await stream_infer(inferences, call, inferences.gateway.settings.body_timeout_s)
+    except ShmserveError as error:
+        return ending_of(error)
+    return None

@@ -1,8 +1,15 @@
-"""The body of a request, read within limits of size, and no further than is asked for; that of an
-inference is read whole, or streamed into place without a copy.
+"""The bodies of requests: read within limits of size and time, and decoded to inference requests.
 
-Small bodies are here when the handler starts. A large binary body goes from the socket straight
-into one arena block, after its header was checked.
+A small body is complete when its handler starts. The tensors of a large binary body are received
+directly into the arena, once the header was checked. The body of an inference is decoded in one of
+four ways, which `read_request` selects:
+
+| body                                              | way                                       |
+|---------------------------------------------------|-------------------------------------------|
+| differs from an earlier one only in its tensors   | `known_request`: a template is filled     |
+| binary, with large tensors, not yet received      | `_receive`: into the arena                |
+| of a raw request, which has no header             | `_raw`: the input follows from the model  |
+| any other                                         | `_parse`: parsed as a whole               |
 """
 
 from __future__ import annotations
@@ -10,25 +17,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 from aiohttp import StreamReader
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.connection.incoming import MalformedBody
+from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.fingerprint import (
-    fingerprint,
-    remember,
-    repeat,
-    worth_preparing,
-)
+from shmserve.gateway.http.json.fingerprint import Fingerprint, remember, repeat, worth_preparing
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.parser import LARGE, Numbers, loads, loads_large
 from shmserve.gateway.http.messages import (
@@ -40,15 +40,13 @@ from shmserve.gateway.http.messages import (
     HttpRequest,
     WholeBody,
 )
+from shmserve.gateway.inference.arriving import ArrivingTensors, receive
 from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
-from shmserve.gateway.inference.builder import (
+from shmserve.gateway.inference.prepare import (
     BuiltRequest,
-    Resources,
     build,
-    check_request,
+    build_with_template,
     raw_request,
-    resources_of,
-    tensor_ref,
 )
 from shmserve.gateway.inference.request import InferInput, InferRequest, forwarded_headers
 from shmserve.gateway.model_table import GatewayModel
@@ -62,7 +60,7 @@ JSON_TOO_LARGE = (
     "Use --http-max-input-size to increase the limit."
 )
 _MOST_CHUNKS = 65536
-_TOGETHER = 1024
+_MOST_CHUNKS_AT_ONCE = 1024
 _BODY_TOO_LARGE = (
     "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors "
     "(--arena-byte-size)"
@@ -70,17 +68,18 @@ _BODY_TOO_LARGE = (
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
-_NOTHING: dict[str, str] = {}
+_NO_HEADERS: dict[str, str] = {}
 
 
 class BrokenBody(InvalidArgument):
-    """The body is not framed as HTTP says; the connection cannot go on."""
+    """An error about a body with invalid framing; the connection has to be closed."""
 
 
 async def read_json(gateway: Gateway, request: HttpRequest, *, required: bool = False) -> Any:
-    """A request's body as JSON; an empty body is an empty object, unless one is `required`.
+    """Return the body of a request as JSON; an empty body is {} unless a body is `required`.
 
-    Raises JsonFault for what is not JSON.
+    Raises:
+        JsonFault: The body is not JSON.
     """
     body = Body(request, gateway.settings, gateway.body_budget)
     if body.compressed():
@@ -91,32 +90,40 @@ async def read_json(gateway: Gateway, request: HttpRequest, *, required: bool = 
 
 
 class Body:
-    """One request's body, as a stream with back-pressure: nothing is read before it is asked for.
+    """The body of one request, a stream with back-pressure: bytes are read only when requested.
 
-    `declared` is its size in bytes, -1 if unknown. What of it is here while the rest is arriving
-    counts in `budget`.
+    The budget accounts for the received bytes while the rest of the body is arriving.
+
+    Attributes:
+        arrival: The time limit and the memory of the body.
+        declared: The size in bytes, or -1 if it is unknown.
     """
 
     def __init__(self, request: HttpRequest, settings: GatewaySettings, budget: BodyBudget) -> None:
         self._request = request
         self._content = request.content
         self._max_input_size = settings.max_input_size
-        self._arrival = Arrival(settings.body_timeout_s, budget)
+        self.arrival = Arrival(settings.body_timeout_s, budget)
         self._chunks = 0
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
     def here(self) -> bytes | None:
-        """The whole body if it has arrived already, as small ones have.
+        """Return the body if it was received completely, as small bodies are.
 
-        Raises BrokenBody for a size that the parser does not count with.
+        Raises:
+            BrokenBody: The size exceeds the range of the parser.
         """
         if self.declared > LARGEST:
             raise BrokenBody("malformed HTTP request body")
         return self._content.read_nowait() if self._content.is_eof() else None
 
     def compressed(self) -> bool:
-        """Whether the body is compressed; raises UnsupportedEncoding."""
+        """Return whether the body is compressed.
+
+        Raises:
+            UnsupportedEncoding: The encoding is not supported.
+        """
         encodings = self._request.headers.getall(CONTENT_ENCODING, ())
         if not encodings:
             return False
@@ -124,30 +131,36 @@ class Body:
             raise UnsupportedEncoding("Unsupported compression type")
         return check_encoding(encodings[0])
 
-    # --- pieces of it
+    # --- pieces
 
     async def next(self) -> bytes:
-        """The next bytes; b"" at the end. Raises BodyTimeout, BrokenBody or InvalidArgument."""
-        if self._arrival.received == 0 and not self._content.is_eof():
+        """Return the next bytes, or b"" at the end.
+
+        Raises:
+            BodyTimeout: The bytes did not arrive in time.
+            BrokenBody: The framing is invalid.
+        """
+        if self.arrival.received == 0 and not self._content.is_eof():
             self._invite()
         read = self._next_chunks() if self._chunked else self._content.readany()
         try:
-            return await self._arrival.next(read)
+            return await self.arrival.next(read)
         except MalformedBody:
             raise BrokenBody("malformed HTTP request body") from None
 
     def _invite(self) -> None:
-        """The interim response that some clients wait for before they send a body."""
+        """Send the interim response that some clients await before they send a body."""
         if self._request.headers.get(EXPECT, "").lower() == "100-continue":
             transport = self._request.connection.transport
             if transport is not None:
                 transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def _next_chunks(self) -> bytes:
-        # Those that are here go together: one by one, tiny ones keep everybody else waiting.
+        # Received chunks are returned together: a turn of the loop for each tiny chunk would delay
+        # all other requests.
         content = self._content
-        assert isinstance(content, StreamReader)  # one that came whole was not in chunks
-        received = self._arrival.received
+        assert isinstance(content, StreamReader)  # a body that was received whole has no chunks
+        received = self.arrival.received
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -160,17 +173,22 @@ class Body:
                 )
             pieces.append(data)
             size += len(data)
-            all_here = content.total_bytes <= received + size or len(pieces) >= _TOGETHER
-            if (size and all_here) or not (data or ends):
+            is_last = content.total_bytes <= received + size or len(pieces) >= _MOST_CHUNKS_AT_ONCE
+            if (size and is_last) or not (data or ends):
                 return b"".join(pieces)
 
-    # --- the whole of it
+    # --- the whole body
 
     async def read(self, limit: int, too_large: str) -> bytes:
-        """The whole body, of at most `limit` bytes.
+        """Return the whole body.
 
-        Raises InvalidArgument with `too_large`, {size} and {limit} filled in, when it is more, and
-        Unavailable when too much of others' is here.
+        Args:
+            limit: The largest size in bytes.
+            too_large: The message of the error about a larger body, with {size} and {limit}.
+
+        Raises:
+            InvalidArgument: The body is larger than `limit`.
+            Unavailable: The memory for the bodies that are arriving is full.
         """
         if self.declared > limit:
             raise InvalidArgument(too_large.format(size=self.declared, limit=limit))
@@ -182,143 +200,133 @@ class Body:
                 while size <= limit and (piece := await self.next()):
                     pieces.append(piece)
                     size += len(piece)
-                    self._arrival.hold(len(piece))
+                    self.arrival.hold(len(piece))
                 whole = b"".join(pieces)
             finally:
-                self._arrival.give_back()
+                self.arrival.give_back()
         if len(whole) > limit:
             raise InvalidArgument(too_large.format(size=len(whole), limit=limit))
         return whole
 
     async def inflate(self) -> bytes:
-        """The decompressed body, of at most `max_input_size` bytes; raises as `read`."""
+        """Return the decompressed body, which has at most `max_input_size` bytes.
+
+        Raises:
+            ShmserveError: As in `read`.
+        """
         inflater = Inflater(self._max_input_size)
         pieces: list[bytes] = []
         try:
             while chunk := await self.next():
                 for piece in inflater.feed(chunk):
                     pieces.append(piece)
-                    self._arrival.hold(len(piece))
+                    self.arrival.hold(len(piece))
                     await asyncio.sleep(0)
             inflater.finish()
             return b"".join(pieces)
         finally:
-            self._arrival.give_back()
+            self.arrival.give_back()
 
-    # --- a part of it, and the rest into memory that is there already
-
-    @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """A block in which the bytes of `read_start` count: the rest may be long in coming."""
-        try:
-            yield
-        finally:
-            self._arrival.give_back()
-
-    def keeping(self, release: Callable[[], None]) -> AbstractContextManager[None]:
-        """While this runs, it has a block of the arena, which eviction frees with `release`."""
-        return self._arrival.keeping(release)
+    # --- the first part, and the rest into allocated memory
 
     async def read_start(self, size: int) -> bytes:
-        """The first `size` bytes and what came with them; fewer at the end. While the body is
-        `arriving`; raises as `read`."""
+        """Return the first `size` bytes and the bytes received with them; fewer at the end.
+
+        They count in the budget until `arrival.give_back`, since the rest may arrive late.
+
+        Raises:
+            ShmserveError: As in `read`.
+        """
         start = bytearray()
         while len(start) < size and (piece := await self.next()):
             start += piece
-            self._arrival.hold(len(piece))
+            self.arrival.hold(len(piece))
         return bytes(start)
 
-    async def read_into(self, views: Sequence[memoryview], start: bytes = b"") -> bool:
-        """Fill `views`, one after the other, with `start` and then with what comes.
-
-        False when the body ends before they are full.
-        """
-        piece = memoryview(start)
-        for view in views:
-            at = 0
-            while at < len(view):
-                if not piece:
-                    piece = memoryview(await self.next())
-                    if not piece:
-                        return False
-                taken = min(len(piece), len(view) - at)
-                view[at : at + taken] = piece[:taken]
-                at += taken
-                piece = piece[taken:]
-        return True
+    async def read_tensors(self, tensors: ArrivingTensors, start: bytes = b"") -> bool:
+        """Receive tensors, whose first bytes are `start`; return whether they are complete."""
+        piece = start
+        while True:
+            tensors.feed_all(memoryview(piece))
+            if tensors.complete:
+                return True
+            piece = await self.next()
+            if not piece:
+                return False
 
 
 async def read_request(gateway: Gateway, model: GatewayModel, request: HttpRequest) -> BuiltRequest:
-    """Read, parse and admit a request.
+    """Read, decode and check an inference request.
 
-    Raises what the client did wrong, BodyTimeout, or Unavailable when memory for its tensors is
-    full; then it holds nothing.
+    Raises:
+        ShmserveError: The request is invalid, arrives too slowly, or the arena is full. Its
+            resources are released.
     """
     headers = request.headers
     pattern = gateway.settings.http_header_forward_pattern
-    extra = forwarded_headers(pattern, headers.items()) if pattern else _NOTHING
-    said = headers.get(HEADER_LENGTH)
+    extra = forwarded_headers(pattern, headers.items()) if pattern else _NO_HEADERS
+    header_length = headers.get(HEADER_LENGTH)
     content = request.content
     if type(content) is WholeBody and CONTENT_ENCODING not in headers:
         body, content.data = content.data, b""
     else:
-        read = await _read(gateway, model, request, said, extra)
+        read = await _read(gateway, model, request, header_length, extra)
         if isinstance(read, BuiltRequest):
             return read
         body = read
-    limit = gateway.settings.max_input_size
-    whole_size = len(body)
-    size = whole_size if said is None else header_size(said, whole_size)
+    size = header_size(header_length, len(body))
     if not size:
         return _raw(gateway, model, body, extra)
-    tail_size = whole_size - size
-    header = body[:size] if tail_size else body
-    key, arrays, itself = fingerprint(header, tail_size)
+    limit = gateway.settings.max_input_size
+    fingerprint = Fingerprint(body[:size], len(body) - size)
+    # Forwarded headers are parameters that the body does not contain.
     if size <= limit and not extra:
-        known = repeat(model.prepared, key, body, size, arrays)
+        known = repeat(model.prepared, fingerprint, body, size)
         if known is not None:
-            if itself is not None:
-                known.identify(itself)
             return known
-    infer_request = await _parse(header, tail_size, model, limit)
+    infer_request = await _parse(body[:size], len(body) - size, model, limit)
     infer_request.parameters |= extra
-    # What comes with parameters of its own is not like others with its body.
-    prepare = not extra and worth_preparing(model.prepared, key)
-    built, prepared = build(gateway, model, infer_request, body, size, prepare=prepare)
-    if prepared is not None and (itself is None or itself.is_of(infer_request)):
-        remember(model.prepared, key, infer_request, prepared, len(arrays))
+    if extra or not worth_preparing(model.prepared, fingerprint):
+        return build(gateway, model, infer_request, body, size)
+    built, template = build_with_template(gateway, model, infer_request, body, size)
+    if template is not None:
+        remember(model.prepared, fingerprint, infer_request, template)
     return built
 
 
-def repeated_request(
-    gateway: Gateway, model: GatewayModel, body: bytes, said: str | None
+def known_request(
+    gateway: Gateway, model: GatewayModel, body: bytes, header_length: str | None
 ) -> BuiltRequest | None:
-    """The request that a whole body is, as `read_request` makes it of one that is known by its
-    fingerprint; None for any other. `said` is the size of its header."""
+    """Return the request of a whole body, as `read_request` does, if its fingerprint is known.
+
+    Raises:
+        ShmserveError: The size of the header is invalid, or the arena is full.
+    """
     whole_size = len(body)
-    size = whole_size if said is None else header_size(said, whole_size)
+    size = whole_size if header_length is None else header_size(header_length, whole_size)
     if size > gateway.settings.max_input_size:
         return None
-    tail_size = whole_size - size
-    header = body[:size] if tail_size else body
-    key, arrays, itself = fingerprint(header, tail_size)
-    known = repeat(model.prepared, key, body, size, arrays)
-    if known is not None and itself is not None:
-        known.identify(itself)
-    return known
+    fingerprint = Fingerprint(body[:size], whole_size - size)
+    return repeat(model.prepared, fingerprint, body, size)
 
 
 async def own_timeout_us(gateway: Gateway, request: HttpRequest) -> int:
-    """How long a request may take, as its body says, in microseconds, 0: any time. The body is
-    all here then; what is wrong with it is said when it is read. Raises as `Body.read` does."""
+    """Return the time limit in the body of a request, in microseconds; 0 means no limit.
+
+    The whole body is read and kept. Faults of the body are ignored, since `read_request` reports
+    them.
+
+    Raises:
+        ShmserveError: As in `Body.read`.
+    """
     if CONTENT_ENCODING in request.headers:
         return 0
     body = Body(request, gateway.settings, gateway.body_budget)
     whole = await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
     request.content = WholeBody(whole)
     with contextlib.suppress(ShmserveError, AttributeError, TypeError, ValueError):
-        said = loads(whole[: header_size(request.headers.get(HEADER_LENGTH), len(whole))])
-        return int(said.get("parameters", {}).get("timeout", 0))
+        header = loads(whole[: header_size(request.headers.get(HEADER_LENGTH), len(whole))])
+        return int(header.get("parameters", {}).get("timeout", 0))
     return 0
 
 
@@ -328,18 +336,17 @@ def _raw(gateway: Gateway, model: GatewayModel, body: bytes, extra: dict[str, st
         raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
     infer_request, body = raw_request(model.signature, body)
     infer_request.parameters |= extra
-    return build(gateway, model, infer_request, body, 0)[0]
+    return build(gateway, model, infer_request, body)
 
 
 async def _read(
     gateway: Gateway,
     model: GatewayModel,
     request: HttpRequest,
-    said: str | None,
+    header_length: str | None,
     extra: dict[str, str],
 ) -> bytes | BuiltRequest:
-    """A body that is compressed, or still arriving; a large binary one as the request that it is,
-    in its place."""
+    """Return a body that is compressed or still arriving, or the request if it is large."""
     body = Body(request, gateway.settings, gateway.body_budget)
     if CONTENT_ENCODING in request.headers and body.compressed():
         return await body.inflate()
@@ -347,44 +354,77 @@ async def _read(
     if whole is not None:
         return whole
     limit = gateway.settings.max_input_size
-    if said is None:
+    if header_length is None:
         return await body.read(limit, JSON_TOO_LARGE)
     if body.declared < 0:
         return await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
-    size = header_size(said, body.declared)
+    size = header_size(header_length, body.declared)
     tail_size = body.declared - size if size else 0
     if tail_size > INLINE_LIMIT:
-        with body.arriving():
-            client = request.connection.client
-            return await _streamed(gateway, model, body, size, client, extra)
+        try:
+            return await _receive(gateway, model, request, body, size, extra)
+        finally:
+            body.arrival.give_back()
     return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
 
 
-def header_size(said: str | None, body_size: int) -> int:
-    """The size of a body's JSON part in bytes, by the header that says so; all where there is none.
+async def _receive(
+    gateway: Gateway,
+    model: GatewayModel,
+    request: HttpRequest,
+    body: Body,
+    size: int,
+    extra: dict[str, str],
+) -> BuiltRequest:
+    """Read the header, which has `size` bytes, and receive the tensors into the arena."""
+    limit = gateway.settings.max_input_size
+    if size > limit:
+        raise InvalidArgument(JSON_TOO_LARGE.format(size=size, limit=limit))
+    start = await body.read_start(size)
+    if len(start) < size:
+        raise InvalidArgument(_CUT_SHORT)
+    infer_request = await _parse(start[:size], body.declared - size, model, limit)
+    infer_request.parameters |= extra
+    arriving = receive(gateway, model, infer_request, body.declared)
+    try:
+        if arriving.built.regions:
+            # A client must not hold regions of another user while its body arrives.
+            authorise(arriving.built.regions, request.connection.client.peer())
+        with body.arrival.keeping(arriving.release):
+            if not await body.read_tensors(arriving, start[size:]):
+                raise InvalidArgument(_CUT_SHORT)
+    except BaseException:
+        arriving.release()
+        raise
+    return arriving.built
 
-    Raises InvalidArgument for what is no number in [0, body_size].
+
+def header_size(header_length: str | None, body_size: int) -> int:
+    """Return the size of the JSON part of a body in bytes, given the header with this size.
+
+    Raises:
+        InvalidArgument: The size is not a number in [0, body_size].
     """
-    if said is None:
+    if header_length is None:
         return body_size
-    size = _number(said)
+    size = _number(header_length)
     if not 0 <= size <= body_size:
         raise InvalidArgument(
-            f"inference header size should be in range (0, {body_size}), got: {said}"
+            f"inference header size should be in range (0, {body_size}), got: {header_length}"
         )
     return size
 
 
 @lru_cache(maxsize=256)
-def _number(said: str) -> int:
-    if _NUMBER.fullmatch(said) is None:
-        raise InvalidArgument(f"Unable to parse Inference-Header-Content-Length, got: {said}")
-    if len(said) > 11 or not -(2**31) <= int(said) < 2**31:
+def _number(text: str) -> int:
+    if _NUMBER.fullmatch(text) is None:
+        raise InvalidArgument(f"Unable to parse Inference-Header-Content-Length, got: {text}")
+    if len(text) > 11 or not -(2**31) <= int(text) < 2**31:
         raise InvalidArgument(
             "Unable to parse Inference-Header-Content-Length, value is out of range "
-            f"[ -2147483648, 2147483647 ], got: {said}"
+            f"[ -2147483648, 2147483647 ], got: {text}"
         )
-    return int(said)
+    return int(text)
 
 
 async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int) -> InferRequest:
@@ -409,62 +449,5 @@ async def _read_parts(parts: Iterator[list[Any]], tensor: InferInput) -> bytes:
     pieces: list[bytes] = []
     for piece in tensors.decode_parts(parts, tensor.datatype, tensor.count, tensor.name):
         pieces.append(piece)
-        await asyncio.sleep(0)  # cooperative: others have their turn between two slices
+        await asyncio.sleep(0)  # other requests are handled between two slices
     return b"".join(pieces)
-
-
-async def _streamed(
-    gateway: Gateway,
-    model: GatewayModel,
-    body: Body,
-    size: int,
-    client: ClientIdentity,
-    extra: dict[str, str],
-) -> BuiltRequest:
-    """Read the header, allocate, and fill that from the socket, zero-copy behind its buffer."""
-    limit = gateway.settings.max_input_size
-    if size > limit:
-        raise InvalidArgument(JSON_TOO_LARGE.format(size=size, limit=limit))
-    start = await body.read_start(size)
-    if len(start) < size:
-        raise InvalidArgument(_CUT_SHORT)
-    infer_request = await _parse(start[:size], body.declared - size, model, limit)
-    infer_request.parameters |= extra
-    start = start[size:]
-    resources = resources_of(gateway)
-    try:
-        built, views = _room(model, infer_request, resources)
-        if resources.regions:
-            # Nobody waits for the body with another's region in use.
-            authorise(resources.regions, client.peer())
-        with body.keeping(resources.release):
-            if not await body.read_into(views, start):
-                raise InvalidArgument(_CUT_SHORT)
-    except BaseException:
-        resources.release()
-        raise
-    return built
-
-
-def _room(
-    model: GatewayModel, infer_request: InferRequest, resources: Resources
-) -> tuple[BuiltRequest, list[memoryview]]:
-    """The request, and where its binary tensors are to be read to."""
-    sizes = [
-        len(tensor.data) if tensor.data is not None else max(tensor.binary_size, 0)
-        for tensor in infer_request.inputs
-    ]
-    places = resources.allocate(sizes)
-    tensors = [
-        tensor_ref(resources, tensor, None if tensor.place is not None else place)
-        for tensor, place in zip(infer_request.inputs, places, strict=True)
-    ]
-    # Before the body is read, so that a wrong request costs no upload's time.
-    built = check_request(model, infer_request, tensors, resources)
-    views: list[memoryview] = []
-    for tensor, place in zip(infer_request.inputs, places, strict=True):
-        if tensor.data is not None:
-            resources.view(place)[:] = tensor.data
-        elif tensor.binary_size > 0:
-            views.append(resources.view(place))
-    return built, views

@@ -16,7 +16,7 @@ from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.connection.protocol import HttpConnection
+from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App

@@ -18,13 +18,12 @@ import shmserve
 from shmserve.common.auth_tokens import METRICS
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http import handlers, infer
+from shmserve.gateway.http import generate, handlers, infer
 from shmserve.gateway.http.dashboard import LiveFigures, page
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, triton_error
 from shmserve.gateway.http.openai import embeddings, generation
 from shmserve.gateway.http.openai.bodies import openai_error
 from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
-from shmserve.gateway.http.streaming import generate
 
 _PAGES = Path(__file__).with_name("pages")
 # The page may load nothing from other sites, and other pages may not show it.

@@ -207,7 +207,8 @@ class Http2Connection(FrameReader[T]):
         stream = Stream(number, self._limits.window, self.sending.initial_window)
         stream.said = head.data_size
         self.streams[number] = stream
-        self._control.earn(_EARNED)
+        if self._control.left < self._limits.control:
+            self._control.earn(_EARNED)
         events.append(Begun(stream, head))
         if ended:
             if stream.said > 0:

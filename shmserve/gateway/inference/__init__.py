@@ -1,1 +1,18 @@
-"""Inference requests, whatever protocol they came by: built, admitted, submitted; responses."""
+"""Inference requests of every protocol, between the decoders and encoders of HTTP and gRPC.
+
+    decoded: InferRequest (request.py)
+       │
+       ├── header known by its fingerprint ──> RequestTemplate.fill          prepare.py
+       ├── large tensors not yet received ───> receive: into the arena       arriving.py
+       └── any other ────────────────────────> build: placed and checked     prepare.py
+       │
+    BuiltRequest ──submit──> Inference, StreamingInference                   inference.py
+       │
+       ├── schema of the response known ─────> Inference.from_template
+       └── any other ────────────────────────> outputs, classified           response.py
+       │
+    encoded by its protocol
+
+The caches of fingerprints are in http/json/fingerprint.py and grpc/wire/fingerprint.py.
+body_arrival.py limits the time and the memory of bodies that are arriving.
+"""

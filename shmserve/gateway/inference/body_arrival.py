@@ -1,11 +1,12 @@
-"""The arrival of request bodies: a time limit for each, and admission control for the memory that
-those hold together which are arriving, with eviction of the slowest where it is full, for a client
-may take minutes to send the rest of its own.
+"""Limits on the time and the memory of request bodies that are arriving.
 
-What large ones leave is returned to the system, by `malloc_trim`, debounced: a large body comes in
-pieces, and what is made of it is many small values; malloc keeps all that is freed below anything
-that still lives, for good: one body of 20 MB costs 70 MB. `malloc_trim` gives back whole free pages
-wherever they lie, in milliseconds, once the large requests are over.
+Each body has a time limit. All bodies together have a memory limit. If it is reached, the slowest
+bodies are evicted, since a client may take minutes to send the rest of its body.
+
+The memory of large bodies is returned to the system by `malloc_trim`, after a pause. A large body
+arrives in pieces and is parsed into many small values. malloc keeps freed memory below any value
+that is still in use: one body of 20 MB costs 70 MB. `malloc_trim` returns all free pages within
+milliseconds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from shmserve.errors import ShmserveError, Unavailable
 LARGE = 1024 * 1024
 _PAUSE_S = 0.5
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
-# A body may take the body timeout and a second more for each of these bytes that came.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
+# Bytes: each extends the time limit of a body by a second.
 SLOWEST_RATE = 64 * 1024
 
 
@@ -34,8 +35,7 @@ class MallocTrim:
         self._timer: asyncio.TimerHandle | None = None
 
     def soon(self, byte_size: int) -> None:
-        """Trim after a pause if so many bytes are large; each further call begins the pause
-        anew."""
+        """Trim after a pause if `byte_size` is large. Each call restarts the pause."""
         if byte_size < LARGE:
             return
         if self._timer is not None:
@@ -49,8 +49,13 @@ class MallocTrim:
 
 
 class BodyBudget:
-    """Accounts for the bodies that are arriving; `most` bounds, in bytes, what they hold together
-    outside of the arena. One alone has its own limit. `trim` is told what is given back."""
+    """The memory of the bodies that are arriving.
+
+    Args:
+        most: The limit of the bytes of all bodies outside of the arena. A single body has a limit
+            of its own.
+        trim: Is notified of returned memory.
+    """
 
     def __init__(self, most: int, trim: MallocTrim) -> None:
         self._most = most
@@ -59,9 +64,10 @@ class BodyBudget:
         self._bodies: set[Arrival] = set()
 
     def take(self, body: Arrival, more: int) -> None:
-        """`more` bytes of it are here; to be given back in any case.
+        """Account for `more` bytes of a body, until `give`.
 
-        Raises Unavailable when they are too many with those of others.
+        Raises:
+            Unavailable: The bodies together exceed the limit.
         """
         self._bodies.add(body)
         body.held += more
@@ -76,7 +82,7 @@ class BodyBudget:
         body.check()
 
     def give(self, body: Arrival) -> None:
-        """Return what was taken: it is no longer here, or belongs to a whole body."""
+        """Return the bytes of a body that is complete or discarded."""
         held, body.held = body.held, 0
         self._used -= held
         self._bodies.discard(body)
@@ -87,53 +93,59 @@ class BodyBudget:
         self._bodies.add(body)
 
     def evict(self) -> Iterator[None]:
-        """The arena is full: at each step, the slowest of the bodies that hardly come and have a
-        block of it has given that back."""
+        """Evict the slow bodies with an arena block, the slowest first; yield after each one."""
         for body in self._slow(attrgetter("has_block")):
             body.evict()
             yield
 
     def _slow(self, useful: Callable[[Arrival], int]) -> list[Arrival]:
-        """The bodies that hardly come and are `useful` to end, the slowest first."""
+        """Return the slow bodies whose eviction is `useful`, the slowest first."""
         now = time.monotonic()
         slow = [body for body in self._bodies if useful(body) and body.is_slow(now)]
         return sorted(slow, key=methodcaller("rate", now))
 
 
-# Where memory is full, a body is evicted that was waited for for this part of `body_timeout_s`,
-# with less than so many bytes a second. The time it waited for us does not count.
+# A body may be evicted once the server has waited for it for this part of `body_timeout_s`, if it
+# has arrived at less than this rate, in bytes per second.
 _GRACE = 1 / 30
 _SLOW_RATE = 1024 * 1024
 
 
 class BodyTimeout(ShmserveError):
-    """The client did not send its body in time."""
+    """An error about a body that did not arrive in time."""
 
     code = "UNAVAILABLE"
     status = 408
 
 
 class Arrival:
-    """The arrival of one body: what of it is here counts in `budget`, `held` bytes outside of the
-    arena.
+    """The arrival of one body.
 
-    The time limit is `body_timeout_s`, and a second more for each `SLOWEST_RATE` bytes that came.
+    The time limit is `body_timeout_s`, and a second more for each `SLOWEST_RATE` received bytes.
+
+    Attributes:
+        received: The number of received bytes.
+        held: The number of bytes outside of the arena, which count in the budget.
     """
 
     def __init__(self, body_timeout_s: float, budget: BodyBudget) -> None:
         self._timeout_s = body_timeout_s
         self._budget = budget
         self._began = time.monotonic()
-        self._waiting: asyncio.Timeout | None = None  # for more of it, now
-        self._since = 0.0  # when that began
-        self._waited_s = 0.0  # before
+        self._waiting: asyncio.Timeout | None = None  # the current wait
+        self._since = 0.0  # the start of the current wait
+        self._waited_s = 0.0  # the earlier waits
         self._release: Callable[[], None] | None = None
         self._evicted = False
         self.received = 0
         self.held = 0
 
     async def next(self, read: Awaitable[bytes]) -> bytes:
-        """The result of `read`, within the time limit; raises BodyTimeout."""
+        """Return the result of `read`.
+
+        Raises:
+            BodyTimeout: The time limit has expired, or the body was evicted.
+        """
         limit = self._began + self._timeout_s + self.received / SLOWEST_RATE
         self._since = time.monotonic()
         try:
@@ -152,26 +164,26 @@ class Arrival:
     # --- memory
 
     def hold(self, more: int) -> None:
-        """`more` bytes of it are kept outside of the arena; to be given back in any case.
+        """Account for `more` bytes outside of the arena, until `give_back`.
 
-        Raises Unavailable when they are too many with those of others, BodyTimeout if it was
-        evicted.
+        Raises:
+            Unavailable: The bodies together exceed the limit.
+            BodyTimeout: The body was evicted.
         """
         self._budget.take(self, more)
 
     def give_back(self) -> None:
-        """Nothing is kept outside of the arena any more, or the body is whole."""
+        """Return the bytes of `hold`, since the body is complete or discarded."""
         self._budget.give(self)
 
     def keep(self, release: Callable[[], None]) -> None:
-        """It has a block of the arena, until it is given back; eviction frees that with
-        `release`."""
+        """Register an arena block until `give_back`; eviction calls `release`."""
         self._release = release
         self._budget.keep(self)
 
     @contextmanager
     def keeping(self, release: Callable[[], None]) -> Iterator[None]:
-        """While this runs, it has a block of the arena, which eviction frees with `release`."""
+        """Register an arena block for the time of this block; eviction calls `release`."""
         self.keep(release)
         try:
             yield
@@ -182,15 +194,15 @@ class Arrival:
 
     @property
     def has_block(self) -> bool:
-        """Whether eviction gives back a block of the arena."""
+        """Whether eviction releases an arena block."""
         return self._release is not None
 
     def rate(self, now: float) -> float:
-        """Bytes for each second that was waited until now."""
+        """Return the received bytes per second of waiting."""
         return self.received / max(self._waited(now), 1e-9)
 
     def is_slow(self, now: float) -> bool:
-        """Whether it may be evicted."""
+        """Return whether the body may be evicted."""
         grace_s = _GRACE * self._timeout_s
         return self._waited(now) > grace_s and self.rate(now) < _SLOW_RATE
 
@@ -198,7 +210,7 @@ class Arrival:
         return self._waited_s + (now - self._since if self._waiting is not None else 0.0)
 
     def evict(self) -> None:
-        """Give its memory back now; the wait for the rest ends with BodyTimeout."""
+        """Release the memory of the body, and end the wait for it with BodyTimeout."""
         self._evicted = True
         self._budget.give(self)
         if self._release is not None:
@@ -207,6 +219,6 @@ class Arrival:
             self._waiting.reschedule(0)
 
     def check(self) -> None:
-        """Raise BodyTimeout if it was evicted; then no byte of its memory is its own."""
+        """Raise BodyTimeout if the body was evicted, and its memory released."""
         if self._evicted:
             raise BodyTimeout("the request body came too slowly: others need the memory for it")

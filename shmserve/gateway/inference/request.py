@@ -1,5 +1,6 @@
-"""The neutral form of an inference request, whatever protocol it came by: parsed, not checked
-against its model yet; and headers of a client's call that become parameters of it.
+"""The inference request of every protocol, parsed but not checked against its model.
+
+Headers of the client's call can become parameters of the request (`forwarded_headers`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
 
-# More than any program sends: millions fit into a request, and take every process that handles them
-# seconds in which it does nothing else. Inputs, outputs and parameters.
+# The limit of inputs, outputs and parameters. Millions would fit into a request, and block each
+# process that handles them for seconds.
 _MOST_OF_A_KIND = 16384
 
 
 @dataclass(slots=True)
 class RegionRange:
-    """[offset, offset + byte_size) of a region, as the client says it: not checked yet."""
+    """The range [offset, offset + byte_size) of a region, as requested by the client."""
 
     region: str
     offset: int
@@ -29,10 +30,13 @@ class RegionRange:
 
 @dataclass(slots=True)
 class InferInput:
-    """An input: its bytes are `data`, or the next `binary_size` bytes of the body, or at `place`.
+    """An input, whose bytes are in one of three locations.
 
-    `count` is how many elements its shape has. A protocol's parser may keep values of its own in
-    `data`, until it has made bytes of them for the builder.
+    Attributes:
+        count: The number of elements of the shape.
+        data: The bytes. A parser may store other values here until it has decoded them.
+        binary_size: The number of bytes in the body, or -1.
+        place: The range in a region.
     """
 
     name: str
@@ -46,8 +50,13 @@ class InferInput:
 
 @dataclass(slots=True)
 class InferOutput:
-    """A requested output and the form it is to have: with `classes`, so many of its largest values
-    as texts."""
+    """A requested output.
+
+    Attributes:
+        binary: Whether the output is sent as binary data.
+        place: The range in a region that the output is written to.
+        classes: The number of largest values that are sent as classes; 0: the tensor is sent.
+    """
 
     name: str
     binary: bool
@@ -57,10 +66,15 @@ class InferOutput:
 
 @dataclass(slots=True)
 class InferRequest:
-    """A request. Outputs that are not listed are sent in the form that `binary` says.
+    """A request.
 
-    `version` is the model's as a gRPC request has it, "" for the latest. `empty_final`: a last
-    response without outputs is to be sent where only the end is left to be said.
+    Attributes:
+        binary: Whether outputs that are not listed are sent as binary data.
+        correlation_id: The id of the sequence; 0 or "" for a request without a sequence.
+        flags: The start and end flags of the sequence.
+        timeout_us: The time limit of the request; 0 means no limit.
+        version: The version of the model in a gRPC request, "" for the latest.
+        empty_final: Whether a response without outputs ends the responses of a decoupled model.
     """
 
     id: str
@@ -76,7 +90,7 @@ class InferRequest:
     empty_final: bool = False
 
     def identified(self, identity: RequestIdentity) -> InferRequest:
-        """A copy with another id and place in a sequence."""
+        """Return a copy with another id and position in a sequence."""
         return InferRequest(
             identity.request_id,
             self.inputs,
@@ -93,20 +107,19 @@ class InferRequest:
 
     @property
     def classes(self) -> dict[str, int]:
-        """The number of values that are asked for, by the name of an output to be classified."""
+        """The number of classes of each classified output, by name."""
         return {output.name: output.classes for output in self.outputs if output.classes}
 
 
 class RequestIdentity(NamedTuple):
-    """The part of a request that differs between requests of one form: its id, and its place in a
-    sequence."""
+    """The id of a request and its position in a sequence, which no template contains."""
 
     request_id: str
     correlation_id: int | str
     flags: int
 
     def is_of(self, request: InferRequest) -> bool:
-        """Whether the request says this."""
+        """Return whether the request has this identity."""
         return (request.id, request.correlation_id, request.flags) == self
 
 
@@ -114,8 +127,7 @@ ANONYMOUS = RequestIdentity("", 0, 0)
 
 
 def check_number(members: Sized, noun: str) -> None:
-    """Raise InvalidArgument for more than any model has: no other request is handled while one is
-    parsed, and there is room for millions in it."""
+    """Raise InvalidArgument if a request has too many inputs, outputs or parameters (`noun`)."""
     if len(members) > _MOST_OF_A_KIND:
         raise InvalidArgument(
             f"a request may have {_MOST_OF_A_KIND} {noun} at most, this one has {len(members)}"
@@ -123,7 +135,11 @@ def check_number(members: Sized, noun: str) -> None:
 
 
 def correlation_id(value: int | str) -> int | str:
-    """A sequence's id; raises Unsupported for a text that is too long."""
+    """Return the id of a sequence.
+
+    Raises:
+        Unsupported: The id is a string that is too long.
+    """
     if isinstance(value, str) and len(value) > LONGEST_CORRELATION_ID:
         raise Unsupported(
             f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
@@ -140,11 +156,12 @@ _RESERVED = frozenset(
 
 
 def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The headers whose names match somewhere, whatever their case, in their order; of one that
-    comes twice the last. An empty pattern matches none.
+    """Return the headers whose names match a pattern at any position, ignoring case.
 
-    Raises InvalidArgument for one that would be a parameter with a meaning to the server, and for
-    one that is not UTF-8, which no parameter can be.
+    The last of several headers with one name counts. An empty pattern matches no header.
+
+    Raises:
+        InvalidArgument: A header has the name of a reserved parameter, or is not UTF-8.
     """
     if not pattern:
         return {}
@@ -153,7 +170,7 @@ def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[
     for name in found:
         lower = name.lower()
         if lower in _RESERVED or lower.startswith("triton_"):
-            # Parsers write the names that they know in capitals.
+            # The parser capitalises the names of standard headers.
             raise InvalidArgument(
                 f"Header '{lower}' is reserved for Triton usage and cannot be forwarded."
             )
@@ -163,7 +180,7 @@ def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[
 
 
 def _is_text(value: str) -> bool:
-    # Parsers have bytes that are not UTF-8 as surrogates.
+    # The parser represents bytes that are not UTF-8 as surrogates.
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 

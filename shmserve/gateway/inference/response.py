@@ -1,7 +1,8 @@
-"""A worker's response before a protocol encodes it: unpacked, checked, and with the classification
-extension applied: top-k of an output, each value with its index and label.
+"""The outputs of a response before a protocol encodes them: unpacked, checked and classified.
 
-[0.1, 0.7, 0.2], the 2 largest, labels cat dog cow  ->  "0.700000:1:dog" "0.200000:2:cow"
+The classification extension replaces an output by its k largest values with index and label:
+
+    [0.1, 0.7, 0.2], k = 2, labels cat dog cow  ->  "0.700000:1:dog" "0.200000:2:cow"
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from shmserve.ipc.transport.records import MalformedMessage
 logger = logging.getLogger(__name__)
 
 
-# Of all models: what follows from a response's schema is the same for each.
+# Shared by all models, since the entry of a schema does not depend on the model.
 _SCHEMAS: Schemas[ResponseSchema] = Schemas(ResponseSchema)
 
 
 def unpack(schema: bytes, data: Sequence[Any]) -> Inferred:
-    """Return the outputs of a response. Raises Internal when it is malformed."""
+    """Return the outputs of a response.
+
+    Raises:
+        Internal: The response is malformed.
+    """
     try:
         return (_SCHEMAS.find(schema) or _SCHEMAS.learn(schema)).inferred(data)
     except MalformedMessage as error:
@@ -42,14 +47,22 @@ def unpack(schema: bytes, data: Sequence[Any]) -> Inferred:
 
 
 def check_size(tensor: TensorRef, size: int) -> None:
-    """The model must have given as many bytes as its shape says; raises Internal."""
+    """Check the byte size of an output against its shape.
+
+    Raises:
+        Internal: The size differs.
+    """
     item = ITEM_SIZE[tensor.datatype]
     if item and size != element_count(tensor.shape) * item:
         raise Internal(f"output '{tensor.name}' does not have the byte size of its shape")
 
 
 def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
-    """An output where it lies, as many bytes as its shape says; raises Internal for others."""
+    """Return the bytes of an output, without a copy.
+
+    Raises:
+        Internal: The size differs from that of the shape.
+    """
     raw = tensor.data
     data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
     check_size(tensor, len(data))
@@ -63,9 +76,13 @@ _UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))  # as in Triton
 def classified_as_requested(
     gateway: Gateway, model: GatewayModel, request: InferRequest, inferred: Inferred
 ) -> Inferred:
-    """A response with those of its outputs classified that the request wants so: as BYTES tensors
-    of their largest values, those of each row where the model batches. Raises InvalidArgument for
-    an output that cannot be sorted."""
+    """Return a response with the requested outputs as classes, in BYTES tensors.
+
+    The values of each row are classified separately if the model supports batches.
+
+    Raises:
+        InvalidArgument: An output cannot be sorted, or is too large.
+    """
     classes = request.classes
     if not classes:
         return inferred
@@ -98,7 +115,7 @@ def _shown(
     if elements > _MOST_ELEMENTS:
         raise InvalidArgument("classification output tensor too large")
     if len(data) != elements * ITEM_SIZE[datatype]:
-        return tensor  # whoever sends it finds the fault
+        return tensor  # `output_bytes` reports the wrong size
     batch = tensor.shape[:1] if batched else ()
     values = np.frombuffer(data, NUMPY[datatype])
     rows = values.reshape(batch[0], -1) if elements and batch else values.reshape(1, -1)
@@ -120,13 +137,15 @@ def _texts(row: NDArray[np.generic], count: int, labels: Sequence[str]) -> list[
 
 
 def largest(row: NDArray[np.generic], count: int) -> list[int]:
-    """Top-k selection: the indices of the `count` largest values, in descending order; of equal
-    ones the first comes first, and NaN is larger than any."""
+    """Return the indices of the `count` largest values, in descending order.
+
+    Equal values keep their order. NaN is larger than any number.
+    """
     found = np.arange(len(row))
     if not count:
         return []
     if count < len(row):
-        # Only what can be among them is sorted.
+        # Only values that can be among the largest are sorted.
         least = np.partition(row, len(row) - count)[len(row) - count]
         found = np.flatnonzero(~(row < least))
     order = np.argsort(row[found][::-1], kind="stable")[::-1]

@@ -1,20 +1,20 @@
 """The adaptive batcher: chooses batch size and delay to meet a latency target (pure).
 
-It learns the duration of batches by size and the arrival of requests (estimates.py):
+The batcher learns the duration of batches by size and the arrival of requests (estimates.py):
 
 1. A batch has the size with the highest row rate among the sizes up to the waiting requests. If
-   execution time has a cliff, the size stays below it. A size that was not tried yet and promises
-   more is tried if the misses that it causes at worst are covered by the account of misses, or if
-   the known sizes do not keep up with the arrivals.
+   execution time has a cliff, the size stays below it. An untried size with a possibly higher rate
+   is tried if the account of misses covers the misses that it may cause. It is also tried if the
+   known sizes do not keep up with the arrivals.
 2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
-3. The batcher waits for further requests of a burst if they are expected so soon that the rate of
-   the larger batch exceeds the average rate (the marginal value theorem: Charnov, 1976). The total
-   wait is at most the setup time of an execution, so that waiting costs at most twice the optimum,
-   as in the ski-rental problem (Karlin et al., 1988). Trials decide whether waiting pays: on a
-   machine that is too busy to wake in time, it does not. No trial is needed if the larger batch
-   would end before the smaller one.
+3. The batcher waits for further requests of a burst if the rate of the expected larger batch
+   exceeds the average rate (the marginal value theorem: Charnov, 1976). The total wait is at most
+   the setup time of an execution, so that waiting costs at most twice the optimum, as in the
+   ski-rental problem (Karlin et al., 1988). Trials decide whether waiting pays: on a machine that
+   is too busy to wake in time, it does not. No trial is needed if the larger batch would end
+   before the smaller one.
 4. A wait ends early enough for the oldest request to meet the target with a batch duration at the
-   99th percentile, and after the configured delay, if there is one.
+   99th percentile. It also ends after the configured delay, if there is one.
 5. If all waiting requests would be late in one batch and in time in two, they run as two.
 
 Feedback controls the aim: time outside the scheduler, or a longer tail than the spread suggests,
@@ -22,9 +22,9 @@ lowers the aim until one request in a hundred misses the target. If misses accum
 sum: Page, 1954), the target is out of reach, and the batcher maximises throughput with the size of
 the highest possible rate. Misses caused by trials affect neither. Preferred sizes are ignored.
 
-A trial has a price. The target allows one request in a hundred to miss it, and a fifth of these
-misses may be spent on trials: an account has the earned and unspent misses. A trial is made if it
-causes no miss even at worst, if the account covers its price, or if the target is being missed
+Trials have a budget. The target permits one request in a hundred to miss it, and a fifth of these
+misses may be spent on trials. An account contains the earned and unspent misses. A trial is made if
+it causes no miss even at worst, if the account covers its price, or if the target is being missed
 anyway.
 """
 
@@ -47,28 +47,28 @@ from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
-_FIRST, _MOST = 64.0, 24.0  # misses that may be spent at first, and that are saved at most
+_FIRST, _MOST = 64.0, 24.0  # initial and maximum number of misses in the account
 _EARNED = 0.002  # misses for each request in time
 
-_EVERY, _SOON = 16, 2  # batches from one size that is tried to the next
+_EVERY, _SOON = 16, 2  # batches between two trials of sizes
 LEARNING = 48  # batches during which new sizes are tried early
 _LEAST_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
 
 _EPOCH = 24  # batches
-_SETTLING = 4  # of them, which still have to do with the epoch before
+_SETTLING = 4  # batches of an epoch that the previous epoch still affects
 _ENOUGH = 12  # batches of an epoch, if the other way is clearly worse
 # Epochs between two uses of the other way: initially, while the choice is unclear, and at most.
 _OTHER_EVERY, _UNCLEAR_EVERY, _MOST_EVERY = 2, 10, 160
 _PAYS = 0.8  # ratio of latencies at which waiting certainly pays
 _CLEAR = 0.05  # relative difference by which one way is clearly better
 _WEIGHT = 1 / 3  # of the newest epoch
-_STEP = 0.02  # by how much a miss lowers the aim, in parts of it
-_ALLOWED = 0.01  # of the requests may miss the target
-_LOWEST = 0.25  # of the target: the aim goes no lower
-_TOLERATED = 0.02  # of the requests: more misses add up
-_OUT_OF_REACH, _MOST_MISSES = 30, 60  # misses that have added up
-_FULL = 0.95  # of the time: with more, an instance does not do what comes
-_CLEARLY = 0.1  # parts of a time by which another must be shorter
+_STEP = 0.02  # relative reduction of the aim per miss
+_ALLOWED = 0.01  # share of requests that may miss the target
+_LOWEST = 0.25  # minimum of the aim, as a share of the target
+_TOLERATED = 0.02  # share of requests; further misses accumulate
+_OUT_OF_REACH, _MOST_MISSES = 30, 60  # accumulated misses
+_FULL = 0.95  # utilisation above which an instance does not keep up
+_CLEARLY = 0.1  # relative difference of durations
 
 
 class Account:
@@ -102,9 +102,9 @@ class Account:
 class Ways:
     """A choice between two ways by the latencies that each has produced, as moving averages.
 
-    For clients that wait for their responses, shorter latencies also mean more requests. Because
-    the better way depends on the load, some epochs use the other way: at first every second epoch,
-    then exponentially fewer while that confirms the choice, which bounds the cost.
+    For clients that wait for their responses, shorter latencies also mean more requests. The better
+    way depends on the load, so some epochs use the other way: initially every second epoch, then
+    exponentially fewer while that confirms the choice. This bounds the cost.
     """
 
     def __init__(self, account: Account) -> None:

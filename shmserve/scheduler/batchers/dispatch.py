@@ -183,7 +183,7 @@ class Dispatch(Dispatcher):
             decision = (
                 batcher.closed(in_order) if ahead else batcher.decide(now_ns, in_order, reserve_ns)
             )
-            if isinstance(decision, WaitUntil):
+            if type(decision) is WaitUntil:
                 wake_ns = decision.ns
                 break
             if decision is None:

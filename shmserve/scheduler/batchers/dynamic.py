@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, final
 
 from shmserve.ipc.transport.records import record
 from shmserve.scheduler.requests.request import NEVER
@@ -63,6 +63,7 @@ class Batch:
     reason: Closed
 
 
+@final
 @record
 class WaitUntil:
     """A decision to wait until this time (monotonic ns), or until the queue changes."""

@@ -6,26 +6,25 @@ import math
 from bisect import insort
 from collections.abc import Iterator
 
-_KEPT = 1 - 1 / 64  # of an observation's weight at each one after it
+_KEPT = 1 - 1 / 64  # decay of an observation's weight
 _KNOWN = 8  # minimum number of observations for an estimate
 _WIDEST = 4  # spreads at which outliers are clamped
 _LEAST_VARIATION = 0.05  # of the sizes, relative to their mean; below it, the slope is undetermined
 
 _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part in 32
-_REMEMBERED = 256.0  # executions that the mean of a size remembers: the level is held by means that
-# move much more slowly than it does
+_REMEMBERED = 256.0  # executions in a size's mean, which moves much more slowly than the level
 _GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
 _FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # of a time, in parts of it
-_DEVIATION = 1.25  # standard deviations, of a normal distribution, that a spread is
-_SAME = 0.03  # rates that differ by less are taken for equal
-_SURE = 2.0  # standard errors by which a rate must be better than another to be believed
-_WORTH = 1.1  # times the best rate, that a size not yet tried must promise
-_FASTER, _SLOWER = 4, 2  # times: how fast, at first, or slow a smaller batch than any may be
-_OFTEN = 4  # executions after which a size is not tried again
-_DISTURBED = 16  # one in so many executions of a machine that is busy
+_DEVIATION = 1.25  # standard deviations per spread, for a normal distribution
+_SAME = 0.03  # relative difference below which rates count as equal
+_SURE = 2.0  # standard errors by which a rate must be better
+_WORTH = 1.1  # minimum ratio of an untried size's possible rate to the best rate
+_FASTER, _SLOWER = 4, 2  # assumed speed-up, at first, and slow-down of an untried smaller batch
+_OFTEN = 4  # executions after which a size is no longer tried
+_DISTURBED = 16  # one in this number of executions is disturbed on a busy machine
 
 _RATE_GAIN = 1 / 64
-_LASTING = 1 - 1 / 1024  # at each batch
+_LASTING = 1 - 1 / 1024  # per batch
 _AS_MANY = 0.95
 
 _MOST_LEVELS = 512

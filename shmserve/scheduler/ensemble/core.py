@@ -8,7 +8,7 @@ tick                      run steps, respond, expire
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple, assert_never
+from typing import Any, assert_never
 
 from shmserve.errors import (
     Internal,
@@ -18,21 +18,27 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.publications import ModelPublished, SchedulerLost
 from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.descriptors import Place, unpack_place
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import Signature, id_prefix
+from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.ensemble.flow import Flow, Graph, Plan, Tensors
+from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
-from shmserve.scheduler.ensemble.request import EnsembleRequest, EnsembleRequests, State
-from shmserve.scheduler.ensemble.runner import StepLinks, StepRunner
+from shmserve.scheduler.ensemble.request import (
+    RUNNING,
+    EnsembleRequest,
+    EnsembleRequests,
+    KnownRequest,
+    State,
+)
+from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
 from shmserve.scheduler.ensemble.targets import Targets
 from shmserve.scheduler.front import Core
@@ -51,29 +57,6 @@ _DEADLOCK = (
 _MANY = "a step gives any number of responses by now, and the ensemble gives one: load it again"
 
 
-class _KnownRequest(NamedTuple):
-    """What follows from a request's schema.
-
-    Attributes:
-        entries: The number of entries in the data.
-        inputs: The name and kind of each input, and whether it is a condition.
-        absent: The inputs that the request omits.
-        outputs: The outputs that the request asks for.
-        placed: The outputs with places in the client's memory.
-        own_schema: See `EnsembleRequest`.
-        units: The batch size.
-    """
-
-    entries: int
-    inputs: tuple[tuple[str, TensorKind, bool], ...]
-    absent: tuple[tuple[str, Value], ...]
-    outputs: tuple[str, ...]
-    placed: tuple[str, ...]
-    parameters: dict[str, Any]
-    own_schema: bytes
-    units: int
-
-
 class EnsembleCore(Core[EnsembleRequest]):
     """The core of one ensemble, whose requests are flows of tensors through its steps."""
 
@@ -81,7 +64,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self,
         settings: Settings,
         config: ModelSpec,
-        links: StepLinks,
+        links: Links,
         control: ControlLink,
         memory: EnsembleMemory,
         cache: ResponseCache | None = None,
@@ -97,7 +80,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._decoupled = settings.decoupled
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are asked for
         self._plans_of = 0  # `Targets.changes` when the plans were made
-        self._schemas: Schemas[_KnownRequest] = Schemas(self._derive)
+        self._schemas: Schemas[KnownRequest] = Schemas(self._derive)
         self._planned_bytes = 0  # of memory between steps, for a request
         self._control = control
         self._memory = memory
@@ -116,11 +99,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         return 1 if isinstance(error, QueueFull) else 0
 
     def admit(
-        self,
-        client: Client[EnsembleRequest],
-        submit: Submit,
-        lookup: Lookup | None,
-        now_ns: int,
+        self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> None:
         self.check(submit, now_ns)
         if 0 < self._most_waiting <= self._steps.waiting:
@@ -133,11 +112,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._requests.add(request)
 
     def _request(
-        self,
-        client: Client[EnsembleRequest],
-        submit: Submit,
-        lookup: Lookup | None,
-        now_ns: int,
+        self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> EnsembleRequest:
         """Return the request that a message submits, its inputs in the data flow.
 
@@ -162,32 +137,20 @@ class EnsembleCore(Core[EnsembleRequest]):
             _check_places(places, inputs, plan, self._graph)
         flow = Flow(plan)
         flow.begin((*inputs, *known.absent) if known.absent else inputs)
-        return EnsembleRequest(
-            client,
-            submit,
-            plan,
-            known.units,
-            places,
-            known.parameters,
-            known.own_schema,
-            lookup,
-            believable(submit.arrived_ns, now_ns),
-            now_ns,
-            max(submit.deadline_ns, 0),
-            now_ns,
-            flow,
-        )
+        arrived_ns = believable(submit.arrived_ns, now_ns)
+        times = (arrived_ns, now_ns, max(submit.deadline_ns, 0), now_ns)
+        return EnsembleRequest(client, submit, known, places, flow, lookup, *times, known.units)
 
-    def _derive(self, packed: bytes) -> _KnownRequest:
+    def _derive(self, packed: bytes) -> KnownRequest:
         schema, graph = RequestSchema(packed), self._graph
         batched = self._signature.max_batch_size > 0
         inputs = tuple(
-            (name, TensorKind(datatype, shape, batched), name in graph.conditions)
+            (name, TensorKind.of(datatype, shape, batched), name in graph.conditions)
             for name, datatype, shape, _ in schema.inputs
         )
         given = {name for name, _, _ in inputs}
         placed = tuple(output.name for output in schema.outputs if output.placed)
-        return _KnownRequest(
+        return KnownRequest(
             schema.count,
             inputs,
             tuple((name, ABSENT) for name in graph.inputs if name not in given),
@@ -313,8 +276,10 @@ class EnsembleCore(Core[EnsembleRequest]):
             for request in requests.expire(now_ns):
                 self._steps.cancel(request)
         while requests.touched:
-            for request in requests.changed():
-                self._advance(request, now_ns)
+            touched, requests.touched = requests.touched, {}
+            for request in touched:
+                if request.state is not State.DONE:
+                    self._advance(request, now_ns)
         return requests.timers.due_ns
 
     def _advance(self, request: EnsembleRequest, now_ns: int) -> None:
@@ -326,7 +291,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             text = id_prefix(request.submit.request_id) + _MANY
             requests.fail(request, Unsupported.code, text, now_ns)
             self._steps.cancel(request)
-        if request.state is not State.RUNNING:
+        if request.state is not RUNNING:
             # A step that runs may have to wait until what the flow keeps is released.
             flow.close()
             self._steps.drop_waiting(request)
@@ -334,7 +299,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             requests.relay(request, now_ns)
         if request.running or request.waiting:
             return
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             if self._decoupled:
                 if flow.responses:
                     return  # until the client has read some
@@ -360,14 +325,13 @@ def _check_places(places: dict[str, Place], inputs: Tensors, plan: Plan, graph: 
         InvalidArgument: An output is.
     """
     for name, place in places.items():
-        writer = graph.writers[name]
+        writer = graph.writers[name].index
         for tensor, value in inputs:
             route = plan.routes.get(tensor)
             if route is None or not isinstance(value.data, Place):
                 continue
-            if any(each.step is not writer for each in route.readers) and place.overlaps(
-                value.data
-            ):
+            readers = {reader.index for reader in route.readers} - {writer, RESPONSE}
+            if readers and place.overlaps(value.data):
                 raise InvalidArgument(
                     f"output '{name}' is to go over input '{tensor}', which other "
                     "steps of the ensemble read"

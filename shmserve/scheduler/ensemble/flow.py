@@ -22,12 +22,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Value
 
 ONCE = -1  # the origin of tensors that exist once per request
+RESPONSE = -1  # the index of the response among the readers of tensors
 _ANY_NUMBER = -1  # of uses: the number is unknown until the request ends
 
 _CONDITION = "step[{}].condition"
+_MOST_KINDS = 256
 
 # Tensors by name, each with the value that it has at some number.
 Tensors = Sequence[tuple[str, Value]]
@@ -78,32 +81,14 @@ class Graph:
         """Return the graph of an ensemble's configuration."""
         scheduling = config.ensemble_scheduling
         assert scheduling is not None
-        return cls(
-            config.name,
-            tuple(
-                Step(
-                    index,
-                    step.model_name,
-                    step.version,
-                    step.input_map,
-                    step.output_map,
-                    config.parameters.get(_CONDITION.format(index), ""),
-                )
-                for index, step in enumerate(scheduling.step)
-            ),
-            tuple(each.name for each in config.input),
-            tuple(each.name for each in config.output),
-            scheduling.max_inflight_requests,
+        steps = tuple(
+            Step(i, each.model_name, each.version, each.input_map, each.output_map, condition)
+            for i, each in enumerate(scheduling.step)
+            for condition in (config.parameters.get(_CONDITION.format(i), ""),)
         )
-
-    @cached_property
-    def readers(self) -> Mapping[str, tuple[Step, ...]]:
-        """The steps that wait for each tensor."""
-        found: dict[str, list[Step]] = {}
-        for step in self.steps:
-            for tensor in step.reads:
-                found.setdefault(tensor, []).append(step)
-        return {tensor: tuple(steps) for tensor, steps in found.items()}
+        inputs = tuple(each.name for each in config.input)
+        outputs = tuple(each.name for each in config.output)
+        return cls(config.name, steps, inputs, outputs, scheduling.max_inflight_requests)
 
     @cached_property
     def writers(self) -> Mapping[str, Step]:
@@ -167,53 +152,46 @@ class StepModel:
     device: int | None
 
 
-class Read(NamedTuple):
-    """A tensor that a step or a response waits for; `once`: its origin is `ONCE`."""
-
-    tensor: str
-    once: bool
-
-
-class PlannedStep:
-    """A step as the requests of one plan run it.
+class Reader:
+    """A reader of tensors: a step, or the response with the index `RESPONSE`.
 
     Attributes:
-        once: Whether the step runs at most once per request.
+        reads: The tensors that the reader waits for, and whether their origin is `ONCE`.
+        once: Whether the reader has all its tensors at most once per request.
+        first: The keys of these tensors with the number 0.
+    """
+
+    def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
+        self.index = index
+        self.reads = tuple((tensor, origins[tensor] == ONCE) for tensor in tensors)
+        self.once = all(once for _, once in self.reads)
+        self.first = tuple((tensor, 0) for tensor, _ in self.reads)
+
+
+class PlannedStep(Reader):
+    """A step as the requests of a plan run it.
+
+    Attributes:
         inputs: The model's inputs: the name, the ensemble's tensor, and whether it is optional.
-        kinds: What step_messages.py derived from the inputs of earlier requests.
+        repeated: The tensors that several inputs read, once for each further input.
+        kinds: What step_messages.py derived from the kinds of the inputs of earlier requests.
         responses: What that module derived from the schemas of earlier responses.
     """
 
-    __slots__ = (
-        "condition",
-        "decoupled",
-        "index",
-        "inputs",
-        "kinds",
-        "once",
-        "outputs",
-        "reads",
-        "repeated",
-        "responses",
-        "step",
-    )
-
     def __init__(self, step: Step, model: StepModel, origins: Mapping[str, int]) -> None:
+        super().__init__(step.index, sorted(step.reads), origins)
         self.step = step
-        self.index = step.index
         self.outputs = step.outputs
         self.condition = step.condition
         self.decoupled = model.decoupled
-        self.once = origin_of(step, origins) == ONCE
-        self.reads = _reads(sorted(step.reads), origins)
+        self.device = model.device
         self.inputs = tuple(
             (name, tensor, name in model.optional) for name, tensor in step.inputs.items()
         )
-        # The tensors that more than one input reads, once for each further input.
         tensors = list(step.inputs.values())
         self.repeated = tuple(t for n, t in enumerate(tensors) if t in tensors[:n])
-        self.kinds: dict[Any, Any] = {}
-        self.responses: dict[Any, Any] = {}
+        self.kinds: BoundedCache[Any, Any] = BoundedCache(_MOST_KINDS)
+        self.responses: dict[bool, Schemas[Any]] = {}
 
 
 class Route(NamedTuple):
@@ -222,14 +200,12 @@ class Route(NamedTuple):
     Attributes:
         uses: How often each value is used; -1: any number of times.
         once: Whether the origin of the tensor is `ONCE`.
-        readers: The steps that wait for the tensor.
-        is_output: Whether the response contains the tensor.
+        readers: The steps that wait for the tensor, and the response if it contains the tensor.
     """
 
     uses: int
     once: bool
-    readers: tuple[PlannedStep, ...]
-    is_output: bool
+    readers: tuple[Reader, ...]
 
 
 class Plan:
@@ -251,52 +227,37 @@ class Plan:
             models: Returns the model of a step. Raises Unavailable if the model is not served.
         """
         wanted = tuple(dict.fromkeys(outputs))
-        self.outputs = frozenset(wanted)
+        needed = graph.needed(wanted)
         origins = graph.origins(lambda step: models(step).decoupled)
-        needed = graph.needed(self.outputs)
+        self.outputs = frozenset(wanted)
         self.steps = {
             step.index: PlannedStep(step, models(step), origins)
             for step in graph.steps
             if step.index in needed
         }
-        self.response = _reads(wanted, origins)
-        self.responds_once = all(read.once for read in self.response)
+        self.response = Reader(RESPONSE, wanted, origins)
+        all_readers = (*self.steps.values(), self.response)
         self.routes: dict[str, Route] = {}
         for tensor, origin in origins.items():
-            readers = tuple(
-                self.steps[step.index]
-                for step in graph.readers.get(tensor, ())
-                if step.index in self.steps
-            )
-            is_output = tensor in self.outputs
-            follow_once = [step.once for step in readers]
-            if is_output:
-                follow_once.append(self.responds_once)
-            if follow_once:
+            readers = tuple(each for each in all_readers if (tensor, 0) in each.first)
+            if readers:
                 once = origin == ONCE
-                uses = _ANY_NUMBER if once and not all(follow_once) else len(follow_once)
-                self.routes[tensor] = Route(uses, once, readers, is_output)
-        self.devices = self._devices(graph.conditions, models)
+                many = once and not all(reader.once for reader in readers)
+                self.routes[tensor] = Route(_ANY_NUMBER if many else len(readers), once, readers)
+        self.devices = self._devices(graph.conditions)
 
-    def _devices(
-        self, conditions: frozenset[str], models: Callable[[Step], StepModel]
-    ) -> dict[str, int]:
-        """Return the tensors whose writer and readers are all on one device."""
-        devices = {index: models(planned.step).device for index, planned in self.steps.items()}
+    def _devices(self, conditions: frozenset[str]) -> dict[str, int]:
+        """Return the device of each tensor whose writer and readers are all on that device."""
         found: dict[str, int] = {}
-        for index, planned in self.steps.items():
-            device = devices[index]
+        for planned in self.steps.values():
             for tensor in planned.outputs.values():
-                route = self.routes.get(tensor)
-                if device is None or route is None or route.is_output or tensor in conditions:
+                route, device = self.routes.get(tensor), planned.device
+                if device is None or route is None or tensor in conditions:
                     continue
-                if all(devices[reader.index] == device for reader in route.readers):
+                readers = (self.steps.get(reader.index) for reader in route.readers)
+                if all(reader is not None and reader.device == device for reader in readers):
                     found[tensor] = device
         return found
-
-
-def _reads(tensors: Iterable[str], origins: Mapping[str, int]) -> tuple[Read, ...]:
-    return tuple(Read(tensor, origins[tensor] == ONCE) for tensor in tensors)
 
 
 class Firing(NamedTuple):
@@ -322,38 +283,22 @@ class Flow:
     """The data flow of one request. A value is released once nothing in the flow uses it.
 
     Attributes:
+        responded: Whether there has been a response.
         firings: The steps to run.
         responses: The responses to send. The values hold a use for the response.
         absent: The outputs of responses that a step should have made and has not.
     """
 
-    __slots__ = (
-        "_counts",
-        "_fired",
-        "_left",
-        "_plan",
-        "_responded",
-        "_values",
-        "absent",
-        "firings",
-        "responses",
-    )
-
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self.plan = plan
+        self.responded = False
         self._values: dict[tuple[str, int], Value] = {}
         self._left: dict[tuple[str, int], int] = {}  # uses, where more than one is left
         self._fired: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}  # responses of decoupled steps
-        self._responded: set[int] = set()
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
         self.absent: set[str] = set()
-
-    @property
-    def responded(self) -> bool:
-        """Whether there has been a response."""
-        return bool(self._responded)
 
     def begin(self, inputs: Tensors) -> None:
         """Put in the request's inputs; omitted inputs are ABSENT."""
@@ -381,7 +326,7 @@ class Flow:
 
     def _put(self, made: Tensors, number: int) -> None:
         """Store values with one number, and find the steps and responses that they complete."""
-        routes = self._plan.routes
+        routes = self.plan.routes
         for tensor, value in made:
             route = routes.get(tensor)
             if route is None:
@@ -392,33 +337,41 @@ class Flow:
                 self._left[tensor, number] = route.uses
         for tensor, _ in made:
             route = routes.get(tensor)
-            if route is None:
-                continue
-            for step in route.readers:
-                if step.once or not route.once:
-                    self._fire(step, number)
-                else:
-                    for at in self._numbers(step.reads):
-                        self._fire(step, at)
-            if not route.is_output:
-                continue
-            if self._plan.responds_once or not route.once:
-                self._respond(number)
-            else:
-                for at in self._numbers(self._plan.response):
-                    self._respond(at)
+            if route is not None:
+                for reader in route.readers:
+                    if reader.once or not route.once:
+                        self._fire(reader, number)
+                    else:
+                        for at in self._numbers(reader):
+                            self._fire(reader, at)
 
-    def _numbers(self, reads: Iterable[Read]) -> Iterable[int]:
-        """Return the numbers for which a tensor with the origin ONCE may have been the last."""
-        for tensor, once in reads:
+    def _numbers(self, reader: Reader) -> Iterable[int]:
+        """Return the numbers at which a tensor with the origin `ONCE` may have been the last."""
+        for tensor, once in reader.reads:
             if not once:
                 return sorted([at for name, at in self._values if name == tensor])
         return ()
 
-    def _take(self, reads: tuple[Read, ...], number: int) -> dict[str, Value] | None:
+    def _fire(self, reader: Reader, number: int) -> None:
+        """Run a step or respond with the values at a number, unless one is missing."""
+        fired = (reader.index, number)
+        if fired in self._fired:
+            return
+        values = self._take(reader, number)
+        if values is None:
+            return
+        self._fired.add(fired)
+        if isinstance(reader, PlannedStep):
+            self._run(reader, number, values)
+        else:
+            self._respond(values)
+
+    def _take(self, reader: Reader, number: int) -> dict[str, Value] | None:
         """Return the values at a number, each with a use for the caller; None if one is missing."""
         values = self._values
-        keys = [(tensor, 0 if once else number) for tensor, once in reads]
+        keys: Sequence[tuple[str, int]] = reader.first
+        if not reader.once:
+            keys = [(tensor, 0 if once else number) for tensor, once in reader.reads]
         for key in keys:
             if key not in values:
                 return None
@@ -436,13 +389,7 @@ class Flow:
                 self._left[key] = left - 1
         return taken
 
-    def _fire(self, step: PlannedStep, number: int) -> None:
-        if (step.index, number) in self._fired:
-            return
-        values = self._take(step.reads, number)
-        if values is None:
-            return
-        self._fired.add((step.index, number))
+    def _run(self, step: PlannedStep, number: int, values: dict[str, Value]) -> None:
         condition = step.condition
         skipped = bool(condition) and not values[condition].holds
         inputs: dict[str, Value] = {}
@@ -457,8 +404,7 @@ class Flow:
         if skipped:
             for value in values.values():
                 value.release()
-            made = [(tensor, SKIPPED) for tensor in step.outputs.values()]
-            self.respond(step, number, made)
+            self.respond(step, number, [(tensor, SKIPPED) for tensor in step.outputs.values()])
             return
         for tensor in step.repeated:
             values[tensor].acquire()
@@ -466,13 +412,8 @@ class Flow:
             values[condition].release()
         self.firings.append(Firing(step, number, inputs, tuple(kinds)))
 
-    def _respond(self, number: int) -> None:
-        if number in self._responded:
-            return
-        values = self._take(self._plan.response, number)
-        if values is None:
-            return
-        self._responded.add(number)
+    def _respond(self, values: dict[str, Value]) -> None:
+        self.responded = True
         response: dict[str, Value] = {}
         for name, value in values.items():
             if value.kind is not None:

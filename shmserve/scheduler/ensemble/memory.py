@@ -26,6 +26,7 @@ from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.memory.lent import Block, LentMemory, Token
 from shmserve.ipc.memory.mappings import Mappings, opened
 from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import agree
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ _SEGMENT_SIZE = 64 * 1024 * 1024
 class TensorKind:
     """The datatype and shape of a tensor, compared by identity.
 
-    A kind belongs to the entry of the schema that a tensor came with. What was derived from some
-    kinds is therefore found without comparing names and shapes.
+    The entry of a schema has the kinds of its tensors, equal ones as the same object. What was
+    derived from some kinds is therefore found without comparing datatypes and shapes.
 
     Attributes:
         batched: Whether the first dimension is the batch dimension of the model that made it.
@@ -48,6 +49,12 @@ class TensorKind:
     datatype: str
     shape: tuple[int, ...]
     batched: bool = False
+
+    @classmethod
+    def of(cls, datatype: str, shape: tuple[int, ...], batched: bool) -> TensorKind:
+        """Return the kind with this datatype and shape."""
+        key = (datatype, shape, batched)
+        return _KINDS.find(key) or _KINDS.share(key, cls(*key))
 
     def shape_for(self, dims: Sequence[int], batches: bool) -> tuple[int, ...]:
         """Return the shape as another model takes it: a batch dimension of 1 is added or removed.
@@ -62,6 +69,9 @@ class TensorKind:
         if batched and not batches and shape[:1] == (1,) and agree(dims, shape[1:]):
             return shape if agree(dims, shape) else shape[1:]
         return shape
+
+
+_KINDS: BoundedCache[Any, TensorKind] = BoundedCache(1024)
 
 
 class Value(Token):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.credit import SendWindow
@@ -39,8 +39,8 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.dynamic import Closed
-from shmserve.scheduler.ensemble.flow import Flow, Plan
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, Value, overrides
+from shmserve.scheduler.ensemble.flow import Flow
+from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
 from shmserve.scheduler.requests.queue import EXPIRED, Timers, believable
 from shmserve.scheduler.requests.request import (
     CACHED,
@@ -78,21 +78,39 @@ class Event(StrEnum):
     END = auto()
 
 
+_ENDS = {Event.ABANDON: State.ABANDONED, Event.END: State.DONE}
 TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
-    State.RUNNING: {
-        Event.FAIL: State.FAILED,
-        Event.ABANDON: State.ABANDONED,
-        Event.END: State.DONE,
-    },
-    State.FAILED: {
-        Event.REPORT: State.REPORTED,
-        Event.ABANDON: State.ABANDONED,
-        Event.END: State.DONE,
-    },
-    State.REPORTED: {Event.ABANDON: State.ABANDONED, Event.END: State.DONE},
-    State.ABANDONED: {Event.ABANDON: State.ABANDONED, Event.END: State.DONE},
+    State.RUNNING: {Event.FAIL: State.FAILED, **_ENDS},
+    State.FAILED: {Event.REPORT: State.REPORTED, **_ENDS},
+    State.REPORTED: _ENDS,
+    State.ABANDONED: _ENDS,
     State.DONE: {},
 }
+RUNNING = State.RUNNING  # an enumeration looks a member up each time
+
+
+class KnownRequest(NamedTuple):
+    """What follows from a request's schema.
+
+    Attributes:
+        entries: The number of entries in the data.
+        inputs: The name and kind of each input, and whether it is a condition.
+        absent: The inputs that the request omits.
+        outputs: The outputs that the request asks for.
+        placed: The outputs with ranges of the client's memory.
+        parameters: The parameters that the request passes to its steps.
+        own_schema: The schema if the ranges or parameters affect the steps' requests; else empty.
+        units: The batch size.
+    """
+
+    entries: int
+    inputs: tuple[tuple[str, TensorKind, bool], ...]
+    absent: tuple[tuple[str, Value], ...]
+    outputs: tuple[str, ...]
+    placed: tuple[str, ...]
+    parameters: dict[str, Any]
+    own_schema: bytes
+    units: int
 
 
 @dataclass(slots=True, eq=False)
@@ -100,11 +118,8 @@ class EnsembleRequest:
     """A request of an ensemble. Times are monotonic ns, durations ns.
 
     Attributes:
-        units: The batch size.
+        known: What follows from the request's schema.
         places: The ranges of the client's memory for outputs, by the output's name.
-        parameters: The parameters that the request passes to its steps.
-        own_schema: The request's schema if its places or parameters affect the steps' requests;
-            else empty.
         lookup: The result of the lookup in the response cache, if there was one.
         running: The numbers of the steps' requests in flight.
         waiting: The number of steps that wait because of `max_inflight_requests`.
@@ -119,19 +134,17 @@ class EnsembleRequest:
 
     client: Client[EnsembleRequest]
     submit: Submit
-    plan: Plan
-    units: int
+    known: KnownRequest
     places: dict[str, Place]
-    parameters: dict[str, Any]
-    own_schema: bytes
+    flow: Flow
     lookup: Lookup | None
     arrived_ns: int
     enqueued_ns: int
     deadline_ns: int
     responded_ns: int
-    flow: Flow
+    units: int
     running: set[int] = field(default_factory=set)
-    state: State = State.RUNNING
+    state: State = RUNNING
     waiting: int = 0
     failure: Failed | None = None
     input_ns: int = 0
@@ -154,14 +167,6 @@ class EnsembleRequest:
         except KeyError:
             raise IllegalEvent(f"{event.name} in state {previous.name}") from None
         return previous
-
-    def add_times(self, message: Finished | Responded) -> None:
-        """Add the phases of a step's execution."""
-        self.input_ns += message.input_ns
-        self.infer_ns += message.infer_ns
-        self.output_ns += message.output_ns
-        if message.spans:
-            self.spans += message.spans
 
 
 class UnreadResponses:
@@ -227,24 +232,14 @@ class EnsembleRequests:
         if request.deadline_ns:
             self.timers.add(request.deadline_ns, request)
 
-    def changed(self) -> list[EnsembleRequest]:
-        """Return the requests that have changed since the last call, without those that ended."""
-        touched, self.touched = self.touched, {}
-        return [request for request in touched if request.state is not State.DONE]
-
     # --- failures ---------------------------------------------------------------------------------
 
     def fail(
-        self,
-        request: EnsembleRequest,
-        code: str,
-        text: str,
-        now_ns: int,
-        retry_after_s: int = 0,
+        self, request: EnsembleRequest, code: str, text: str, now_ns: int, retry_after_s: int = 0
     ) -> None:
         """Fail a request unless it has failed before."""
         self.touched[request] = None
-        if request.state is not State.RUNNING:
+        if request.state is not RUNNING:
             return
         request.meet(Event.FAIL)
         text = self.error_text(text)

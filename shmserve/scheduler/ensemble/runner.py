@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -11,12 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc.inflight import ENDED, InflightTable, Response
+from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.link_table import LinkTable
-from shmserve.ipc.memory.lent import unread
 from shmserve.ipc.messages import SchedulerToClient
 from shmserve.ipc.messages.inference import (
     Cancel,
@@ -25,40 +22,19 @@ from shmserve.ipc.messages.inference import (
     Finished,
     Release,
     Responded,
-    StatisticsReported,
     Submit,
+    message_size,
 )
-from shmserve.ipc.tensors.inference import byte_size_of
+from shmserve.ipc.scheduler_client import Links, SchedulerClient
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, overrides
-from shmserve.scheduler.ensemble.request import EnsembleRequest, EnsembleRequests, State
-from shmserve.scheduler.ensemble.step_messages import (
-    StepOutputs,
-    StepRequest,
-    allocate,
-    find_kind,
-    make_submit,
-)
-from shmserve.scheduler.ensemble.targets import Target, Targets
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests
+from shmserve.scheduler.ensemble.step_messages import StepMessages, StepRequest
+from shmserve.scheduler.ensemble.targets import Targets
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
 logger = logging.getLogger(__name__)
-
-_MOST_MOVED = 256
-
-
-class StepLinks(Protocol):
-    """The links to the schedulers of steps, by endpoint."""
-
-    def submit(self, endpoint: str, message: Submit) -> None:
-        """Queue a request for a scheduler. Raises Unavailable if no link to it can be made."""
-
-    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
-        """Queue a message for a scheduler, or for its successor."""
-
-    def lose(self, endpoint: str, successor: str) -> None:
-        """Close the link to a scheduler that is lost, after its last messages are handled."""
 
 
 @dataclass(eq=False)
@@ -72,51 +48,47 @@ class StepRunner:
 
     _graph: Graph
     _targets: Targets
-    _links: StepLinks
+    _links: Links
     _memory: EnsembleMemory
     _requests: EnsembleRequests
-    _table: InflightTable[StepRequest] = field(default_factory=InflightTable)
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    _events: list[tuple[StepRequest, Response | None]] = field(default_factory=list)
     waiting: int = 0
     malformed: int = 0
 
     def __post_init__(self) -> None:
         steps = self._graph.steps
-        self._outputs = StepOutputs(self._graph, self._memory, self._links.tell, self._credit)
+        self.schedulers: SchedulerClient[StepRequest] = SchedulerClient(self._links, self._find)
+        self._messages = StepMessages(self._graph, self._memory, self.schedulers)
         self._running = [0] * len(steps)
         self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
 
     # --- from the schedulers ----------------------------------------------------------------------
 
     def take(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
-        """Handle a message of the scheduler at `endpoint`.
-
-        The message is ignored if another scheduler has the step's request by now.
-        """
-        if type(message) is StatisticsReported:
-            return
-        table = self._table
-        step = table.pending.get(message.id) or table.settling.get(message.id)
-        taken = step is not None and step.endpoint == endpoint and table.take(message)  # type: ignore[arg-type]
-        if taken:
+        """Handle a message of the scheduler at `endpoint`."""
+        self.schedulers.take(endpoint, message)
+        if self._messages.events:
             self._handle_events(now_ns)
-        elif isinstance(message, Finished | Responded):
-            for release in unread(message.data):
-                self._links.tell(endpoint, release)
 
     def lost(self, endpoint: str, successor: str, now_ns: int) -> None:
         """Submit the requests of a scheduler that is lost to those that serve their models now."""
         self._targets.move(endpoint, successor)
-        self._links.lose(endpoint, successor)
-        for step in self._table.lose(endpoint):
-            if not self._move(step):
-                step.fail(ENDED)
+        self.schedulers.successors.add(endpoint, successor)
+        self.schedulers.lost(endpoint)
         self._handle_events(now_ns)
+
+    def _find(self, step: StepRequest, _: Failed | None) -> str:
+        """Return the endpoint of the scheduler that serves the model of a step now."""
+        try:
+            return self._targets.find(step.firing.step.step).endpoint
+        except ShmserveError:
+            return ""
 
     def _handle_events(self, now_ns: int) -> None:
         """Handle what has happened to requests; that may submit others, which may fail at once."""
-        for step, message in self._events:  # which may become longer meanwhile
+        events = self._messages.events
+        while events:
+            step, message = events.pop(0)
             self._requests.touched[step.request] = None
             if message is None:
                 self._end(step, now_ns)
@@ -124,17 +96,20 @@ class StepRunner:
                 self._fail(step, message, now_ns)
             else:
                 self._respond(step, message, now_ns)  # type: ignore[arg-type]
-        self._events.clear()
 
     def _respond(self, step: StepRequest, message: Finished | Responded, now_ns: int) -> None:
         request = step.request
-        request.add_times(message)
+        request.input_ns += message.input_ns
+        request.infer_ns += message.infer_ns
+        request.output_ns += message.output_ns
+        if message.spans:
+            request.spans += message.spans
         more_follow = type(message) is Responded and not message.final
         if type(message) is Responded and message.code:
             self._requests.fail(request, message.code, message.message, now_ns)
         elif message.schema:
             try:
-                self._outputs.put(step, message, more_follow)
+                self._messages.put(step, message, more_follow)
                 return
             except ShmserveError as error:
                 self._requests.fail(request, error.code, error.message, now_ns)
@@ -144,7 +119,7 @@ class StepRunner:
                 logger.error("a worker's response is malformed: %s", error)
                 self._requests.fail(request, Internal.code, "internal error", now_ns)
         if more_follow:
-            self._credit(step)
+            self.schedulers.credit(step, 1)
 
     def _fail(self, step: StepRequest, message: Failed, now_ns: int) -> None:
         request = step.request
@@ -157,7 +132,8 @@ class StepRunner:
     def _end(self, step: StepRequest, now_ns: int) -> None:
         """End a step whose memory no worker has any more."""
         request, index = step.request, step.firing.step.index
-        step.firing.release()
+        for value in step.firing.inputs.values():
+            value.release()
         if step.blocks:
             for block in step.blocks.values():
                 block.release()
@@ -167,17 +143,13 @@ class StepRunner:
         if self._waiting[index]:
             self._run_waiting(index, now_ns)
 
-    def _credit(self, step: StepRequest) -> None:
-        if step.submit.id in self._table.pending:
-            self._links.tell(step.endpoint, Credit(step.submit.id, 1))
-
     # --- to the schedulers ------------------------------------------------------------------------
 
     def run(self, request: EnsembleRequest, now_ns: int) -> None:
         """Submit the steps of a request that can run now; others wait for their turn."""
         most, running = self._graph.max_inflight, self._running
         firings = request.flow.firings
-        while firings and request.state is State.RUNNING:
+        while firings and request.state is RUNNING:
             firing = firings.pop(0)
             index = firing.step.index
             if most and running[index] >= most:
@@ -186,7 +158,7 @@ class StepRunner:
                 self.waiting += 1
             else:
                 self._submit(request, firing, now_ns)
-        if self._events:
+        if self._messages.events:
             self._handle_events(now_ns)
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
@@ -196,66 +168,31 @@ class StepRunner:
             request.waiting -= 1
             self.waiting -= 1
             self._requests.touched[request] = None
-            if request.state is State.RUNNING:
+            if request.state is RUNNING:
                 self._submit(request, firing, now_ns)
             else:
                 firing.release()
 
     def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
-        number, memory, inputs = next(self._numbers), self._memory, firing.inputs
+        number = next(self._numbers)
         try:
             target = self._targets.find(firing.step.step)
-            kind = find_kind(request, firing, target, self._graph)
-            blocks = allocate(kind, memory) if kind.sizes else {}
+            step = self._messages.make(number, request, firing, target, now_ns)
         except ShmserveError as error:
             firing.release()
             self._requests.fail(request, error.code, error.message, now_ns)
             return
-        override = overrides(inputs.values())
-        submit = make_submit(number, request, inputs, kind, blocks, override, memory, now_ns)
-        step = StepRequest(
-            submit,
-            target.endpoint,
-            request,
-            firing,
-            target,
-            kind,
-            blocks,
-            override,
-            self._events,
-            self._move,
-        )
         request.running.add(number)
         self._running[firing.step.index] += 1
-        self._send(step, target)
-
-    def _move(self, step: StepRequest) -> bool:
-        """Submit a request, which is out of the table, to another scheduler of its model."""
-        try:
-            target = self._targets.find(step.firing.step.step)
-        except ShmserveError:
-            return False
-        if target.endpoint == step.endpoint:
-            return False
-        self._send(step, target)
-        return True
-
-    def _send(self, step: StepRequest, target: Target) -> None:
-        step.endpoint = target.endpoint
-        try:
-            self._links.submit(target.endpoint, step.submit)
-        except ShmserveError as error:
-            step.fail(error.message)
-        else:
-            self._table.add(step)
+        self.schedulers.submit(step, target.endpoint)
 
     def cancel(self, request: EnsembleRequest) -> None:
         """Cancel the steps of a request that has failed: those in flight and those that wait."""
         self._requests.touched[request] = None
         for number in request.running:
-            step = self._table.pending.get(number)
+            step = self.schedulers.pending.get(number)
             if step is not None:
-                self._links.tell(step.endpoint, Cancel(number))
+                self.schedulers.cancel(step)
 
     def drop_waiting(self, request: EnsembleRequest) -> None:
         """Remove the waiting steps of a request, which do not run."""
@@ -273,21 +210,19 @@ class StepRunner:
 
 @dataclass(eq=False)
 class StepSchedulers:
-    """The links of an ensemble to the schedulers of its steps.
+    """The links of an ensemble to the schedulers of its steps (`Links`).
 
     A scheduler in this process is called; the others have sockets.
 
     Attributes:
         _identity: The ensemble's address in this process.
         _take: Receives the endpoint and each message of a scheduler.
-        _moved: The successors of schedulers that were lost, by endpoint.
     """
 
     _waiter: Waiter
     _neighbours: InProcessLinks
     _identity: bytes
     _take: Callable[[str, Any], None]
-    _moved: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         name = f"{os.getpid()}.{secrets.token_hex(8)}"
@@ -303,29 +238,22 @@ class StepSchedulers:
         for message in link.receive():
             self._take(link.endpoint, message)
 
-    def submit(self, endpoint: str, message: Submit) -> None:
+    def open(self, endpoint: str) -> None:
+        if not self._neighbours.has(endpoint):
+            self._links.open(endpoint)
+
+    def queue(self, endpoint: str, message: Submit, byte_size: int) -> None:
         if not self._neighbours.post(endpoint, self._identity, message):
-            self._links.queue(self._links.open(endpoint), message, byte_size_of(message.data))
+            self._links.queue(endpoint, message, byte_size or message_size(message))
 
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
-        now = self._moved.get(endpoint, endpoint)
-        if self._neighbours.post(now, self._identity, message):
-            return
-        if now != endpoint:  # it may be in another process, and nothing was submitted to it yet
-            with contextlib.suppress(Unavailable):
-                self._links.open(now)
-        self._links.tell(now, message)
+        if not self._neighbours.post(endpoint, self._identity, message):
+            self._links.tell(endpoint, message)
 
-    def lose(self, endpoint: str, successor: str) -> None:
-        for before in [old for old, now in self._moved.items() if now == endpoint]:
-            del self._moved[before]
-            if successor:
-                self._moved[before] = successor
-        if successor:
-            self._moved[endpoint] = successor
-            if len(self._moved) > _MOST_MOVED:  # no memory that was lent is as old
-                del self._moved[next(iter(self._moved))]
-        self._links.lose(endpoint, successor, partial(self._take, endpoint))
+    hold = tell  # what is queued leaves at the end of the turn
+
+    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+        self._links.lose(endpoint, take)
 
     @property
     def pending(self) -> Sized:

@@ -10,15 +10,23 @@ ensemble's client has not read are in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import ShmserveError, Unsupported
-from shmserve.ipc.inflight import LONGEST_TIMEOUT_US, InflightRequest, Response, correlation_fields
 from shmserve.ipc.memory.lent import Block, Holding, Token, releases
-from shmserve.ipc.messages.inference import Failed, Finished, Release, Responded, Submit
+from shmserve.ipc.messages.inference import (
+    LONGEST_TIMEOUT_US,
+    Finished,
+    Release,
+    Responded,
+    Response,
+    Submit,
+    correlation_fields,
+)
+from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place, unpack_place
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
@@ -31,10 +39,10 @@ from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, Step, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
-from shmserve.scheduler.ensemble.request import EnsembleRequest, State, sequence_of
+from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, sequence_of
 from shmserve.scheduler.ensemble.targets import Target
+from shmserve.scheduler.requests.request import NEVER
 
-_MOST_KINDS = 256
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
 
 
@@ -46,37 +54,27 @@ class StepRequest(InflightRequest):
         kind: The common part of the requests with these inputs.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
         override: The parameters of a sequence that the inputs came with.
-        events: The queue of what happens to requests: a response, or None when no worker has the
-            request's memory any more. The runner handles the queue.
-        move: Submits a refused request to another scheduler that serves its model; returns whether
-            there is one.
+        events: What has happened to requests: a response, or None when no worker has the request's
+            memory any more. The runner handles these events.
         answered: Whether there has been a response with outputs.
     """
 
     request: EnsembleRequest
     firing: Firing
-    target: Target
     kind: StepKind
     blocks: dict[str, Block]
     override: dict[str, Any] | None
     events: list[tuple[StepRequest, Response | None]]
-    move: Callable[[StepRequest], bool]
     answered: bool = False
 
     def awaited(self) -> bool:
-        return self.request.state is State.RUNNING
+        return self.request.state is RUNNING
 
     def respond(self, message: Response) -> None:
         self.events.append((self, message))
 
-    def goes_elsewhere(self, message: Failed) -> bool:
-        return self.move(self)
-
     def free(self) -> None:
         self.events.append((self, None))
-
-
-# --- requests -------------------------------------------------------------------------------------
 
 
 class StepKind(NamedTuple):
@@ -88,6 +86,7 @@ class StepKind(NamedTuple):
         placed: The outputs that have places: the model's name and the ensemble's.
         sizes: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
+        responses: What follows from the schemas of the responses.
     """
 
     schema: bytes
@@ -95,165 +94,7 @@ class StepKind(NamedTuple):
     placed: tuple[tuple[str, str], ...]
     sizes: dict[str, tuple[int, int | None]]
     to_client: frozenset[str]
-
-
-def find_kind(request: EnsembleRequest, firing: Firing, target: Target, graph: Graph) -> StepKind:
-    """Return the kind of a step's request.
-
-    Raises:
-        InvalidArgument: The inputs do not fit the step's model.
-        Unsupported: The client's memory is given for an output of which there are many.
-    """
-    kinds = firing.step.kinds
-    key = (target.signature, request.own_schema, firing.kinds)
-    kind: StepKind | None = kinds.get(key)
-    if kind is None:
-        if len(kinds) >= _MOST_KINDS:
-            kinds.clear()
-        kind = kinds[key] = _new_kind(request, firing, target, graph)
-    return kind
-
-
-def _new_kind(request: EnsembleRequest, firing: Firing, target: Target, graph: Graph) -> StepKind:
-    wanted = _wanted(request, firing.step)
-    signature = target.signature
-    inputs: list[TensorRef] = []
-    for name, value in firing.inputs.items():
-        kind, spec = value.kind, signature.inputs.get(name)
-        assert kind is not None
-        batches = signature.max_batch_size > 0
-        shape = kind.shape if spec is None else kind.shape_for(spec.dims, batches)
-        inputs.append(TensorRef(name, kind.datatype, shape, value.data))
-    fit = signature.check(request.submit.request_id, inputs, wanted)
-    sizes = placed_sizes(firing.step.step, target, graph, fit.batch_size, wanted)
-    to_client = frozenset(output.name for output in wanted if output.place is not None)
-    names = [output.name for output in wanted]
-    placed = [name for name in names if name in sizes or name in to_client]
-    outputs, devices = firing.step.outputs, request.plan.devices
-    return StepKind(
-        pack_request_schema(inputs, names, placed, (), request.parameters),
-        pack_request_schema(inputs, names, placed, sizes, request.parameters),
-        tuple((name, outputs[name]) for name in placed),
-        {name: (size, devices.get(outputs[name])) for name, size in sizes.items()},
-        to_client,
-    )
-
-
-def _wanted(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
-    """Return the outputs of a step that are used, with the client's places."""
-    wanted: list[RequestedOutput] = []
-    for name, tensor in step.outputs.items():
-        if tensor not in request.plan.routes:
-            continue
-        place = request.places.get(tensor)
-        if place is not None and not step.once:
-            raise Unsupported(
-                f"output '{tensor}' follows a step that gives any number of responses: it cannot "
-                "go to shared memory"
-            )
-        wanted.append(RequestedOutput(name, place))
-    return tuple(wanted)
-
-
-def placed_sizes(
-    step: Step,
-    target: Target,
-    graph: Graph,
-    batch_size: int,
-    wanted: Sequence[RequestedOutput] | None = None,
-) -> dict[str, int]:
-    """Return the sizes of a step's outputs that are written to the ensemble's memory.
-
-    Outputs inside the message are not. Neither are those of a model that gives any number of
-    responses, because each would overwrite the one before it.
-
-    Args:
-        step: The step.
-        target: The model that runs it.
-        graph: The ensemble's graph.
-        batch_size: The batch size of the request.
-        wanted: The outputs that are used; None: all.
-    """
-    if target.decoupled:
-        return {}
-    if wanted is None:
-        wanted = tuple(map(RequestedOutput, step.outputs))
-    sizes = {
-        output.name: target.signature.output_size(output.name, batch_size)
-        for output in wanted
-        if output.place is None and step.outputs[output.name] not in graph.conditions
-    }
-    known = {name: size for name, size in sizes.items() if size is not None}
-    return known if sum(known.values()) > INLINE_LIMIT else {}
-
-
-def allocate(kind: StepKind, memory: EnsembleMemory) -> dict[str, Block]:
-    """Return a block for each output of a request that the ensemble allocates.
-
-    Raises:
-        Unavailable: The arena is full. No block is kept.
-    """
-    blocks: dict[str, Block] = {}
-    try:
-        for name, (byte_size, device) in kind.sizes.items():
-            blocks[name] = memory.allocate(byte_size, device)
-    except BaseException:
-        for block in blocks.values():
-            block.release()
-        raise
-    return blocks
-
-
-def make_submit(
-    number: int,
-    request: EnsembleRequest,
-    inputs: dict[str, Value],
-    kind: StepKind,
-    blocks: dict[str, Block],
-    override: dict[str, Any] | None,
-    memory: EnsembleMemory,
-    now_ns: int,
-) -> Submit:
-    """Return the message that submits a step's request with this number."""
-    origin, schema = request.submit, kind.schema
-    data: list[Any] = []
-    for value in inputs.values():
-        given = value.data
-        data.append(given if type(given) is bytes else pack_place(memory.passed_on(given)))  # type: ignore[arg-type]
-    if kind.placed:
-        # Other requests' outputs must not stay in a client's memory, which it may write to.
-        if kind.sizes and all(value.in_block for value in inputs.values()):
-            schema = kind.schema_or_input
-        for name, tensor in kind.placed:
-            block = blocks.get(name)
-            data.append(pack_place(request.places[tensor] if block is None else block.place))
-    deadline_ns, timeout_us = request.deadline_ns, origin.timeout_us
-    if timeout_us:
-        timeout_us = min(timeout_us, LONGEST_TIMEOUT_US)
-        own_ns = now_ns + timeout_us * 1000
-        deadline_ns = min(deadline_ns, own_ns) if deadline_ns else own_ns
-    flags, number_id, text_id = origin.flags, origin.correlation_id, origin.correlation_text
-    if override:
-        correlation_id, flags = sequence_of(origin, override)
-        number_id, text_id = correlation_fields(correlation_id)
-    return Submit(
-        number,
-        schema,
-        data,
-        now_ns,
-        deadline_ns,
-        timeout_us,
-        origin.priority,
-        origin.request_id,
-        flags,
-        number_id,
-        text_id,
-        origin.source,
-        TraceContext.of(origin.trace).child().message if origin.trace else "",
-    )
-
-
-# --- responses ------------------------------------------------------------------------------------
+    responses: Schemas[StepResponse]
 
 
 class StepOutput(NamedTuple):
@@ -297,7 +138,7 @@ class StepResponse:
         outputs: list[StepOutput] = []
         for name, datatype, shape, _ in schema.outputs:
             tensor = step.outputs.get(name, "")
-            kind = TensorKind(datatype, shape, batched)
+            kind = TensorKind.of(datatype, shape, batched)
             outputs.append(
                 StepOutput(name, kind, tensor, tensor in conditions, tensor in client_outputs)
             )
@@ -309,18 +150,116 @@ class StepResponse:
 
 
 @dataclass(eq=False)
-class StepOutputs:
-    """Puts the outputs of steps into the data flow of their requests.
+class StepMessages:
+    """Makes the requests of steps, and puts the outputs of steps into the data flow.
 
     Attributes:
-        tell: Queues a release for the scheduler at an endpoint.
-        credit: Returns the credit for a response of a step.
+        events: See `StepRequest`.
     """
 
     _graph: Graph
     _memory: EnsembleMemory
-    tell: Callable[[str, Release], None]
-    credit: Callable[[StepRequest], None]
+    _schedulers: SchedulerClient[StepRequest]
+    events: list[tuple[StepRequest, Response | None]] = field(default_factory=list)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def make(
+        self, number: int, request: EnsembleRequest, firing: Firing, target: Target, now_ns: int
+    ) -> StepRequest:
+        """Return the request of a step, with this number.
+
+        Raises:
+            InvalidArgument: The inputs do not fit the step's model.
+            Unsupported: The client's memory is given for an output of which there are many.
+            Unavailable: The arena is full.
+        """
+        origin, memory = request.submit, self._memory
+        key = (target.signature, request.known.own_schema, firing.kinds)
+        kind: StepKind | None = firing.step.kinds.find(key)
+        if kind is None:
+            kind = self._new_kind(request, firing, target)
+            firing.step.kinds.remember(key, kind)
+        blocks = self._allocate(kind) if kind.sizes else {}
+        data: list[Any] = []
+        override: dict[str, Any] | None = None
+        for value in firing.inputs.values():
+            where = value.data
+            data.append(where if type(where) is bytes else pack_place(memory.passed_on(where)))  # type: ignore[arg-type]
+            if value.override:
+                override = {**(override or {}), **value.override}
+        schema = kind.schema
+        if kind.placed:
+            # Other requests' outputs must not stay in a client's memory, which it may write to.
+            if kind.sizes and all(value.in_block for value in firing.inputs.values()):
+                schema = kind.schema_or_input
+            for name, tensor in kind.placed:
+                block = blocks.get(name)
+                data.append(pack_place(request.places[tensor] if block is None else block.place))
+        deadline_ns, timeout_us = request.deadline_ns, origin.timeout_us
+        if timeout_us:
+            timeout_us = min(timeout_us, LONGEST_TIMEOUT_US)
+            deadline_ns = min(deadline_ns or NEVER, now_ns + timeout_us * 1000)
+        flags, number_id, text_id = origin.flags, origin.correlation_id, origin.correlation_text
+        if override:
+            correlation_id, flags = sequence_of(origin, override)
+            number_id, text_id = correlation_fields(correlation_id)
+        submit = Submit(
+            number,
+            schema,
+            data,
+            now_ns,
+            deadline_ns,
+            timeout_us,
+            origin.priority,
+            origin.request_id,
+            flags,
+            number_id,
+            text_id,
+            origin.source,
+            TraceContext.of(origin.trace).child().message if origin.trace else "",
+        )
+        return StepRequest(submit, request, firing, kind, blocks, override, self.events)
+
+    def _new_kind(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepKind:
+        wanted = _wanted(request, firing.step)
+        signature = target.signature
+        batched = signature.max_batch_size > 0
+        inputs: list[TensorRef] = []
+        for name, value in firing.inputs.items():
+            kind, spec = value.kind, signature.inputs.get(name)
+            assert kind is not None
+            shape = kind.shape if spec is None else kind.shape_for(spec.dims, batched)
+            inputs.append(TensorRef(name, kind.datatype, shape, value.data))
+        fit = signature.check(request.submit.request_id, inputs, wanted)
+        sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, wanted)
+        to_client = frozenset(output.name for output in wanted if output.place is not None)
+        names = [output.name for output in wanted]
+        placed = [name for name in names if name in sizes or name in to_client]
+        outputs = firing.step.outputs
+        parameters, plan = request.known.parameters, request.flow.plan
+        derive = partial(StepResponse, firing.step, batched, self._graph.conditions, plan.outputs)
+        return StepKind(
+            pack_request_schema(inputs, names, placed, (), parameters),
+            pack_request_schema(inputs, names, placed, sizes, parameters),
+            tuple((name, outputs[name]) for name in placed),
+            {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
+            to_client,
+            firing.step.responses.setdefault(batched, Schemas(derive)),
+        )
+
+    def _allocate(self, kind: StepKind) -> dict[str, Block]:
+        blocks: dict[str, Block] = {}
+        try:
+            for name, (byte_size, device) in kind.sizes.items():
+                blocks[name] = self._memory.allocate(byte_size, device)
+        except BaseException:
+            for block in blocks.values():
+                block.release()
+            raise
+        return blocks
+
+    # --- responses --------------------------------------------------------------------------------
 
     def put(self, step: StepRequest, message: Finished | Responded, more_follow: bool) -> None:
         """Put the outputs of a response into the data flow; discard those that nothing reads.
@@ -336,32 +275,20 @@ class StepOutputs:
             InvalidArgument: A condition lies in memory that cannot be read.
         """
         request, planned = step.request, step.firing.step
-        batched = step.target.signature.max_batch_size > 0
-        schemas = planned.responses.get(batched)
-        if schemas is None:
-            schemas = self._schemas(request, planned, batched)
-        response: StepResponse = schemas.find(message.schema) or schemas.learn(message.schema)
+        schemas = step.kind.responses
+        response = schemas.find(message.schema) or schemas.learn(message.schema)
         raw = message.data
         if len(raw) != len(response.outputs):
             raise MalformedMessage("a response's data do not match its schema")
         data = [each if type(each) is bytes else unpack_place(each) for each in raw]
-        if request.state is not State.RUNNING or (step.answered and not planned.decoupled):
+        if request.state is not RUNNING or (step.answered and not planned.decoupled):
             if more_follow:
-                self.credit(step)
+                self._schedulers.credit(step, 1)
             self._discard(step, response.outputs, data)
             return
         step.answered = True
         made = self._values(step, response, data, more_follow)
         request.flow.respond(planned, step.firing.number, made)
-
-    def _schemas(
-        self, request: EnsembleRequest, planned: PlannedStep, batched: bool
-    ) -> Schemas[StepResponse]:
-        conditions, outputs = self._graph.conditions, request.plan.outputs
-        derive = partial(StepResponse, planned, batched, conditions, outputs)
-        schemas: Schemas[StepResponse] = Schemas(derive)
-        planned.responses[batched] = schemas
-        return schemas
 
     def _values(
         self,
@@ -374,7 +301,7 @@ class StepOutputs:
         firing = step.firing
         override = response.override or step.override
         held = () if firing.step.once else _held_credits(firing)
-        own = Holding(partial(self.credit, step)) if more_follow else None
+        own = Holding(partial(self._schedulers.credit, step, 1)) if more_follow else None
         if own is not None:
             held = (*held, own)
         made: list[tuple[str, Value]] = []
@@ -427,7 +354,8 @@ class StepOutputs:
 
     def _let_go(self, endpoint: str, place: Place) -> None:
         self._memory.let_go(place)
-        self.tell(endpoint, Release(place.memory.pid, [place.offset], place.memory.id))
+        release = Release(place.memory.pid, [place.offset], place.memory.id)
+        self._schedulers.release(endpoint, (release,))
 
     def _discard(
         self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Place]
@@ -439,8 +367,7 @@ class StepOutputs:
             for output, where in zip(outputs, data, strict=True)
             if isinstance(where, Place) and output.name not in ours
         ]
-        for release in releases(places):
-            self.tell(step.endpoint, release)
+        self._schedulers.release(step.endpoint, releases(places))
 
 
 def _returned(step: StepRequest, place: Place, block: Block) -> Block:
@@ -463,3 +390,51 @@ def _held_credits(firing: Firing) -> tuple[Token, ...]:
     """Return the credits that are held by the inputs of a step."""
     found = (credit for value in firing.inputs.values() for credit in value.held_credits)
     return tuple(dict.fromkeys(found))
+
+
+def _wanted(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
+    """Return the outputs of a step that are used, with the client's places."""
+    wanted: list[RequestedOutput] = []
+    for name, tensor in step.outputs.items():
+        if tensor not in request.flow.plan.routes:
+            continue
+        place = request.places.get(tensor)
+        if place is not None and not step.once:
+            raise Unsupported(
+                f"output '{tensor}' follows a step that gives any number of responses: it cannot "
+                "go to shared memory"
+            )
+        wanted.append(RequestedOutput(name, place))
+    return tuple(wanted)
+
+
+def placed_sizes(
+    step: Step,
+    target: Target,
+    graph: Graph,
+    batch_size: int,
+    wanted: Sequence[RequestedOutput] | None = None,
+) -> dict[str, int]:
+    """Return the sizes of a step's outputs that are written to the ensemble's memory.
+
+    Outputs inside the message are not. Neither are those of a model that gives any number of
+    responses, because each would overwrite the one before it.
+
+    Args:
+        step: The step.
+        target: The model that runs it.
+        graph: The ensemble's graph.
+        batch_size: The batch size of the request.
+        wanted: The outputs that are used; None: all.
+    """
+    if target.decoupled:
+        return {}
+    if wanted is None:
+        wanted = tuple(map(RequestedOutput, step.outputs))
+    sizes = {
+        output.name: target.signature.output_size(output.name, batch_size)
+        for output in wanted
+        if output.place is None and step.outputs[output.name] not in graph.conditions
+    }
+    known = {name: size for name, size in sizes.items() if size is not None}
+    return known if sum(known.values()) > INLINE_LIMIT else {}

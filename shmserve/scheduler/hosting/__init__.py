@@ -1,7 +1,7 @@
 """The process that hosts schedulers: the loop, the sockets and the clock.
 
 Fronts and cores have none of these. (The sockets of an ensemble to its steps are in
-ensemble/steps/links.py, and response_cache.py reads the time to measure itself.)
+ensemble/runner.py, and response_cache.py reads the time to measure itself.)
 
 host.py             the entry point, and the loop: wait, receive, tick, send, for all schedulers
 hosted.py           one scheduler: its sockets, its front, its core; the table of kinds

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from shmserve.ipc.processes import PreciseWait
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.scheduler.requests.request import NEVER
 
@@ -18,8 +19,7 @@ _MOST_LATE_NS = 60_000
 _LONGEST_WAIT_NS = 3_600_000_000_000
 
 _NS_PER_MS = 1_000_000
-# epoll_wait(2) counts in whole ms: shorter waits use select(2), which counts in µs, on the epoll(7)
-# descriptor.
+# epoll_wait(2) counts in whole ms: shorter waits use ppoll(2) on the epoll(7) descriptor.
 _NEAR_NS = 5 * _NS_PER_MS
 
 Take = Callable[[], None]
@@ -36,6 +36,7 @@ class Waiter:
     def __init__(self) -> None:
         self.takers: dict[int, Take] = {}
         self._epoll = select.epoll()
+        self._short_wait = PreciseWait(self._epoll.fileno())
         self._late_ns = 0
         self._busy_poll = BusyPoll()
 
@@ -86,9 +87,9 @@ class Waiter:
     def _wait_until(self, wake_ns: int) -> Ready:
         aim_ns = wake_ns - self._late_ns
         timeout_ns = max(0, aim_ns - time.monotonic_ns())
-        readable, _, _ = select.select((self._epoll,), (), (), timeout_ns / 1e9)
+        readable = self._short_wait.wait(timeout_ns)
         if timeout_ns and not readable:
-            late_ns = min(time.monotonic_ns() - aim_ns, _MOST_LATE_NS)
+            late_ns = min(max(0, time.monotonic_ns() - aim_ns), _MOST_LATE_NS)
             self._late_ns += (late_ns - self._late_ns) // 8
         return self._epoll.poll(0) if readable else []
 

@@ -101,9 +101,11 @@ class Host:
             touched.clear()
             turned += schedulers
             for scheduler in schedulers:
-                scheduler.tick(time.monotonic_ns())
+                scheduler.tick(now_ns)
             if neighbours.posted:
                 neighbours.deliver()
+            if touched:
+                now_ns = time.monotonic_ns()
         # All together, because a receiver that wakes up may occupy this core before the other
         # flushes.
         for scheduler in turned:

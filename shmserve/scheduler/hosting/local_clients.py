@@ -23,8 +23,7 @@ from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LARGEST_WORK, MOST_LINKS, Capabilities
-from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
-from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema

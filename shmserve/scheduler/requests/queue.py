@@ -23,7 +23,7 @@ import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from shmserve.errors import QueueFull, Unavailable
@@ -185,13 +185,17 @@ class PriorityQueue:
             number = self._order[0]
             level = self._levels[number]
             part = level.in_time or level.delayed
-            if len(part) <= count:
-                count -= len(part)
+            size = len(part)
+            if size <= count:
+                count -= size
                 taken += part.values()
                 part.clear()
-            while part and count:
-                count -= 1
-                taken.append(part.popitem(last=False)[1])
+            else:
+                first = list(islice(part.values(), count))
+                count = 0
+                taken += first
+                for request in first:
+                    del part[request.key]
             if not (level.in_time or level.delayed):
                 self._forget(number)
         return taken

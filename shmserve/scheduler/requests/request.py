@@ -1,9 +1,9 @@
 """A request inside the scheduler, its state machine, and the processes that take part in it (pure).
 
 The client of a request receives one end: the response, the last of the responses, or an error. If a
-worker still has the request then, the client also receives a `Settled` later. The state says which
-of these messages are still owed. A worker may read a request's memory long after its client stopped
-waiting.
+worker still has the request then, the client also receives a `Settled` later. The state determines
+which of these messages are outstanding. A worker may read a request's memory long after its client
+has stopped waiting.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Timing(NamedTuple):
             output_start = min(max(output_start, input_end), now_ns)
             end = min(max(end, output_start), now_ns)
         phases = (input_end - start, output_start - input_end, end - output_start)
-        return cls(start, *phases, rows, closed, message.spans)
+        # Without the function in Python that makes a named tuple.
+        return tuple.__new__(cls, (start, *phases, rows, closed, message.spans))
 
 
 class State(StrEnum):

@@ -52,9 +52,9 @@ class OrderPhase(Enum):
     READING = auto()  # folder and configuration
     WAITING = auto()  # for the models of an ensemble's steps, or for the ends of ensembles
     STARTING = auto()  # new versions and instances
-    OFFERED = auto()  # new versions are published, and serve once every client knows them as ready
-    PUBLISHING = auto()  # every client is notified of the versions that serve now
-    DROPPING = auto()  # the load failed, and the versions that it started end
+    OFFERED = auto()  # published; they serve once every client has acknowledged them as ready
+    PUBLISHING = auto()  # every client is notified of the serving versions
+    DROPPING = auto()  # the load failed, and the versions that it started are stopped
     MOVING = auto()
     SETTLED = auto()
 

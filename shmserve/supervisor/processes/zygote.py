@@ -190,7 +190,9 @@ def _become_child_of(supervisor_pid: int, between: int) -> None:
     except ProcessLookupError:
         pass
     else:
-        select.select([pidfd], [], [])
+        exited = select.poll()
+        exited.register(pidfd, select.POLLIN)
+        exited.poll()
         os.close(pidfd)
     die_with_parent(supervisor_pid)
 

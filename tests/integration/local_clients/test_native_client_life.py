@@ -25,7 +25,6 @@ from shmserve.client import aio
 from shmserve.client.request.arrays import dtype_of
 from shmserve.client.request.options import PLAIN
 from tests.support import repositories
-from tests.support.gates import Visit
 from tests.support.servers import ROOT, Server, Start, run_python
 from tests.support.waiting import until
 
@@ -344,39 +343,6 @@ async def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Se
         assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
 
 
-@pytest.mark.parametrize("then", ["go on", "exit"])
-def test_a_signals_handler_closes_the_client_while_its_thread_waits(
-    gated: Server, then: str
-) -> None:
-    """As what ends a program does: it neither hangs nor leaves anything behind."""
-    client = shmserve.client.connect(gated.run_dir)
-
-    def end(*_: object) -> None:
-        client.close()
-        if then == "exit":
-            sys.exit(7)
-
-    def interrupt() -> None:
-        held.append(gated.gate.next())
-        signal.pthread_kill(main, signal.SIGUSR1)
-
-    main = threading.get_ident()
-    held: list[Visit] = []
-    before = signal.signal(signal.SIGUSR1, end)
-    other = threading.Thread(target=interrupt)
-    other.start()
-    try:
-        with pytest.raises(SystemExit if then == "exit" else shmserve.client.Disconnected):
-            client.infer("gated", INPUT0=np.ones((1, 1), np.int32), timeout=60)
-    finally:
-        other.join()
-        signal.signal(signal.SIGUSR1, before)
-        held[0].release()
-    assert not client._channels
-    with pytest.raises(shmserve.client.Disconnected):
-        client.infer("gated", INPUT0=np.ones((1, 1), np.int32))
-
-
 def test_every_future_ends_when_the_client_does(gated: Server) -> None:
     client = shmserve.client.connect(gated.run_dir)
     futures = [client.infer_async("simple", INPUT0=A, INPUT1=A) for _ in range(50)]
@@ -420,8 +386,7 @@ def test_a_client_that_nobody_closes(gated: Server) -> None:
 def test_memory_is_taken_back_though_the_connection_is_interrupted(
     client: shmserve.client.Server,
 ) -> None:
-    """Who wants memory in a signal's handler, where its thread holds the connection's lock, waits
-    for the connection's own thread, which is to wait for nobody."""
+    """The connection's own thread takes it back, and waits for nobody who holds the lock."""
     memories = client._session.memories
     region = client.allocate({"INPUT0": ((ROW,), "FP32")})
     with client._session.connection()._lock:

@@ -16,8 +16,8 @@ import pytest
 
 import shmserve.client
 from shmserve.client import aio
-from shmserve.client.inflight.channel import RequestChannel
 from shmserve.ipc.credit import FIRST_CREDIT
+from shmserve.ipc.scheduler_client import SchedulerClient
 from tests.support import repositories
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
@@ -331,7 +331,7 @@ def test_who_releases_nothing_leaves_memory_to_others(
     ):
         steps: Any = [b"%d" % n for n in range(20)]
         with monkeypatch.context() as forgetful:
-            forgetful.setattr(RequestChannel, "release", lambda *_: None)
+            forgetful.setattr(SchedulerClient, "release", lambda *_: None)
             stream = hoarder.stream("steps", STEPS=steps, SIZE=size)
             assert [int(next(stream)["OUT"][-1]) for _ in range(8)] == [*range(8)]
             with pytest.raises(shmserve.client.Unavailable, match="client has not released"):

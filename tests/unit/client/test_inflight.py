@@ -225,7 +225,7 @@ def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
 def test_answers_are_copied_by_several_at_a_time(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of one copy a signal's handler may ask, and wait for another thread's copy."""
+    """One thread may copy in the middle of another's copy."""
     mapped = Mappings._open
     copies: list[bytes] = []
 
@@ -263,7 +263,7 @@ def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
     channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
     try:
         for number in range(count):
-            channel._post(router.endpoint, Cancel(number))
+            channel._links.queue(router.endpoint, Cancel(number))
         channel.flush()
         (link,) = channel._links._by_endpoint.values()
         numbers: list[int] = []

@@ -4,12 +4,9 @@ import copy
 import gc
 import os
 import pickle
-import sys
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,7 +15,6 @@ import pytest
 import torch
 
 from shmserve.client.errors import Released
-from shmserve.client.memory import segments
 from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
@@ -119,96 +115,6 @@ def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None
         memories.allocate(60 << 20, alone=True)
     in_use.end()
     assert memories.allocate(60 << 20, alone=True)
-
-
-def test_who_asks_while_room_is_made_is_served(memories: Memories) -> None:
-    """As a signal's handler does, which needs memory itself."""
-
-    class Interrupted:
-        def give_up(self) -> None:
-            further.append(Interrupted())
-            memories.serve(further[-1])
-
-    first = Interrupted()
-    further: list[Interrupted] = []
-    memories.serve(first)
-    with pytest.raises(Unavailable, match="may use 67108864 bytes"):
-        memories.allocate(65 << 20)
-    assert len(further) == 1
-
-
-def test_who_asks_in_the_middle_of_any_step_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a signal's handler may, between any two steps of the interpreter: no two get the same."""
-    monkeypatch.setattr(segments, "_SMALLEST", 1 << 16)  # less to reserve each time
-    step = 0
-    while interrupted_at(step):
-        step += 1
-    assert step > 1000
-
-
-def interrupted_at(moment: int) -> bool:
-    """Allocate and give back, and do so again in between before one step; whether there was one."""
-
-    def share(segment: AnySegment) -> None:
-        segment.shared(Memory(1, 0, 0, 0, segment.size, True).packed)
-
-    memories = Memories(4 << 20, share, lambda segment: None)
-    held = [memories.allocate(10_000) for _ in range(5)]
-    held.pop(2).give_back()
-    seen = 0
-
-    def handler() -> None:
-        held.append(memories.allocate(20_000))
-        memories.allocate(64, alone=True).give_back()
-        memories.settle()
-
-    def trace(frame: types.FrameType, event: str, _: object) -> Any:
-        nonlocal seen
-        frame.f_trace_opcodes = True
-        if not frame.f_code.co_filename.endswith(
-            ("client/memory/segments.py", "ipc/memory/arena.py")
-        ):
-            return None
-        if event == "opcode":
-            seen += 1
-            if seen == moment + 1:
-                sys.settrace(None)
-                handler()
-        return trace
-
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one that is set before
-    sys.settrace(trace)
-    try:
-        held.append(memories.allocate(5_000))
-        held.pop(0).give_back()
-        memories.allocate(1 << 19, alone=True).give_back()
-        held.append(memories.allocate(7_000))
-        memories.settle()
-    finally:
-        sys.settrace(None)
-    spans = sorted((id(block.segment), block.offset, block.size) for block in held)
-    for (one, start, size), (other, begin, _) in pairwise(spans):
-        assert one != other or start + size <= begin, (moment, spans)
-    for segment in {block.segment for block in held}:
-        segment.free.check_integrity()
-    for block in held:
-        block.give_back()
-    memories.settle()
-    assert not memories._segments, moment
-    memories.close()
-    return seen > moment
-
-
-def test_who_closes_the_client_in_the_middle_ends_nothing_but_that() -> None:
-    """As a signal's handler may, while what was given back is taken back."""
-
-    def share(segment: AnySegment) -> None:
-        segment.shared(Memory(1, 0, 0, 0, segment.size, True).packed)
-
-    own = Memories(16 << 20, share, lambda segment: own.close())
-    own.allocate(1000).give_back()
-    own.settle()
-    assert not own._segments
 
 
 def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:

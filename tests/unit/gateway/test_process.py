@@ -39,7 +39,7 @@ def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
         await asyncio.sleep(0.1)  # a later timer
         assert not len(mappings)
         gateway._gateway.supervisor.close()
-        gateway._gateway.dispatcher.close()
+        gateway._gateway.schedulers.close()
         gateway._gateway.arena.close()
 
     router = Router(control(tmp_path))

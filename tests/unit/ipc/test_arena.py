@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import Arena, FreeList
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Place, unpack_place
+from shmserve.ipc.transport.records import MalformedMessage
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))
@@ -89,10 +90,9 @@ def test_an_arena_cannot_be_shrunk() -> None:
 def test_a_place_outside_its_memory_is_refused() -> None:
     arena, reader = Arena(1 << 16), Mappings()
     good = arena.allocate(64)
-    with pytest.raises(InvalidArgument):
-        reader.view(Place(good.memory, 1 << 16, 1))
-    with pytest.raises(InvalidArgument):
-        reader.view(Place(good.memory, -1, 1))
+    for offset, byte_size in ((1 << 16, 1), (-1, 1), (0, (1 << 16) + 1), (1, -1)):
+        with pytest.raises(MalformedMessage, match="outside"):
+            unpack_place((good.memory.packed, offset, byte_size))
     with pytest.raises(Unavailable):
         reader.view(Place(dataclasses.replace(good.memory, id=1, inode=1), 0, 1))
     with pytest.raises(Unavailable):

@@ -7,8 +7,8 @@ import pytest
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT as FIRST
 from shmserve.ipc.endpoints import Capabilities
-from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference

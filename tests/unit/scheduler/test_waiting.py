@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import time
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from shmserve.scheduler.requests.request import NEVER
 
 _HIGH = 1100  # past what select(2) can wait for
 
-_WAITS_NS = (100_000, 20_000_000)  # in select(2), and in poll(2)
+_WAITS_NS = (100_000, 20_000_000)  # in ppoll(2), and in epoll_wait(2)
 
 
 @pytest.fixture
@@ -29,6 +30,23 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
     for ends in made:
         for fd in ends:
             os.close(fd)
+
+
+@pytest.fixture
+def low_descriptors_taken() -> Iterator[None]:
+    """The next descriptor is above 1,023."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH), max(most, 2 * _HIGH)))
+    except (OSError, ValueError):
+        pytest.skip("the limit of descriptors cannot be raised")
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < _HIGH:
+        taken.append(os.dup(taken[0]))
+    yield
+    for fd in taken:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 @pytest.mark.parametrize("wait_ns", [*_WAITS_NS, NEVER])
@@ -61,3 +79,15 @@ def test_one_that_is_watched_no_longer(pipes: list[tuple[int, int]]) -> None:
     os.write(writes, b"x")
     assert waiter.wait(time.monotonic_ns() + _WAITS_NS[0], 0) == []
     assert list(waiter.takers) == [second]
+
+
+@pytest.mark.usefixtures("low_descriptors_taken")
+@pytest.mark.parametrize("wait_ns", _WAITS_NS)
+def test_a_process_with_many_descriptors(pipes: list[tuple[int, int]], wait_ns: int) -> None:
+    waiter = Waiter()
+    assert waiter._epoll.fileno() > 1023
+    (reads, writes), _ = pipes
+    waiter.watch(reads, lambda: None)
+    assert waiter.wait(time.monotonic_ns() + wait_ns, 0) == []
+    os.write(writes, b"x")
+    assert [fd for fd, _ in waiter.wait(time.monotonic_ns() + wait_ns, 0)] == [reads]

@@ -244,13 +244,13 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: CallRouter, others:
     others.found("s1")
     lost = first.next(m.Submit)
     others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
-    others.found("s2")
     again = second.next(m.Submit)
     assert again == lost
     second.say(doubled(again))
     assert values(running.result(10)) == [2.0, 4.0]
-    # And so do new ones.
+    # New ones go to whom the supervisor names.
     running = others.run(call, calls, request())
+    others.found("s2")
     second.say(doubled(second.next(m.Submit)))
     running.result(10)
 
@@ -269,12 +269,13 @@ def test_no_descriptor_for_a_link_to_the_successor(
     scheduler.next(m.Submit)
     monkeypatch.setattr(link_table, "Dealer", full)
     others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
-    others.found("s2")
     with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
         running.result(10)
+    running = others.run(call, calls, request())
+    others.found("s2")
     with pytest.raises(Unavailable, match="no link"):
-        calls.begin(Call(calls, request()))
-    assert not calls._table
+        running.result(10)
+    assert not calls.schedulers
 
 
 def test_calls_too_late_for_a_retired_version(calls: CallRouter, others: Others) -> None:
@@ -380,7 +381,6 @@ def test_a_coroutine_hears_of_losses_and_errors(calls: CallRouter, others: Other
     first.next(m.Submit)
     first.next(m.Submit)
     others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
-    others.found("s2")
     second.say(doubled(second.next(m.Submit)))
     second.say(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
     assert running.result(10) == ([2.0, 4.0], "no")

@@ -17,7 +17,7 @@ from shmserve.errors import NotFound
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import encode_bytes
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput, RequestSchema, pack_inference
+from shmserve.ipc.tensors.inference import Inference, OutputSchema, RequestSchema, pack_inference
 from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends.python import metrics
 from shmserve.workers.backends.python.errors import to_model, to_server
@@ -32,7 +32,7 @@ TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8
 
 def received(*inputs: Input, **more: Any) -> ReceivedRequest:
     schema, data = pack_inference(Inference((), (), more.pop("parameters", {})))
-    wanted = {"OUT": RequestedOutput("OUT")}
+    wanted = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
     origin = Request(
         Work(1, 42, schema, data, "id-1", **more),
         RequestSchema(schema),

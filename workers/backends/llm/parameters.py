@@ -51,7 +51,7 @@ class GenerationParameters:
         logprobs: The number of likeliest tokens to report; -1: no log probabilities.
         prompt_logprobs: The same for the prompt.
         top_k: The number of likeliest tokens to sample from; 0: unlimited.
-        best_of: The number of candidates; 0: `n`.
+        best_of: The width of the beam search, if larger than `n`.
         truncate_prompt_tokens: The number of last prompt tokens to use; 0: all.
         grammar: (kind, text) with the kind "json_schema" or "regex", or ("", "").
     """

@@ -196,8 +196,10 @@ def _largest_batch(tensors: Sequence[Described]) -> int:
 def check(
     signature: Signature, description: Description, made: Collection[str] = frozenset()
 ) -> None:
-    """Raises InvalidArgument when a configuration promises what the file cannot do. `made`: inputs
-    that are made of the batch, which clients do not send, and outputs that are cut."""
+    """Raises InvalidArgument when a configuration promises what the file cannot do.
+
+    `made`: inputs that are made of the batch, which clients do not send, and outputs that are cut.
+    """
     name, most = signature.name, signature.max_batch_size
     for tensor in (*description.inputs, *filter(_ranked, description.outputs)) if most > 0 else ():
         if tensor.dims[:1] != (-1,):

@@ -88,7 +88,7 @@ class HostBinding:
             size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
             if size < _WORTH or name not in request.requested:
                 continue
-            if request.requested[name].place is None:
+            if name not in request.places:
                 buffer = self._reserved(request, size)
             else:
                 buffer = self._region(own.get(name), size, tensor.datatype)
@@ -244,16 +244,14 @@ def _text(name: str, array: Array) -> Array:
 def _free_places(request: Request, least: int) -> dict[str, Place]:
     """Return the output ranges with at least `least` bytes that overlap nothing in the request."""
     found = {
-        name: output.place
-        for name, output in request.requested.items()
-        if output.place is not None
-        and output.place.byte_size >= least
-        and not output.place.memory.copied
+        name: place
+        for name, place in request.places.items()
+        if place.byte_size >= least and not place.memory.copied
     }
     if not found:
         return {}
     others = [item.place for item in request.inputs.values() if item.place is not None]
-    others += [output.place for output in request.requested.values() if output.place is not None]
+    others += request.places.values()
     return {
         name: place
         for name, place in found.items()

@@ -30,6 +30,7 @@ class PythonBackend(Backend):
     """One `TritonPythonModel`."""
 
     strict_outputs = False
+    metrics = staticmethod(metrics.changes)  # the families created with `pb_utils.MetricFamily`
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -129,10 +130,6 @@ class PythonBackend(Backend):
     def _metrics_changed(self, at_once: bool) -> None:
         self.context.control.wake()
         self.metrics_changed(at_once)
-
-    def metrics(self) -> list[list[Any]] | None:
-        """Return the families that the model has created with `pb_utils.MetricFamily`."""
-        return metrics.changes()
 
     def unload(self) -> None:
         """Call the model's `finalize`, whose errors are passed on."""

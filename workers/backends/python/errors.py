@@ -92,8 +92,9 @@ def listed(value: Any, what: str) -> list[Any]:
 
 
 def whole(value: object, what: str, least: int = 0, bits: int = 63) -> int:
-    """`value` as an int, numpy's too, which must be `least` or more, below 2**bits; else raises
-    TypeError.
+    """Return `value`, which may be numpy's, as an int in [`least`, 2**bits).
+
+    Else raise TypeError.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]

@@ -98,19 +98,18 @@ class PythonExecution:
                 f"objects. InferenceRequest(s) size is:{len(received)}, and InferenceResponse(s) "
                 f"size is:{len(returned)}",
             )
-        pairs = list(zip(received, returned, strict=True))
-        awaited = [request.outbox for request, item in pairs if request.outbox and item is None]
+        awaited: list[SingleResponse] = []
+        for request, item in zip(received, returned, strict=True):
+            if request.outbox and item is None:
+                awaited.append(request.outbox)
         if awaited:
             self._await_senders(awaited)
-            for outbox in awaited:
-                if outbox.response is None and outbox.error is not None:
-                    raise outbox.error
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         return [
             to_response(item)
             if type(item) is InferenceResponse and not request.outbox and not request.rescheduled
             else self._response(request, item)
-            for request, item in pairs
+            for request, item in zip(received, returned, strict=True)
         ]
 
     def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
@@ -155,6 +154,9 @@ class PythonExecution:
             self.run(_arrival(outboxes))
         for outbox in outboxes:
             outbox.done.wait()
+        for outbox in outboxes:
+            if outbox.response is None and outbox.error is not None:
+                raise outbox.error
 
     @staticmethod
     def _sent(received: Sequence[ReceivedRequest]) -> list[Response]:

@@ -8,6 +8,7 @@ import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from itertools import repeat
 from typing import Any
 
 from shmserve.errors import ShmserveError
@@ -309,7 +310,8 @@ class ReceivedRequest(InferenceRequest):
         self._parameters = origin.schema.parameters
         self._outputs = origin.requested
         inputs = origin.inputs
-        self.tensors = {name: ReceivedTensor(inputs[name], lender) for name in inputs}
+        tensors = map(ReceivedTensor, inputs.values(), repeat(lender))
+        self.tensors = dict(zip(inputs, tensors, strict=True))
 
     def set_release_flags(self, flags: int) -> None:
         super().set_release_flags(flags)

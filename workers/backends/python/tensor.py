@@ -115,7 +115,9 @@ def _references(source: Input, responses: Sequence[Response]) -> int:
                 known += 1
             elif isinstance(output.data, np.ndarray) and output.data.base is array:
                 views.add(id(output.data))
-    return sys.getrefcount(array) - known - len(views)
+    if views:
+        known += len(views)
+    return sys.getrefcount(array) - known
 
 
 def _alone() -> int:

@@ -408,7 +408,7 @@ class UnaryCall(GrpcCall):
     def finish(self, response: bytes) -> None:
         """End the call with its response."""
         if self._compression is None:
-            self._send(framed(response))
+            self._send((PREFIX.pack(0, len(response)), response))
         elif len(response) < LARGE:
             self._send(self._framed(response))
         else:

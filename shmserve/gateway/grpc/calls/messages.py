@@ -17,6 +17,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.compression import Inflater
 from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
+from shmserve.gateway.inference.arriving import ArrivingRequest
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 
 LARGE = 64 * 1024  # bytes of a message that is received into its final memory if possible
@@ -35,16 +36,8 @@ class BrokenMessage(Exception):
         self.ending: Ending = (code, text, ())
 
 
-class Placed(Protocol):
-    """A message of `len` bytes whose tensors are in the arena already."""
-
-    def __len__(self) -> int: ...
-
-    def release(self) -> None:
-        """Release the memory of the message."""
-
-
-Message = bytes | Placed
+# A message, or the request that was received into the arena.
+Message = bytes | ArrivingRequest
 
 
 class Sink(Protocol):

@@ -1,34 +1,52 @@
-"""The fingerprint of a gRPC request, by which those are known that were prepared
-(prepared_requests.py): the message without the tensors' bytes.
+"""The fingerprints of gRPC requests, and the cache of request templates by fingerprint and layout.
 
-Programs send the same request again and again with other numbers in it. A serialized
-ModelInferRequest has its tensors' bytes (`raw_input_contents`, the field with the highest number)
-at its end, so what stands before them is a key: names, shapes and parameters need not be parsed and
-checked twice. One whose tensors are all in regions is a key as a whole. The request's id and its
-place in a sequence, which differ from one to the next, are cut out of the key. A request that is
-not written like this takes the long way.
+The fingerprint of a request is its message without the bytes of its tensors, its id and its
+position in a sequence. Clients send the same request many times with other tensors. A serialized
+ModelInferRequest has the bytes of its tensors (`raw_input_contents`, the field with the highest
+number) at its end. Names, shapes and parameters before them need not be parsed again. A message
+with another order of fields has no fingerprint, and is parsed.
 
-A parameter is an entry of a map, as protobuf has them: its key is field 1, its value field 2, a
-message of one field whose number is that of the value's type.
+A layout describes the positions of the id and the tensors in messages of one size:
+
+    | model, version | id | inputs, outputs, tag | tensor | tag | tensor |
+      kept             cut  kept                   cut      kept  cut
+
+The kept parts are compared as a whole, so that the fields are not read one by one. Ids of another
+length have another layout. Messages with a position in a sequence have no layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
 from typing import NamedTuple
 
-from shmserve.gateway.inference.request import ANONYMOUS, RequestIdentity
+from shmserve.gateway.grpc.wire.response import varint
+from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
+from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
+from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     LONGEST_CORRELATION_ID,
     SEQUENCE_END,
     SEQUENCE_START,
 )
+from shmserve.ipc.tensors.schemas import BoundedCache
 
-ID, PARAMETER = 0x1A, 0x22  # the tags of these fields of a request
-# Where the key of a parameter begins in it, and that of those which say the place in a sequence.
+_MOST_KNOWN = 1024
+
+# Tags of the fields of a request.
+ID, PARAMETER = 0x1A, 0x22
+RAW_INPUT = 0x3A  # field 7, length-delimited
+EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # fields 1 to 6
+MOST_SHIFT = 28  # bits: the length of a field has at most five bytes
+_MOST_BYTES = INLINE_LIMIT + 4096
+_LONGEST_HEAD = 2048
+
+# A parameter is an entry of a map: field 1 is the key, field 2 a message with the value in a field
+# whose number depends on the type.
 KEY_AT, OF_SEQUENCE = 2, b"sequence_"
-
 _CORRELATION_ID = b"\x0a\x0bsequence_id\x12"
 _INT64, _STRING = 0x10, 0x1A
 _FLAGS = {
@@ -37,59 +55,11 @@ _FLAGS = {
     for value in (b"\0", b"\1")
 }
 
-
-def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
-    """The identity in these fields, of which the last holds; None for any other form."""
-    correlation_id: int | str | None = 0
-    flags = 0
-    for entry in parameters:
-        if (flag := _FLAGS.get(entry)) is not None:
-            flags = flags & ~flag[0] | flag[1]
-        elif entry.startswith(_CORRELATION_ID):
-            correlation_id = _value(entry[len(_CORRELATION_ID) :])
-            if correlation_id is None:
-                return None
-        else:
-            return None
-    try:
-        request_id = ids[-1].decode() if ids else ""
-    except UnicodeDecodeError:
-        return None
-    assert correlation_id is not None
-    return RequestIdentity(request_id, correlation_id, flags)
-
-
-def _value(value: bytes) -> int | str | None:
-    """An InferParameter with its size, of a number or a text."""
-    if len(value) < 3 or value[0] != len(value) - 1:
-        return None
-    if value[1] == _INT64:
-        number = shift = 0
-        for byte in value[2:]:
-            number |= (byte & 127) << shift
-            shift += 7
-        ended = value[-1] < 128 and all(byte > 127 for byte in value[2:-1])
-        return number if ended and number < 1 << 64 else None
-    text = value[3:]
-    if value[1] != _STRING or value[2] != len(text) or len(text) > LONGEST_CORRELATION_ID:
-        return None
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
-EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # those of fields 1 to 6
-_MOST_BYTES = INLINE_LIMIT + 4096
-_LONGEST_HEAD = 2048
-MOST_SHIFT = 28  # protobuf takes no length of more than five bytes
-
 Key = tuple[bytes, tuple[int, ...]]
 
 
 class Split(NamedTuple):
-    """The fingerprint of a request, its raw contents, and what its fingerprint does not say."""
+    """The fingerprint of a request (`key`), and the parts that were cut out."""
 
     key: Key
     contents: list[bytes]
@@ -97,13 +67,13 @@ class Split(NamedTuple):
 
 
 def split(raw: bytes) -> Split | None:
-    """A small request without parsing it; None if it has no fingerprint."""
+    """Cut a small message into its parts; return None if it has no fingerprint."""
     if len(raw) > _MOST_BYTES:
         return None
     contents: list[bytes] = []
     ids: list[bytes] = []
-    places: list[bytes] = []
-    head: list[bytes] = []  # what is kept of it before the first cut, and between others
+    sequence: list[bytes] = []
+    head: list[bytes] = []  # the kept parts
     kept = at = head_end = 0
     end = len(raw)
     while at < end:
@@ -128,7 +98,7 @@ def split(raw: bytes) -> Split | None:
             head_end = at + size
             cut = ids if tag == ID else None
             if tag == PARAMETER and raw.startswith(OF_SEQUENCE, at + KEY_AT):
-                cut = places
+                cut = sequence
             if cut is not None:
                 cut.append(raw[at:head_end])
                 head.append(raw[kept:start])
@@ -138,8 +108,201 @@ def split(raw: bytes) -> Split | None:
         at += size
     if head_end > _LONGEST_HEAD:
         return None
-    itself = identity(ids, places) if head else ANONYMOUS
+    itself = identity(ids, sequence) if head else ANONYMOUS
     if itself is None:
         return None
     head.append(raw[kept:head_end])
     return Split((b"".join(head), tuple(map(len, contents))), contents, itself)
+
+
+def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
+    """Return the identity in these fields, of which the last one counts; None for other fields."""
+    correlation_id: int | str | None = 0
+    flags = 0
+    for entry in parameters:
+        if (flag := _FLAGS.get(entry)) is not None:
+            flags = flags & ~flag[0] | flag[1]
+        elif entry.startswith(_CORRELATION_ID):
+            correlation_id = _value(entry[len(_CORRELATION_ID) :])
+            if correlation_id is None:
+                return None
+        else:
+            return None
+    try:
+        request_id = ids[-1].decode() if ids else ""
+    except UnicodeDecodeError:
+        return None
+    assert correlation_id is not None
+    return RequestIdentity(request_id, correlation_id, flags)
+
+
+def _value(value: bytes) -> int | str | None:
+    """Return the integer or string in an InferParameter with its size; None for other values."""
+    if len(value) < 3 or value[0] != len(value) - 1:
+        return None
+    if value[1] == _INT64:
+        number = shift = 0
+        for byte in value[2:]:
+            number |= (byte & 127) << shift
+            shift += 7
+        ended = value[-1] < 128 and all(byte > 127 for byte in value[2:-1])
+        return number if ended and number < 1 << 64 else None
+    text = value[3:]
+    if value[1] != _STRING or value[2] != len(text) or len(text) > LONGEST_CORRELATION_ID:
+        return None
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """A cached template with its key and the identity of its first request.
+
+    Attributes:
+        version: The version of the model in the request.
+        revision: The revision of the model table in which `version` means the template's model.
+    """
+
+    key: Key
+    identity: RequestIdentity
+    model: GatewayModel
+    version: str
+    revision: int
+    template: RequestTemplate
+
+
+class _Layout(NamedTuple):
+    """The layout of messages of one size, and the templates by the kept parts of the message."""
+
+    struct: Struct
+    has_id: bool
+    known: dict[tuple[bytes, ...], _Known]
+
+
+class PreparedRequests:
+    """The cache of the templates of all models."""
+
+    def __init__(self, models: ModelTable) -> None:
+        self._models = models
+        self._cache: BoundedCache[Key, _Known] = BoundedCache(_MOST_KNOWN)
+        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MOST_KNOWN)  # by size
+        self._learnt = 0  # the number of templates in layouts, at most
+
+    def find(self, raw: bytes) -> BuiltRequest | None:
+        """Return the request in a message with a known layout, or None.
+
+        Raises:
+            AlreadyExists: An output overlaps an output in flight and may not.
+        """
+        layout = self._layouts.find(len(raw))
+        if layout is None:
+            return None
+        parts = layout.struct.unpack(raw)
+        kept, cut = parts[::2], parts[1::2]
+        known = layout.known.get(kept)
+        if known is None:
+            return None
+        identity = ANONYMOUS
+        if layout.has_id:
+            try:
+                identity = RequestIdentity(cut[0].decode(), 0, 0)
+            except UnicodeDecodeError:
+                return None
+            cut = cut[1:]
+        built = None
+        if known.revision == self._models.revision:
+            built = known.template.fill(cut)
+        if built is None:
+            del layout.known[kept]  # `repeat` finds the template if it is still valid
+        elif identity != known.identity:
+            built.identify(identity)
+        return built
+
+    def repeat(self, raw: bytes, parts: Split) -> BuiltRequest | None:
+        """Return the request in a message with a known fingerprint, or None.
+
+        Raises:
+            AlreadyExists: An output overlaps an output in flight and may not.
+        """
+        known = self._cache.find(parts.key)
+        if known is None:
+            return None
+        built = self._fill(known, parts.contents, parts.identity)
+        if built is not None:
+            self._learn(raw, parts, known)
+        return built
+
+    def _fill(
+        self, known: _Known, contents: Sequence[bytes], identity: RequestIdentity
+    ) -> BuiltRequest | None:
+        model, revision = known.model, self._models.revision
+        if known.revision == revision or self._models.find(model.name, known.version) is model:
+            known.revision = revision
+            built = known.template.fill(contents)
+            if built is not None:
+                if identity != known.identity:
+                    built.identify(identity)
+                return built
+        self._cache.forget(known.key)
+        return None
+
+    def remember(
+        self, parts: Split, request: InferRequest, model: GatewayModel, template: RequestTemplate
+    ) -> None:
+        """Store the template of a request, if the parsed request confirms what was cut out."""
+        if parts.identity.is_of(request):
+            named = (parts.key, parts.identity, model, request.version)
+            known = _Known(*named, self._models.revision, template)
+            self._cache.remember(parts.key, known)
+
+    def _learn(self, raw: bytes, parts: Split, known: _Known) -> None:
+        sizes = _layout(raw, parts)
+        if sizes is None:
+            return
+        struct = Struct("<" + "".join([f"{size}s" for size in sizes]))
+        if self._learnt >= _MOST_KNOWN:
+            self._layouts.clear()
+            self._learnt = 0
+        has_id = bool(parts.identity.request_id)
+        layout = self._layouts.find(len(raw))
+        if layout is None:
+            layout = _Layout(struct, has_id, {})
+            self._layouts.remember(len(raw), layout)
+        # The first of two layouts of one size stays, since messages of both can alternate.
+        if layout.struct.format == struct.format and layout.has_id == has_id:
+            layout.known[struct.unpack(raw)[::2]] = known
+            self._learnt += 1
+
+
+def _layout(raw: bytes, parts: Split) -> list[int] | None:
+    """Return the sizes of the kept and cut parts of a message, alternately.
+
+    Returns:
+        None for a message with a position in a sequence, or in another notation than protobuf's.
+    """
+    request_id, correlation_id, flags = parts.identity
+    if correlation_id or flags:
+        return None
+    tail = [_field(RAW_INPUT, content) for content in parts.contents]
+    head, named = parts.key[0], request_id.encode()
+    if request_id:
+        field = _field(ID, named)
+        at = raw.find(field)
+        if at < 0:
+            return None
+        head = head[:at] + field + head[at:]
+        sizes = [at + len(field) - len(named), len(named), len(head) - at - len(field)]
+    else:
+        sizes = [len(head)]
+    if b"".join((head, *tail)) != raw:
+        return None
+    for field, content in zip(tail, parts.contents, strict=True):
+        sizes[-1] += len(field) - len(content)
+        sizes += (len(content), 0)
+    return sizes
+
+
+def _field(tag: int, value: bytes) -> bytes:
+    return b"%c%b%b" % (tag, varint(len(value)), value)

@@ -1,7 +1,7 @@
-"""The decoder of ModelInferRequest to the neutral request, checked as Triton checks it (pure).
+"""The decoder of ModelInferRequest, with the checks and the error texts of Triton (pure).
 
-The bytes of an input are in `raw_input_contents` (one entry for each input that is in no region) or
-in its own typed `contents`; the texts are Triton's.
+The bytes of an input are in `raw_input_contents`, which has an entry for each input that is not in
+a region, or in the typed `contents` of the input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RESERVED = (
     "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
     f"starting with 'triton_' are allowed: {_EMPTY_FINAL}"
 )
-# field of InferTensorContents -> the datatype it is for, and narrower ones that travel in it
+# The fields of InferTensorContents, with their datatype and narrower datatypes.
 _CONTENTS = (
     ("bool_contents", "BOOL", ()),
     ("int_contents", "INT32", ("INT8", "INT16")),
@@ -48,15 +48,23 @@ _CONTENTS = (
     ("bytes_contents", "BYTES", ()),
 )
 
-# Those whose values protobuf writes one behind the other, as a tensor has them.
+# The datatypes whose values have the same bytes in protobuf and in a tensor.
 _PLAIN_ON_THE_WIRE = frozenset(("BOOL", "FP32", "FP64"))
 
 _Parameters = Mapping[str, InferParameter]
 
 
 def infer_request(message: ModelInferRequest, raw: Sequence[bytes] | None = None) -> InferRequest:
-    """The neutral request of a message, whose raw contents may be given beside it; raises
-    InvalidArgument or Unsupported."""
+    """Return the request of a message.
+
+    Args:
+        message: The message.
+        raw: The raw contents, if the message does not contain them.
+
+    Raises:
+        InvalidArgument: The message is invalid.
+        Unsupported: The id of the sequence is too long.
+    """
     request = InferRequest(message.id, [], [], binary=True, version=message.model_version)
     if message.parameters:
         _take_parameters(request, message.parameters)
@@ -97,7 +105,7 @@ def infer_request(message: ModelInferRequest, raw: Sequence[bytes] | None = None
 def _input(tensor: ModelInferRequest.InferInputTensor) -> InferInput:
     name, datatype, shape = tensor.name, tensor.datatype, tuple(tensor.shape)
     if datatype not in ITEM_SIZE:
-        datatype = "<invalid>"  # no model's, so it is refused with this word, which is Triton's
+        datatype = "<invalid>"  # Triton's word in the error, since no model has this datatype
     if shape and min(shape) < 0:
         raise InvalidArgument(
             f"invalid shape for input '{name}': shape {shape_text(shape)} contains one or more "
@@ -127,7 +135,7 @@ def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> InferOutput
 
 
 def _region(tensor: str, parameters: _Parameters) -> RegionRange | None:
-    """The range of a region that a tensor's parameters name, if they name one."""
+    """Return the range of a region in the parameters of a tensor, or None."""
     if "shared_memory_region" not in parameters:
         for key in ("shared_memory_offset", "shared_memory_byte_size"):
             if key in parameters:
@@ -146,7 +154,7 @@ def _region(tensor: str, parameters: _Parameters) -> RegionRange | None:
             f"parameter for tensor '{tensor}'"
         )
     size = _of_kind(tensor, parameters, "shared_memory_byte_size", "int64_param")
-    # Negative numbers are very large ones, as in Triton: out of every region.
+    # Negative numbers become very large ones, as in Triton, which exceed every region.
     return RegionRange(name, offset & LARGEST_UNSIGNED, size & LARGEST_UNSIGNED)
 
 
@@ -159,7 +167,7 @@ def _of_kind(tensor: str, parameters: _Parameters, key: str, kind: str) -> Any:
 
 
 def _typed(tensor: ModelInferRequest.InferInputTensor, model: str) -> bytes:
-    """The bytes of an input that was given as typed contents."""
+    """Return the bytes of an input with typed contents."""
     datatype = tensor.datatype
     data: bytes | None = None
     for field, plain, narrow in _CONTENTS:
@@ -189,10 +197,9 @@ def _typed(tensor: ModelInferRequest.InferInputTensor, model: str) -> bytes:
 
 
 def _packed(contents: InferTensorContents) -> bytes:
-    """The values of the first field that is set, as protobuf has them on the wire.
+    """Return the values of the first field that is set, as protobuf serializes them.
 
-    To go through them one by one takes a hundred times as long, and every client waits meanwhile;
-    it also makes another number of a NaN that is not a quiet one.
+    A loop over the values takes a hundred times as long, and changes signalling NaNs.
     """
     contents.DiscardUnknownFields()
     written = contents.SerializeToString()
@@ -230,7 +237,7 @@ def _take_parameters(request: InferRequest, parameters: _Parameters) -> None:
                 _expect(key, kind, "int64_param")
                 request.timeout_us = max(value, 0)
             case _ if key == _EMPTY_FINAL:
-                # Decoupled models alone have more than one: of others the one is the last.
+                # Only decoupled models have several responses.
                 _expect(key, kind, "bool_param")
                 request.empty_final = value
             case _ if key.startswith("triton_"):

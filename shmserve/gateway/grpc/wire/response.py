@@ -1,8 +1,8 @@
-"""The serializer of ModelInferResponse: protobuf by hand, with the tensors copied once.
+"""The serializer of ModelInferResponse, which copies the bytes of tensors once.
 
-Everything but the id and the tensors' bytes is the same from one response of a model to the next,
-as long as the shapes are: that part is serialized once and kept. The rest is appended as protobuf
-has it on the wire: a field is its tag, its length and its bytes, in any order.
+Responses of one schema differ only in the id and the bytes of the tensors. The other fields are
+serialized once and cached. The id and the tensors are appended in protobuf's wire format: the tag,
+the length and the bytes of each field, in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shmserve.proto.grpc_service_pb2 import (
     ModelStreamInferResponse,
 )
 
-LARGEST_MESSAGE = 2**31 - 1  # what protobuf and gRPC can carry
+LARGEST_MESSAGE = 2**31 - 1  # the limit of protobuf and gRPC
 
 _ID = b"\x1a"  # field 3, length-delimited
 _RAW_OUTPUT = b"\x32"  # field 6
@@ -31,12 +31,12 @@ _MOST_HEADS = 256
 
 
 class GrpcResponseTemplate:
-    """The responses of one schema, but for the id and the tensors' bytes.
+    """The responses of one schema, without the id and the bytes of the tensors.
 
     Args:
         before: The serialized fields before the id.
-        sizes: The byte size of each output; -1 for BYTES, whose size varies; None for one in a
-            region, which has no contents.
+        sizes: The byte size of each output; -1 for BYTES, whose size varies; None for an output in
+            a region, which has no contents.
     """
 
     __slots__ = ("_before", "_count", "_empty", "_form", "_sizes")
@@ -45,7 +45,7 @@ class GrpcResponseTemplate:
         self._before = before
         self._sizes = sizes
         self._count = len(sizes)
-        # Where nothing is sent of any output, the fields without contents.
+        # The fields of outputs without contents, if no output has contents.
         self._empty = _NO_CONTENTS * len(sizes) if set(sizes) == {None} else b""
         self._form: bytes | None = None
         if all(size is not None and size >= 0 for size in sizes):
@@ -56,22 +56,25 @@ class GrpcResponseTemplate:
         """Return the response to the request with this id.
 
         Returns:
-            None where an output is not in the message, or has another size than its shape, or
-            where the data are not one for each output.
+            None if the data of an output is not in the message, or has another size than its
+            shape, or if the number of outputs differs.
         """
-        form = self._form
-        if form is not None:
+        tail: bytes | None = None
+        if self._form is not None:
             try:
-                if list(map(len, data)) != self._sizes:
-                    return None
-                tail = form % tuple(data)
-            except TypeError:  # a place, or no data of a tensor at all
+                if list(map(len, data)) == self._sizes:
+                    tail = self._form % tuple(data)
+            except TypeError:  # a range, or no data
                 return None
-            return self._with_id(request_id, tail)
-        if len(data) != self._count:
+        elif len(data) == self._count:
+            tail = self._empty or self._contents(data)
+        if tail is None:
             return None
-        if self._empty:
-            return self._with_id(request_id, self._empty)
+        if not request_id:
+            return self._before + tail
+        return b"".join((self._before, *_id(request_id), tail))
+
+    def _contents(self, data: Sequence[Any]) -> bytes | None:
         pieces: list[bytes] = []
         for size, raw in zip(self._sizes, data, strict=True):
             if size is None:
@@ -80,16 +83,11 @@ class GrpcResponseTemplate:
             if type(raw) is not bytes or len(raw) != size >= 0:
                 return None
             pieces += (_RAW_OUTPUT, varint(len(raw)), raw)
-        return self._with_id(request_id, b"".join(pieces))
-
-    def _with_id(self, request_id: str, tail: bytes) -> bytes:
-        if not request_id:
-            return self._before + tail
-        return b"".join((self._before, *_id(request_id), tail))
+        return b"".join(pieces)
 
 
 class ResponseEncoder:
-    """Serializes responses, and their templates, behind heads that are kept by schema."""
+    """A serializer of responses and of their templates, with a cache of heads by schema."""
 
     def __init__(self) -> None:
         self._heads: BoundedCache[tuple[str, str, bytes], bytes] = BoundedCache(_MOST_HEADS)
@@ -105,14 +103,14 @@ class ResponseEncoder:
         """Return the serialized response.
 
         Args:
-            model: The model that gave it.
-            request_id: The id of its request.
-            schema: Its schema; empty where it is not the one that its worker sent.
+            model: The model.
+            request_id: The id of the request.
+            schema: The schema of the response; empty if the worker sent another response.
             inferred: The response.
-            contents: The bytes of each output, empty for one in a region.
+            contents: The bytes of each output; empty for an output in a region.
 
         Raises:
-            Internal: It is larger than a message can be.
+            Internal: The response exceeds the largest message.
         """
         pieces: list[bytes | memoryview] = [self._head(model, schema, inferred), *_id(request_id)]
         for content in contents:
@@ -128,7 +126,7 @@ class ResponseEncoder:
     def template(
         self, model: GatewayModel, schema: bytes, inferred: Inferred, placed: Container[str]
     ) -> GrpcResponseTemplate:
-        """Return the template of responses of a schema, whose `placed` outputs are in regions."""
+        """Return the template of responses with this schema; `placed` outputs are in regions."""
         sizes = [
             None
             if tensor.name in placed
@@ -153,7 +151,7 @@ class ResponseEncoder:
 
 
 def _id(request_id: str) -> tuple[bytes, ...]:
-    """The field with the id of a request, if that has one."""
+    """Return the field with the id of a request, or nothing for an empty id."""
     if not request_id:
         return ()
     raw = request_id.encode()
@@ -169,7 +167,7 @@ def _parameters(values: dict[str, Any]) -> bytes:
 
 
 def set_parameter(parameter: InferParameter, value: Any) -> None:
-    """Put a bool, int, float or str where its type belongs, and a dict as JSON text."""
+    """Set a parameter by the type of the value; a dict becomes a JSON text."""
     match value:
         case bool():
             parameter.bool_param = value
@@ -186,19 +184,19 @@ def set_parameter(parameter: InferParameter, value: Any) -> None:
 _FINAL = "triton_final_response"
 FINAL = _parameters({_FINAL: True})
 _NOT_FINAL = _parameters({_FINAL: False})
-_NO_MESSAGE = "<EMPTY MESSAGE>"  # an error without a text would be none
+_NO_MESSAGE = "<EMPTY MESSAGE>"  # clients take an empty message for success
 
 
 def streamed(response: bytes, *, final: bool = True) -> bytes:
-    """A ModelInferResponse as it stands in a stream: the last one to its request, or not."""
+    """Return a ModelInferResponse as a message of a stream; `final` marks a request's last one."""
     end = FINAL if final else _NOT_FINAL
     return b"".join((_INFER_RESPONSE, varint(len(response) + len(end)), response, end))
 
 
 def streamed_end(model_name: str, asked_version: str, request_id: str) -> bytes:
-    """The message behind the last response, to a request that asks for it: no outputs, the end.
+    """Return the message without outputs that ends the responses to a request.
 
-    `asked_version` is the model's version as the request has it.
+    `asked_version` is the version of the model in the request.
     """
     response = ModelInferResponse(model_name=model_name, model_version=asked_version, id=request_id)
     return streamed(response.SerializeToString())
@@ -207,8 +205,11 @@ def streamed_end(model_name: str, asked_version: str, request_id: str) -> bytes:
 def streamed_error(
     message: str, request_id: str, model_name: str = "", *, final: bool = True
 ) -> bytes:
-    """The message for a request that failed; `model_name` tells whose scheduler had it, and `final`
-    then that this is the last response."""
+    """Return the message for a failed request.
+
+    A request that was refused before it reached a scheduler has no `model_name`. `final` marks the
+    last response of any other request.
+    """
     response = ModelStreamInferResponse(error_message=message or _NO_MESSAGE)
     response.infer_response.id = request_id
     if model_name:
@@ -219,7 +220,7 @@ def streamed_error(
 
 
 def varint(value: int) -> bytes:
-    """`value` >= 0 as protobuf writes it: seven bits a byte, the lowest first."""
+    """Return a `value` >= 0 as a varint: seven bits in a byte, the lowest first."""
     if value < 128:
         return _SMALL[value]
     parts = bytearray()

@@ -1,18 +1,16 @@
-"""The cache of prepared HTTP requests. The key of one is its fingerprint: its text without the
-values of its tensors, its id and its place in a sequence.
+"""The fingerprints of HTTP requests, and the cache of request templates by fingerprint.
 
-Programs send the same request again and again with other numbers in it. Of one with binary tensors
-the JSON header is the same each time. Of one in JSON it is the text without its numbers:
+The fingerprint of a request is its JSON text without the values of its tensors, its id and its
+position in a sequence. Clients send the same request many times with other values. Requests with
+binary tensors have the same JSON header each time. In a JSON request the arrays are cut out:
 
     {"inputs": [{"name": "X", ..., "data": [1, 2]}]}  ->  {"inputs": [{"name": "X", ..., |}]}  1, 2
 
-What is cut out is an array in any JSON text, and nothing in a string, where the quotes would not
-stand like this. So texts that are the same without it say the same but for those arrays.
+The cut text is an array in every JSON text, and never part of a string, since quotes in strings are
+escaped. Texts with equal remainders therefore differ only in these arrays.
 
-What a request alone says, its id and its place in a sequence, is cut out of the key as well, as
-clients write it: the id where it comes first, the place anywhere, since in a JSON text its pattern
-can stand in no string, where its quotes would be escaped. What was cut must be what the whole
-header was found to say, before anything is remembered.
+The id is cut out if it is the first member, and the position in a sequence at any place. Before a
+template is stored, the parsed request confirms what was cut.
 """
 
 from __future__ import annotations
@@ -26,25 +24,59 @@ from typing import NamedTuple
 import orjson
 
 from shmserve.gateway.http.json.tensors import packer
-from shmserve.gateway.inference.builder import BuiltRequest, Prepared
+from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.schemas import BoundedCache
 
 _ID = re.compile(rb'\{"id": ?"([ !#-\[\]-~]*)"')
-_PLACE = re.compile(
+_SEQUENCE = re.compile(
     rb'"sequence_id": ?([1-9][0-9]{0,19}|"[ !#-\[\]-~]{1,%d}"), ?'
     rb'"sequence_start": ?(true|false), ?"sequence_end": ?(true|false)' % LONGEST_CORRELATION_ID
 )
 _BEGINS_WITH_ID = b'{"id"'
 _NO_ID = b'{"id":0'
-_NOWHERE = b'"sequence_id":0'
+_NO_SEQUENCE = b'"sequence_id":0'
+_NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
+LONGEST_TEXT = 64 * 1024
+_LONGEST_KEY = 2048
+
+Key = tuple[bytes, int]
 
 
-def identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
-    """Cut id and place in a sequence out of a header: what is left of it, and these. The header as
-    it is, and None, where it has neither, or not as clients write them."""
+class Fingerprint:
+    """The fingerprint of a request, and the parts that were cut out.
+
+    Attributes:
+        key: The remaining text, and the size of the binary data.
+        arrays: The texts of the arrays of numbers, if the request has no binary data.
+        identity: The id and the position in a sequence, or None if nothing was cut out.
+    """
+
+    __slots__ = ("arrays", "identity", "key")
+
+    def __init__(self, header: bytes, tail_size: int) -> None:
+        """Cut a JSON header, which `tail_size` bytes of binary data follow."""
+        self.arrays: Sequence[bytes] = ()
+        self.identity: RequestIdentity | None = None
+        if header[:5] == _BEGINS_WITH_ID or b'"sequence_id"' in header:
+            header, self.identity = cut_identity(header)
+        if not tail_size and b'"data":' in header and len(header) <= LONGEST_TEXT:
+            parts = _NUMBERS.split(header)
+            self.arrays = parts[1::2]
+            header = b"\0".join(parts[::2])
+        # No complete header has the key of a cut one.
+        self.key: Key = (header, tail_size if self.identity is None else ~tail_size)
+
+
+def cut_identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
+    """Cut the id and the position in a sequence out of a header.
+
+    Returns:
+        The remaining header and the cut parts; the header itself and None if it has neither, or
+        not in the usual notation.
+    """
     if len(header) > LONGEST_TEXT:
         return header, None
     request_id = ""
@@ -56,56 +88,32 @@ def identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
         kept.append(_NO_ID)
         at = named.end()
     if b'"sequence_id"' in header:
-        placed = _PLACE.search(header, at)
-        if placed is None or header.count(b'"sequence_') != 3:
+        found = _SEQUENCE.search(header, at)
+        if found is None or header.count(b'"sequence_') != 3:
             return header, None
-        given, start, end = placed.groups()
+        given, start, end = found.groups()
         correlation_id = given[1:-1].decode() if given[:1] == b'"' else int(given)
         if isinstance(correlation_id, int) and correlation_id > LARGEST_UNSIGNED:
             return header, None
         flags = SEQUENCE_START * (start == b"true") | SEQUENCE_END * (end == b"true")
-        kept += (header[at : placed.start()], _NOWHERE)
-        at = placed.end()
+        kept += (header[at : found.start()], _NO_SEQUENCE)
+        at = found.end()
     if not kept:
         return header, None
     kept.append(header[at:])
     return b"".join(kept), RequestIdentity(request_id, correlation_id, flags)
 
 
-_NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
-LONGEST_TEXT = 64 * 1024
-_LONGEST_KEY = 2048
-
-Key = tuple[bytes, int]
-
-
-def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
-    """The fingerprint of a request, and the texts of its arrays of numbers, if it is all JSON."""
-    if tail_size or b'"data":' not in header or len(header) > LONGEST_TEXT:
-        return (header, tail_size), ()
-    parts = _NUMBERS.split(header)
-    return (b"\0".join(parts[::2]), 0), parts[1::2]
-
-
-def fingerprint(
-    header: bytes, tail_size: int
-) -> tuple[Key, Sequence[bytes], RequestIdentity | None]:
-    """The fingerprint of a request without its identity, the texts of its arrays of numbers, and
-    the identity that was cut out, if it has one."""
-    if header[:5] != _BEGINS_WITH_ID and b'"sequence_id"' not in header:
-        return *split(header, tail_size), None
-    kept, itself = identity(header)
-    key, arrays = split(kept, tail_size)
-    if itself is not None:
-        key = key[0], ~key[1]  # that of no header as it came
-    return key, arrays, itself
-
-
 class Known(NamedTuple):
-    """A cached request; `packers` make the bytes of its inputs that are given as arrays of numbers,
-    of these; `arrays` is the JSON of those arrays, to be formatted with their texts."""
+    """A cached template.
 
-    prepared: Prepared
+    Attributes:
+        template: The template.
+        packers: The functions that convert the numbers of each array to the bytes of its tensor.
+        arrays: A format of the JSON text of all arrays.
+    """
+
+    template: RequestTemplate
     packers: list[Callable[..., bytes]]
     arrays: bytes
 
@@ -113,52 +121,61 @@ class Known(NamedTuple):
 Cache = BoundedCache[Key, Known]
 
 
-def repeat(
-    cache: Cache, key: Key, body: bytes, at: int, texts: Sequence[bytes]
-) -> BuiltRequest | None:
-    """The request that is known by `key`, with `texts`, or the binary tensors in `body` from `at`;
-    None when it is not known, or it takes the long way to say what is wrong.
+def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> BuiltRequest | None:
+    """Return the request with a known fingerprint, whose binary tensors are in `body` from `at`.
 
-    Raises AlreadyExists when an output overlaps another one in flight and may not, Unavailable when
-    memory for tensors is full.
+    Returns:
+        None if the fingerprint is unknown, or if the numbers are invalid. The parser then reports
+        the fault.
+
+    Raises:
+        AlreadyExists: An output overlaps an output in flight and may not.
+        Unavailable: The arena is full.
     """
-    known = cache.find(key)
+    known = cache.find(fingerprint.key)
     if known is None:
         return None
-    prepared, packers, arrays = known
-    if not packers:
-        return prepared.fill(body, at)
-    try:
-        values = orjson.loads(arrays % tuple(texts))
-        datas = [pack(*numbers) for pack, numbers in zip(packers, values, strict=True)]
-    except (ValueError, TypeError, struct.error, OverflowError):  # no JSON, or other numbers
-        return None
-    return prepared.of(datas)
+    template, packers, arrays = known
+    if packers:
+        try:
+            values = orjson.loads(arrays % tuple(fingerprint.arrays))
+            tensors = [pack(*numbers) for pack, numbers in zip(packers, values, strict=True)]
+        except (ValueError, TypeError, struct.error, OverflowError):
+            return None
+        built = template.fill(tensors)
+    else:
+        built = template.fill_from(body, at)
+    if built is not None and fingerprint.identity is not None:
+        built.identify(fingerprint.identity)
+    return built
 
 
-def worth_preparing(cache: Cache, key: Key) -> bool:
-    """A request with this key is here; whether one came before, and it is short enough to keep."""
-    return len(key[0]) <= _LONGEST_KEY and cache.notice(key)
+def worth_preparing(cache: Cache, fingerprint: Fingerprint) -> bool:
+    """Return whether a fingerprint has occurred before, and is short enough for the cache."""
+    return len(fingerprint.key[0]) <= _LONGEST_KEY and cache.notice(fingerprint.key)
 
 
 def remember(
-    cache: Cache, key: Key, request: InferRequest, prepared: Prepared, arrays: int
+    cache: Cache, fingerprint: Fingerprint, request: InferRequest, template: RequestTemplate
 ) -> None:
-    """Keep what was prepared of a request that came with so many arrays of numbers, if they are
-    its tensors."""
+    """Store the template of a request, if the parsed request confirms what was cut out."""
+    identity, arrays = fingerprint.identity, len(fingerprint.arrays)
+    if identity is not None and not identity.is_of(request):
+        return
     inputs = [tensor for tensor in request.inputs if tensor.data is not None]
     packers = [packer(tensor.datatype, tensor.count) for tensor in inputs]
     form = b"[%b]" % b",".join([b"[%b]"] * arrays)
-    known = Known(prepared, [pack for pack in packers if pack is not None], form)
-    if len(known.packers) == len(inputs) == arrays and (not arrays or _are_tensors(key[0], arrays)):
+    known = Known(template, [pack for pack in packers if pack is not None], form)
+    confirmed = not arrays or _are_tensors(fingerprint.key[0], arrays)
+    if len(known.packers) == len(inputs) == arrays and confirmed:
         for tensor in inputs:
-            tensor.data = None  # this request's values are packed by now, and no other's
-        cache.remember(key, known)
+            tensor.data = None  # later requests have other values
+        cache.remember(fingerprint.key, known)
 
 
 def _are_tensors(kept: bytes, arrays: int) -> bool:
-    """Whether what was cut out of `kept` is the inputs' data, in their order, and nothing else."""
-    token = secrets.token_hex(16)  # a client cannot write a string that means a cut
+    """Return whether exactly the data of the inputs was cut out of `kept`, in their order."""
+    token = secrets.token_hex(16)  # so that no string of the client can represent a cut
     marks = [f"{token}{number}" for number in range(arrays)]
     whole = kept
     for mark in marks:
@@ -166,6 +183,6 @@ def _are_tensors(kept: bytes, arrays: int) -> bool:
     try:
         header = orjson.loads(whole)
     except orjson.JSONDecodeError:
-        return False  # it was read with more patience
+        return False  # the parser of requests accepts more than this parser
     datas = [tensor["data"] for tensor in header["inputs"] if "data" in tensor]
     return datas == [[mark] for mark in marks]

@@ -1,7 +1,7 @@
-"""The JSON part of an inference request: what the client asks for, checked and typed.
+"""The decoder of the JSON part of an inference request, with Triton's checks and error texts.
 
-The header is the parsed JSON object; the binary tensors follow it in the body, in the order of the
-inputs. Checks and their order are Triton's, and so are the texts.
+The header is the parsed JSON object. The binary tensors follow it in the body, in the order of the
+inputs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ _NOTHING: dict[str, Any] = {}
 
 
 def request_id(header: Any) -> str:
-    """The request's id, "" when it has none; raises JsonFault when it is not a string."""
+    """Return the id of a request, or "".
+
+    Raises:
+        JsonFault: The id is not a string.
+    """
     value = header.get("id", "") if type(header) is dict else ""
     if type(value) is not str:
         raise mistyped("id", "string")
@@ -61,10 +65,18 @@ def request_id(header: Any) -> str:
 
 
 def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> InferRequest:
-    """The request in `header`, with `tail_size` bytes of binary tensors behind it.
+    """Return the request in a header.
 
-    `json_limit` bounds the bytes of each tensor given as JSON. Raises JsonFault, InvalidArgument or
-    Unsupported.
+    Args:
+        header: The parsed JSON object.
+        tail_size: The number of bytes of the binary tensors.
+        model: The name of the model, for error texts.
+        json_limit: The limit of the bytes of each tensor in JSON.
+
+    Raises:
+        JsonFault: A value has the wrong type.
+        InvalidArgument: The request is invalid.
+        Unsupported: The id of the sequence is too long.
     """
     ident = request_id(header)
     request = InferRequest(ident, [], [])
@@ -91,7 +103,7 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
         outputs = member_array(header, "outputs")
         check_number(outputs, "outputs")
         request.outputs = [_output(raw) for raw in outputs]
-    for holder in (header, *inputs[:1], *outputs[:1]):  # clients make all inputs alike
+    for holder in (header, *inputs[:1], *outputs[:1]):  # clients write all inputs alike
         _warn_of_misspelt(holder)
     return request
 
@@ -100,8 +112,7 @@ _warned_of: set[str] = set()
 
 
 def _warn_of_misspelt(holder: dict[str, Any]) -> None:
-    """Log what of a request is passed over, and is named almost as what is not; once for each name
-    that may be meant."""
+    """Log ignored members with names that resemble known ones, once for each known name."""
     for name, near in misspelt(holder):
         if near not in _warned_of:
             _warned_of.add(near)
@@ -111,17 +122,21 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
 
 
 def decode_data(request: InferRequest) -> None:
-    """Make bytes of the inputs that are given as JSON; raises as `tensor_bytes`."""
+    """Decode the inputs in JSON; raise as `tensor_bytes`."""
     for tensor in request.inputs:
         if tensor.place is None and tensor.binary_size < 0:
             tensor.data = tensor_bytes(tensor)
 
 
 def tensor_bytes(tensor: InferInput) -> bytes:
-    """The bytes of an input that is given as JSON; raises what is wrong with it."""
+    """Return the bytes of an input in JSON.
+
+    Raises:
+        ShmserveError: The values do not match the datatype or the shape.
+    """
     data = tensor.data
     if type(data) is bytes:
-        return data  # a large array, which was read before
+        return data  # a large array, which was decoded earlier
     if not tensor.count:
         return b""
     if type(data) is not list:
@@ -222,7 +237,7 @@ def _classes(value: Any) -> int:
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
         )
-    return value & 0xFFFF_FFFF  # as Triton has it; 0 is none
+    return value & 0xFFFF_FFFF  # as in Triton; 0 means no classification
 
 
 def _take_parameters(request: InferRequest, raw: Any) -> None:
@@ -255,7 +270,11 @@ _OF_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def take_sequence(request: InferRequest, parameters: dict[str, Any]) -> None:
-    """Take what says which sequence a request is of out of these; raises JsonFault."""
+    """Move the parameters of the sequence to the request.
+
+    Raises:
+        JsonFault: A parameter has the wrong type.
+    """
     _take_parameters(request, {n: parameters.pop(n) for n in _OF_SEQUENCES if n in parameters})
 
 
@@ -266,12 +285,16 @@ def _custom(key: str, value: Any) -> str | int | float | bool:
 
 
 def parameter_value(key: str, value: Any) -> str | int | float | bool:
-    """A request parameter as models are given it; raises InvalidArgument for what is none."""
+    """Return a request parameter as models receive it.
+
+    Raises:
+        InvalidArgument: The value has another type.
+    """
     if type(value) not in (str, int, bool, float):
         raise InvalidArgument(
             f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
         )
     if type(value) is int and value > LARGEST:
-        return float(value)  # models are given int64, and a double for what is more
+        return float(value)  # beyond int64
     checked: str | int | float | bool = value
     return checked

@@ -1,11 +1,13 @@
-"""The response to an inference: JSON, then the binary outputs in order. Long arrays are encoded
-cooperatively, in parts, with turns of the loop between them.
+"""The response to an inference: JSON text, followed by the binary outputs in order.
+
+Long arrays are encoded in parts, in several turns of the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from operator import call
 from typing import Any, NamedTuple
 
 import orjson
@@ -16,15 +18,18 @@ from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, tensor_schema
 
-_CUT = b"\0"  # no JSON text has it
-_UNKNOWN = b"null"  # orjson's word for a number that is not finite
+_CUT = b"\0"  # not part of any JSON text
+_UNKNOWN = b"null"  # the text of orjson for numbers that are not finite
 
 
 class SentOutput(NamedTuple):
-    """An output that is sent; `byte_size` is -1 for BYTES, whose size varies.
+    """An output that is sent to the client.
 
-    A `binary` one follows the JSON, any other is an array in it. `position` is its place in the
-    response.
+    Attributes:
+        byte_size: The size, or -1 for BYTES, whose size varies.
+        binary: Whether the output follows the JSON text; otherwise it is an array in the text.
+        position: The position of the output in the response.
+        unpack: Returns the values of the array; None if `tensors.encode` is needed.
     """
 
     name: str
@@ -37,12 +42,13 @@ class SentOutput(NamedTuple):
 
 
 class JsonResponseTemplate:
-    """The head of responses of one schema: all but the id and the tensors' values.
+    """The responses of one schema, without the id and the values of the tensors.
 
-    `outputs` are those that are sent; the others are in regions that the client named.
+    Attributes:
+        outputs: The outputs that are sent. Outputs in regions of the client are not sent.
     """
 
-    __slots__ = ("_count", "_form", "outputs")
+    __slots__ = ("_binary", "_count", "_form", "_sizes", "_unpackers", "outputs")
 
     def __init__(self, request: InferRequest, name: str, version: str, response: Inferred) -> None:
         asked = {output.name: output for output in request.outputs}
@@ -68,31 +74,55 @@ class JsonResponseTemplate:
             self.outputs.append(SentOutput(*schema, binary, index, unpack))
         text = _response_json(name, version, response, entries)
         self._form = text.replace(b"%", b"%%").replace(_CUT, b"%b")
+        self._sizes = [output.byte_size for output in self.outputs]
+        # For the usual responses: every output is sent in the same way, as numbers or in binary.
+        uniform = len(self.outputs) == self._count and min(self._sizes, default=-1) >= 0
+        self._binary = uniform and all(output.binary for output in self.outputs)
+        unpackers = [
+            output.unpack for output in self.outputs if not output.binary and output.unpack
+        ]
+        self._unpackers = unpackers if uniform and len(unpackers) == self._count else None
 
     def json(self, request_id: str, cuts: Sequence[bytes]) -> bytes:
-        """Return the JSON, with the arrays of the outputs that are not binary, and sizes of BYTES.
+        """Return the JSON text.
 
         Args:
-            request_id: The request's id; it may be empty.
-            cuts: One for each output that is not binary, or is of BYTES, in their order.
+            request_id: The id of the request; it may be empty.
+            cuts: The arrays of the outputs that are not binary, and the sizes of the binary BYTES
+                outputs, in the order of the outputs.
         """
         text = self._form % tuple(cuts)
         return b'{"id":%b,%b' % (orjson.dumps(request_id), text) if request_id else b"{" + text
 
-    def fill(self, request_id: str, data: Sequence[Any]) -> tuple[bytes, list[bytes]] | None:
-        """Return the JSON of a response, and what is binary of it.
+    def fill(self, request_id: str, data: Sequence[Any]) -> tuple[bytes, Sequence[bytes]] | None:
+        """Return the JSON text of a response, and its binary data.
 
         Args:
-            request_id: The request's id; it may be empty.
+            request_id: The id of the request; it may be empty.
             data: The data of the response's message.
 
         Returns:
-            None where an output is not in the message, or has another size than its shape, or
-            where the data are not one for each output.
+            None if the data of an output is not in the message, or has another size than its
+            shape, or if the number of outputs differs.
 
         Raises:
             Internal: As `tensors.encode` does.
         """
+        if self._binary or self._unpackers:
+            if {*map(type, data)} != {bytes} or list(map(len, data)) != self._sizes:
+                return None
+            if self._binary:
+                return self.json(request_id, ()), data
+            texts = list(map(orjson.dumps, map(call, self._unpackers, data)))  # type: ignore[arg-type]
+            if _UNKNOWN not in b"".join(texts):
+                return self.json(request_id, texts), ()
+        elif not self.outputs and len(data) == self._count:
+            return self.json(request_id, ()), ()
+        return self._fill_mixed(request_id, data)
+
+    def _fill_mixed(
+        self, request_id: str, data: Sequence[Any]
+    ) -> tuple[bytes, Sequence[bytes]] | None:
         if len(data) != self._count:
             return None
         cuts: list[bytes] = []
@@ -116,7 +146,7 @@ class JsonResponseTemplate:
 def _response_json(
     name: str, version: str, response: Inferred, entries: list[dict[str, Any]]
 ) -> bytes:
-    """The response's JSON behind its id, keys in Triton's order."""
+    """Return the JSON text behind the id, with keys in Triton's order."""
     body: dict[str, Any] = {"model_name": name, "model_version": version}
     if response.parameters:
         body["parameters"] = response.parameters
@@ -124,16 +154,16 @@ def _response_json(
     return orjson.dumps(body)[1:]
 
 
-# A tensor of more bytes than this is written in steps.
-_LONG_TEXT = 64 * 1024
+_LONG_TEXT = 64 * 1024  # bytes; larger tensors are encoded in several turns
 
 
 async def output_text(
     output: SentOutput | TensorRef, data: bytes | memoryview, trim: MallocTrim
 ) -> bytes:
-    """Return the JSON array of an output's values; raises as `tensors.encode`.
+    """Return the JSON array of an output's values; `trim` is notified of long arrays.
 
-    The memory that a long array took is reported to `trim`.
+    Raises:
+        Internal: As `tensors.encode` does.
     """
     arguments = (data, output.datatype, output.shape, output.name)
     if len(data) <= _LONG_TEXT:
@@ -142,7 +172,7 @@ async def output_text(
 
 
 async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
-    """The parts as one, each made in a turn of its own."""
+    """Return the joined parts, each of which is produced in a turn of its own."""
     done: list[bytes] = []
     for part in parts:
         done.append(part)

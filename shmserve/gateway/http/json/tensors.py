@@ -1,7 +1,7 @@
 """The codec of tensor data in JSON: lists of values to little-endian bytes and back (pure).
 
-A list may be flat or nested in any way; the values count, row-major. Integers that are too wide for
-their datatype wrap, as in Triton. FP16 and BF16 have no JSON form.
+A list may be flat or nested; its values are in row-major order. Integers that exceed their datatype
+wrap, as in Triton. FP16 and BF16 have no JSON representation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 
-# Values turned into text at a time: about a millisecond's work.
+# The number of values that are encoded at a time, which takes about a millisecond.
 _STEP = 32 * 1024
 
 _CODE = {
@@ -44,19 +44,19 @@ _REAL = frozenset((int, float))
 
 
 def flat(values: list[Any]) -> list[Any]:
-    """The values of nested lists, in order, as one list."""
+    """Return the values of nested lists as one list."""
     return _flat(values)[0]
 
 
 def parts(values: list[Any]) -> Iterator[list[Any]]:
-    """The values of nested lists, in order, a millisecond's work at a time."""
+    """Yield the values of nested lists in parts, each of which takes a millisecond to decode."""
     values = flat(values)
     for at in range(0, len(values), _STEP):
         yield values[at : at + _STEP]
 
 
 def _flat(values: list[Any]) -> tuple[list[Any], set[type]]:
-    """The values and what types they have."""
+    """Return the values, and their types."""
     kinds = set(map(type, values))
     while list in kinds:
         if len(kinds) == 1:
@@ -68,26 +68,30 @@ def _flat(values: list[Any]) -> tuple[list[Any], set[type]]:
 
 
 def packer(datatype: str, count: int) -> Callable[..., bytes] | None:
-    """A function from `count` numbers to the bytes of their tensor; None for another datatype.
+    """Return a function that converts `count` numbers to bytes; None for other datatypes.
 
-    It raises struct.error or OverflowError for what `decode` is to judge.
+    The function raises struct.error or OverflowError for values that only `decode` can handle.
     """
     code = _CODE.get(datatype)
     return None if code is None else struct.Struct(f"<{count}{code}").pack
 
 
 def unpacker(datatype: str, shape: tuple[int, ...]) -> Callable[[bytes], tuple[Any, ...]] | None:
-    """A function from a tensor's bytes to the values of its JSON array, of which those that are not
-    finite have no JSON form; None for another datatype."""
+    """Return a function that converts bytes to the values of a JSON array.
+
+    Returns:
+        None for datatypes without numbers. Values that are not finite have no JSON representation.
+    """
     code = _FORMAT.get(datatype)
     return None if code is None else struct.Struct(f"<{element_count(shape)}{code}").unpack
 
 
 def decode(values: list[Any], datatype: str, count: int, name: str) -> bytes:
-    """The bytes of a tensor of `count` elements from its JSON value, a flat or nested list.
+    """Return the bytes of a tensor of `count` elements, given a flat or nested list.
 
-    Raises JsonFault when the values are of the wrong kind or number, InvalidArgument for a datatype
-    without a JSON form.
+    Raises:
+        JsonFault: The type or the number of the values is wrong.
+        InvalidArgument: The datatype has no JSON representation.
     """
     _refuse_halves(datatype, name)
     values, kinds = _flat(values)
@@ -101,7 +105,7 @@ def decode(values: list[Any], datatype: str, count: int, name: str) -> bytes:
 def decode_parts(
     parts: Iterable[list[Any]], datatype: str, count: int, name: str
 ) -> Iterator[bytes]:
-    """Like `decode`, from the list's values in parts: their bytes, part by part."""
+    """Yield the bytes of each part of the values, with the checks of `decode`."""
     _refuse_halves(datatype, name)
     got = 0
     for part in parts:
@@ -159,7 +163,7 @@ def _packed(values: list[Any], kinds: set[type], datatype: str, name: str) -> by
 
 
 def _wrapped(values: list[Any], datatype: str, name: str) -> bytes:
-    """The bytes of integers of which one is too wide for the datatype, or is none at all."""
+    """Return the bytes of integers that exceed the datatype; raise JsonFault for other values."""
     signed = _CODE[datatype].islower()
     wide, low, kind = (np.int64, -(2**63), "signed") if signed else (np.uint64, 0, "unsigned")
 
@@ -185,7 +189,7 @@ def _packed_strings(values: list[str], name: str) -> bytes:
 def _misfit(
     values: list[Any], fits: Callable[[Any], bool], kind: str, wanted: str, name: str
 ) -> JsonFault:
-    """The text for data of which a value is no `kind`: it names the first such value."""
+    """Return the error that names the first value that is not a `kind`."""
     found = _shown(next(value for value in values if not fits(value)))
     return JsonFault(
         f"Unable to parse 'data': attempt to access JSON non-{kind} as {wanted} "
@@ -198,10 +202,13 @@ def _shown(value: Any) -> str:
 
 
 def encode(data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str) -> bytes:
-    """The JSON array of a tensor, flat.
+    """Return the flat JSON array of a tensor.
 
-    An FP32 value is written as the double it equals, as Triton does. Raises InvalidArgument for
-    FP16, BF16 and for BYTES elements that are not UTF-8: they have no JSON form.
+    FP32 values are written as the equal doubles, as in Triton.
+
+    Raises:
+        InvalidArgument: The datatype is FP16 or BF16, or an element of BYTES is not UTF-8.
+        Internal: The bytes do not match the shape.
     """
     if datatype in _NO_JSON:
         raise InvalidArgument(
@@ -216,7 +223,7 @@ def encode(data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name
 def encode_parts(
     data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str
 ) -> Iterator[bytes]:
-    """Like `encode`, in parts that join to the array, each a millisecond's work."""
+    """Yield the parts of the JSON array, each of which takes a millisecond to encode."""
     if datatype == "BYTES":
         yield from _string_parts(data, shape, name)
         return
@@ -234,7 +241,7 @@ def encode_parts(
 def _text(data: bytes | memoryview, datatype: str) -> bytes:
     values: list[Any] = memoryview(data).cast(_FORMAT[datatype]).tolist()  # type: ignore[call-overload]
     text = orjson.dumps(values)
-    if datatype not in _FLOATS or b"null" not in text:  # orjson's word for what is not finite
+    if datatype not in _FLOATS or b"null" not in text:  # not finite
         return text
     words = [_word(value) for value in values if value - value != 0.0]
     parts = chain.from_iterable(zip(text.split(b"null"), [*words, b""], strict=True))

@@ -17,10 +17,11 @@ from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, generates
-from shmserve.gateway.http.streaming.responses import ResponseQueue
-from shmserve.gateway.inference.builder import build
+from shmserve.gateway.http.response_queue import ResponseQueue
+from shmserve.gateway.inference.inference import error_of
+from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest
-from shmserve.gateway.inference.submit import error_of
+from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.arrays import STORED
 
@@ -97,10 +98,10 @@ class _Call:
         shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
         given = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
         asked = InferRequest("", [given], [InferOutput(embedder.vector, binary=True)], binary=True)
-        built, _ = build(gateway, model, asked, b"", 0)
+        built = build(gateway, model, asked)
         self._gateway = gateway
         self._count = len(texts)
-        self._queue = ResponseQueue(gateway, request, model, built, time.monotonic_ns())
+        self._queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
 
     async def vectors(self) -> list[np.ndarray[Any, Any]]:
         """Return the vector of each text in FP32, or raise the error of the model."""
@@ -113,8 +114,7 @@ class _Call:
         if inferred is None:
             return []
         (tensor,) = inferred.outputs
-        raw = tensor.data
-        data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
+        data = output_bytes(self._gateway, tensor)
         array = np.frombuffer(data, STORED[tensor.datatype]).astype(np.float32)
         queue.pop(inferred)
         return list(array.reshape(self._count, -1))

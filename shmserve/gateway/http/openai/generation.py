@@ -27,9 +27,10 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
-from shmserve.gateway.http.streaming.responses import ResponseQueue
-from shmserve.gateway.inference.builder import build
-from shmserve.gateway.inference.submit import error_of, log_failure
+from shmserve.gateway.http.response_queue import ResponseQueue
+from shmserve.gateway.inference.inference import error_of, log_failure
+from shmserve.gateway.inference.prepare import build
+from shmserve.gateway.inference.response import output_bytes
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -221,8 +222,8 @@ class _Generation:
         arrived_ns = time.monotonic_ns()
         try:
             for infer_request in asked.requests():
-                built, _ = build(gateway, asked.model, infer_request, b"", 0)
-                queue = ResponseQueue(gateway, request, asked.model, built, arrived_ns, self._news)
+                built = build(gateway, asked.model, infer_request)
+                queue = ResponseQueue(gateway, request, built, arrived_ns, self._news)
                 self._queues.append(queue)
         except BaseException:
             self.close()
@@ -244,8 +245,7 @@ class _Generation:
         await first.wait()
         error = error_of(first.first)
         if error is not None:
-            asked = first.request
-            log_failure(asked.model, asked.infer_request.id, error, asked.trace)
+            log_failure(first.request.built, error)
             raise error
 
     async def whole(self) -> dict[str, Any]:
@@ -273,12 +273,12 @@ class _Generation:
         """
         left = dict(enumerate(self._queues))
         while left:
-            while not any(queue.here for queue in left.values()):
+            while not any(left.values()):
                 self._news.clear()
                 await self._news.wait()
             taken: list[list[dict[str, Any]]] = []
             for prompt, queue in list(left.items()):
-                while queue.here and prompt in left:
+                while queue and prompt in left:
                     choices, ended = self._take(prompt, queue)
                     if choices:
                         taken.append(choices)
@@ -311,8 +311,7 @@ class _Generation:
         ]
 
     def _values(self, tensor: Any) -> list[Any]:
-        raw = tensor.data
-        data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
+        data = output_bytes(self._gateway, tensor)
         if tensor.datatype == "BYTES":
             array = decode_bytes(data, tensor.shape, tensor.name, self._asked.model.name)
             return list(array.ravel())

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.inflight import correlation_fields
-from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit
+from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit, correlation_fields
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey

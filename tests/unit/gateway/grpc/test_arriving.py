@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.placed_request import ArrivingRequest
+from shmserve.gateway.grpc.wire.request_sink import RequestSink
+from shmserve.gateway.inference.arriving import ArrivingTensors
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 
-class Room:
-    """The room for contents of these sizes."""
+class Room(ArrivingTensors):
+    """The memory of tensors of these sizes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.blocks = [bytearray(size) for size in sizes]
-        self.views = [memoryview(block) for block in self.blocks]
-        self.dropped = False
+        self.releases = 0
+        super().__init__([memoryview(block) for block in self.blocks], self._count)
 
-    def drop(self) -> None:
-        """Give it back."""
-        self.dropped = True
+    def _count(self) -> None:
+        self.releases += 1
 
 
 def request(contents: Sequence[bytes]) -> ModelInferRequest:
@@ -40,7 +40,7 @@ def arrive(
     cuts: Sequence[int],
     sizes: Sequence[int] | None,
     in_place: Collection[int] = (),
-) -> tuple[ArrivingRequest, list[Room], list[bytes]]:
+) -> tuple[RequestSink[Room], list[Room], list[bytes]]:
     """The bytes in pieces, those with these numbers read to their place where there is one, with
     the rooms that were asked for, and by which heads."""
     rooms: list[Room] = []
@@ -53,7 +53,7 @@ def arrive(
         rooms.append(Room(sizes))
         return rooms[-1]
 
-    arriving = ArrivingRequest(find)
+    arriving = RequestSink(find)
     view = memoryview(raw)
     at = 0
     for number, end in enumerate((*sorted(cut % (len(raw) + 1) for cut in cuts), len(raw))):
@@ -78,7 +78,7 @@ def test_contents_fill_their_room_however_they_are_cut(
     made = request(contents)
     sizes = [len(content) for content in contents]
     arriving, (room,), (head,) = arrive(made.SerializeToString(), cuts, sizes, in_place)
-    assert arriving.raw() is None and arriving.room is room and not room.dropped
+    assert arriving.whole() is room and not room.releases
     assert list(map(bytes, room.blocks)) == contents
     del made.raw_input_contents[:]
     assert ModelInferRequest.FromString(head) == made
@@ -96,20 +96,20 @@ def test_contents_of_other_sizes_are_whole(
     raw = request(contents).SerializeToString()
     arriving, rooms, _ = arrive(raw, cuts, sizes, in_place)
     fits = sizes == [len(content) for content in contents]
-    assert arriving.raw() == (None if fits else raw)
-    assert all(room.dropped is not fits for room in rooms)
+    assert arriving.whole() == (rooms[0] if fits else raw)
+    assert all(room.releases == (not fits) for room in rooms)
 
 
 @given(junk=st.binary(max_size=600), cuts=CUTS, behind=st.booleans())
 def test_bytes_that_are_no_request_are_whole(junk: bytes, cuts: list[int], behind: bool) -> None:
     raw = request([b"a" * 40]).SerializeToString() + junk if behind else junk
     arriving, rooms, _ = arrive(raw, cuts, [40])
-    found = arriving.raw()
-    if found is None:
-        assert bytes(rooms[-1].blocks[0]) and not rooms[-1].dropped
-        assert raw.endswith(rooms[-1].blocks[0])
+    found = arriving.whole()
+    if isinstance(found, Room):
+        assert found is rooms[-1] and bytes(found.blocks[0]) and not found.releases
+        assert raw.endswith(found.blocks[0])
     else:
-        assert found == raw and all(room.dropped for room in rooms)
+        assert found == raw and all(room.releases for room in rooms)
 
 
 @pytest.mark.parametrize("size", [70_000, 200_000])
@@ -118,7 +118,7 @@ def test_a_long_head_is_not_waited_for(size: int) -> None:
     made.parameters["key"].string_param = "v" * size
     raw = made.SerializeToString()
     arriving, rooms, _ = arrive(raw, range(0, len(raw), 999), [40])
-    assert arriving.raw() == raw and not rooms
+    assert arriving.whole() == raw and not rooms
 
 
 def test_its_room_is_given_back_once() -> None:
@@ -126,4 +126,4 @@ def test_its_room_is_given_back_once() -> None:
     arriving, (room,), _ = arrive(raw[:-10], (), [4000])
     arriving.drop()
     arriving.drop()
-    assert room.dropped and arriving.room is None
+    assert room.releases == 1 and arriving.place(1) is None

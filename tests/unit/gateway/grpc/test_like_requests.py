@@ -15,7 +15,7 @@ import pytest
 
 from shmserve.gateway.http import body as http
 from shmserve.gateway.http.messages import HEADER_LENGTH, WholeBody
-from shmserve.gateway.inference.builder import BuiltRequest
+from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
@@ -23,8 +23,7 @@ from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, public
 pytest.importorskip("grpc")
 
 from shmserve.gateway.grpc import infer as grpc
-from shmserve.gateway.grpc.wire.fingerprint import split
-from shmserve.gateway.grpc.wire.prepared_requests import PreparedRequests
+from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.proto import grpc_service_pb2 as pb
 from tests.support.messages import inference_of
 
@@ -58,14 +57,15 @@ class Read:
 @pytest.fixture
 def model() -> GatewayModel:
     nobody: Any = SimpleNamespace(endpoint="ipc:///nowhere")
-    return GatewayModel(publication(identity_config("m", "INT8", [1]), nobody), nobody)
+    return GatewayModel(publication(identity_config("m", "INT8", [1]), nobody))
 
 
 @pytest.fixture
 def gateway(model: GatewayModel) -> Any:
     models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model, revision=0)
     settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
-    nothing = {"arena": None, "body_budget": None, "regions": None}
+    nothing: dict[str, Any] = {"arena": None, "body_budget": None, "regions": None}
+    nothing["malloc_trim"] = SimpleNamespace(soon=lambda size: None)
     return SimpleNamespace(models=models, settings=settings, draining=False, **nothing)
 
 
@@ -121,7 +121,7 @@ def test_over_grpc(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
             request.parameters["sequence_end"].bool_param = end
         request.inputs.add(name="IN", datatype="INT8", shape=[1])
         request.raw_input_contents.append(b"x")
-        return inferences._read(request.SerializeToString(), {}, False)[1]
+        return inferences._read(request.SerializeToString(), {}, streamed=False)
 
     check(asked)
     assert read.count == 1
@@ -154,7 +154,7 @@ def test_a_message_that_is_written_otherwise_is_read_as_it_is(gateway: Any, form
         for number in range(1, 4):
             raw = ODD[form](number)
             said = pb.ModelInferRequest.FromString(raw)
-            built = inferences._read(raw, {}, False)[1]
+            built = inferences._read(raw, {}, streamed=False)
             assert built.infer_request.id == said.id
             (tensor,) = inference_of(built).inputs
             assert tensor.data == said.raw_input_contents[0]
@@ -170,7 +170,7 @@ def test_ids_and_values_are_cut_where_they_are(
     asked = 0
     for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
         for value in (b"x", b"\x1a", b":"):
-            built = inferences._read(_of(request_id, value), {}, False)[1]
+            built = inferences._read(_of(request_id, value), {}, streamed=False)
             asked += 1
             assert built.infer_request.id == request_id
             (tensor,) = inference_of(built).inputs
@@ -178,7 +178,7 @@ def test_ids_and_values_are_cut_where_they_are(
     assert split.count < asked / 3
     broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
-        inferences._read(broken, {}, False)
+        inferences._read(broken, {}, streamed=False)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -197,7 +197,7 @@ def test_an_id_is_not_taken_for_contents_nor_they_for_it(gateway: Any, first: in
             parts = split(raw)
             assert parts is not None
             known: Any = SimpleNamespace(
-                of=lambda datas, seen=seen: (
+                fill=lambda datas, seen=seen: (
                     seen.contents.append(list(datas))
                     or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
                 )

@@ -10,38 +10,35 @@ from typing import Any
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.grpc.infer import RequestRefused, Submitted
+from shmserve.gateway.grpc.infer import RequestRefused
 from shmserve.gateway.grpc.stream_call import stream_infer
+from shmserve.gateway.inference.inference import Inference
+from shmserve.gateway.process import ActiveCount
+from shmserve.ipc.messages import inference as m
 
 
-class Asked(Submitted):
+class Asked(Inference):
     """A request that has its response at once."""
 
     def __init__(self, cancelled: list[str], name: str) -> None:
         self.request_id = name
+        self.message = m.Finished(1, b"", [])
         self._abandoned = cancelled
-
-    done = True
-
-    def when_done(self, action: Callable[[], None]) -> None:
-        action()
-
-    def response(self) -> bytes:
-        return bytes(40_000)  # no other is written with it
 
     def cancel(self) -> None:
         self._abandoned.append(self.request_id)
 
-    def leave(self) -> None:
-        pass
 
-
-class Taking:
+class Taking(ActiveCount):
     """Takes the requests of a stream; `large` has the sizes that a trim was asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.large: list[int] = []
         self.gateway = SimpleNamespace(malloc_trim=SimpleNamespace(soon=self.large.append))
+
+    def response(self, inference: Inference) -> bytes:
+        return bytes(40_000)  # no other is written with it
 
     def headers(self, call: Any) -> dict[str, str]:
         return {}
@@ -95,7 +92,7 @@ def test_who_does_not_read_is_cut_off() -> None:
     cancelled: list[str] = []
 
     class Inferences(Taking):
-        def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
+        def begin(self, raw: bytes, *_: Any) -> Inference:
             return Asked(cancelled, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
@@ -107,6 +104,7 @@ def test_who_does_not_read_is_cut_off() -> None:
     with pytest.raises(Unavailable):
         asyncio.run(streaming(inferences, Deaf(requests()), 0.05))
     assert cancelled == ["behind", "further behind"]
+    assert not inferences.active
 
     async def cancelled_twice() -> None:
         stream = streaming(inferences, Deaf(requests()), 60.0)
@@ -134,7 +132,7 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
     asked = 0
 
     class Inferences(Taking):
-        def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
+        def begin(self, raw: bytes, *_: Any) -> Inference:
             nonlocal asked
             asked += 1
             return Asked(cancelled, str(asked))
@@ -153,7 +151,7 @@ def test_memory_is_given_back_when_the_call_is_over() -> None:
     """The call may hold much of it until then, long after the stream was given up."""
 
     class Inferences(Taking):
-        def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
+        def begin(self, raw: bytes, *_: Any) -> Inference:
             return Asked([], "")
 
     async def requests() -> AsyncIterator[bytes]:
@@ -175,7 +173,7 @@ def test_a_request_that_cannot_be_taken_fails_the_call() -> None:
     """Its client would wait for a response, or take the stream for complete."""
 
     class Inferences(Taking):
-        def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
+        def begin(self, raw: bytes, *_: Any) -> Inference:
             if raw == b"bad":
                 raise KeyError("a fault of ours")
             return Asked([], "")

@@ -18,8 +18,9 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference import body_arrival
+from shmserve.gateway.inference.arriving import ArrivingTensors
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
-from shmserve.gateway.inference.builder import Resources
+from shmserve.gateway.inference.prepare import Resources
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
@@ -42,6 +43,10 @@ def resources_in(arena: Arena) -> Resources:
     return Resources(arena, budget, RegionTable(lambda _: None))
 
 
+def tensors(views: list[memoryview]) -> ArrivingTensors:
+    return ArrivingTensors(views, lambda: None)
+
+
 class Client:
     """A body that comes as the test sends it. Who was waited for it for 10 ms may be slow."""
 
@@ -60,9 +65,9 @@ class Client:
         """Have a block of the arena and wait for what goes into it."""
         holds = resources_in(arena)
         try:
-            with self.body.keeping(holds.release):
+            with self.body.arrival.keeping(holds.release):
                 (place,) = holds.allocate([size])
-                await self.body.read_into([arena.view(place)])
+                await self.body.read_tensors(tensors([arena.view(place)]))
         finally:
             holds.release()
 
@@ -131,13 +136,13 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
         holds = resources_in(arena)
         (place,) = holds.allocate([MIB])
         client.content.feed_data(bytes(100))
-        with client.body.keeping(holds.release):
+        with client.body.arrival.keeping(holds.release):
             await client.body.next()
             await clock.go_on(0.1)  # as while it is decompressed
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
-            assert await client.body.read_into([arena.view(place)[:100]])
+            assert await client.body.read_tensors(tensors([arena.view(place)[:100]]))
         holds.release()
 
     with arena_of(MIB) as arena:
@@ -183,8 +188,8 @@ def test_thousands_are_evicted_at_once() -> None:
                 holds = resources_in(arena)
                 holds.allocate([16 << 10])
                 stack.callback(holds.release)  # some may stay, where the rest is room enough
-                stack.enter_context(client.body.keeping(holds.release))
-                client.body._arrival._waited_s = 1.0
+                stack.enter_context(client.body.arrival.keeping(holds.release))
+                client.body.arrival._waited_s = 1.0
             began = time.monotonic()
             holds = resources_in(arena)
             holds.allocate([63 * MIB])

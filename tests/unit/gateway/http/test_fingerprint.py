@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.fingerprint import (
     Cache,
-    identity,
+    Fingerprint,
+    cut_identity,
     remember,
     repeat,
-    split,
     worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
@@ -41,7 +41,7 @@ def test_the_place_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> 
         for end in (False, True):
             given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
             text = header(json.dumps(given, separators=("," + space, ":" + space))[1:-1])
-            key, found = identity(text)
+            key, found = cut_identity(text)
             assert found is not None and found.is_of(parse_request(loads(text), 1, "m", LIMIT))
             assert found == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
@@ -59,20 +59,20 @@ def test_the_id_is_cut_out(request_id: str) -> None:
     rest = header('"other":2')[1:]
     for space in ("", " "):
         first = f'{{"id":{space}{json.dumps(request_id)},{space}'.encode() + rest
-        key, found = identity(first)
+        key, found = cut_identity(first)
         if found is None:
             assert key == first and (not request_id.isascii() or "\\" in json.dumps(request_id))
         else:
             assert found == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
             assert found.is_of(parse_request(loads(first), 1, "m", LIMIT))
     last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
-    assert identity(last) == (last, None)
+    assert cut_identity(last) == (last, None)
 
 
 def test_an_id_and_a_place_are_cut_out_together() -> None:
     place = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(place)[1:]
-    key, found = identity(text)
+    key, found = cut_identity(text)
     assert found == RequestIdentity("7", 5, 1) and found.is_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
@@ -81,7 +81,7 @@ def test_an_id_and_a_place_are_cut_out_together() -> None:
 
 def test_what_is_long_is_not_searched() -> None:
     text = b'{"id":"7",' + b" " * 70_000 + header('"other":2')[1:]
-    assert identity(text) == (text, None)
+    assert cut_identity(text) == (text, None)
 
 
 @pytest.mark.parametrize(
@@ -97,25 +97,32 @@ def test_what_is_long_is_not_searched() -> None:
     ],
 )
 def test_other_words_for_it_take_the_long_way(place: str) -> None:
-    assert identity(header(place)) == (header(place), None)
+    assert cut_identity(header(place)) == (header(place), None)
 
 
 def test_a_place_elsewhere_is_not_the_requests() -> None:
     place = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     elsewhere = b'"binary_data_size":1,' + place.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
-    _, found = identity(text)
+    _, found = cut_identity(text)
     assert found is not None and not found.is_of(parse_request(loads(text), 1, "m", LIMIT))
 
 
+class Built(bytes):
+    """The bytes of a request's tensors."""
+
+    def identify(self, identity: RequestIdentity) -> None:
+        """Ignore the identity."""
+
+
 class Bytes:
-    """A prepared request that gives the tensors' bytes; None while what it needs is not there."""
+    """A template that returns the tensors' bytes, or None if its regions are not `there`."""
 
     def __init__(self) -> None:
         self.there = True
 
-    def of(self, datas: list[bytes]) -> Any:
-        return b"".join(datas) if self.there else None
+    def fill(self, datas: list[bytes]) -> Any:
+        return Built(b"".join(datas)) if self.there else None
 
 
 def made() -> Cache:
@@ -133,16 +140,16 @@ def long_way(text: bytes) -> bytes:
 
 def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
     """What the cache makes of a request; it is remembered where that is wanted."""
-    key, arrays = split(text, 0)
-    known: Any = repeat(cache, key, text, len(text), arrays)
+    fingerprint = Fingerprint(text, 0)
+    known: Any = repeat(cache, fingerprint, text, len(text))
     if known is None:
         try:
             long_way(text)
         except ShmserveError:
             return None
-        if worth_preparing(cache, key):
-            prepared: Any = plan or Bytes()
-            remember(cache, key, wire_of(text), prepared, len(arrays))
+        if worth_preparing(cache, fingerprint):
+            template: Any = plan or Bytes()
+            remember(cache, fingerprint, wire_of(text), template)
     return known
 
 
@@ -239,7 +246,8 @@ def test_what_looks_like_a_fingerprint_is_no_request() -> None:
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))
     cut = one("[1, 2]").replace(b'"data": [1, 2]', b"\0")
-    assert split(cut, 0) == (split(one("[1, 2]"), 0)[0], ())
+    assert Fingerprint(cut, 0).key == Fingerprint(one("[1, 2]"), 0).key
+    assert not Fingerprint(cut, 0).arrays
     assert short_way(cache, cut) is None
 
 
@@ -249,11 +257,11 @@ def test_numbers_that_are_no_tensors_are_not_taken_for_them() -> None:
     hidden = one("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
         b'32", "shape": [2], "data":', b'32", "shape": [2], "data" :'
     )
-    assert len(split(hidden, 0)[1]) == 1
+    assert len(Fingerprint(hidden, 0).arrays) == 1
     for _ in range(3):
         assert short_way(cache, hidden) is None
     other = hidden.replace(b"[1, 2]}, ", b"[8, 9]}, ")
-    assert split(other, 0)[0] == split(hidden, 0)[0]
+    assert Fingerprint(other, 0).key == Fingerprint(hidden, 0).key
     assert short_way(cache, other) is None
 
 
@@ -269,11 +277,7 @@ def test_a_header_that_is_read_with_patience_has_no_plan() -> None:
     cache = made()
     for text in (b"\xef\xbb\xbf" + one("[1, 2]"), one("[1, 2]", '"parameters": {"p": NaN}, ')):
         for _ in range(3):
-            key, arrays = split(text, 0)
-            assert repeat(cache, key, text, len(text), arrays) is None
-            if worth_preparing(cache, key):
-                wire = wire_of(one("[1, 2]"))
-                remember(cache, key, wire, Bytes(), len(arrays))  # type: ignore[arg-type]
+            assert short_way(cache, text) is None
 
 
 def test_a_plan_whose_regions_have_changed_is_made_anew() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ShmserveError
+from shmserve.gateway.http.generate import parse_generate, response_json
 from shmserve.gateway.http.messages import JSON_LINES, SERVER_SENT_EVENTS, accepted
-from shmserve.gateway.http.streaming.generate import parse_generate, response_json
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 

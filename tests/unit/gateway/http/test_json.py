@@ -30,7 +30,7 @@ from shmserve.gateway.http.json import parser, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.parser import JsonFault, loads, loads_large
-from shmserve.gateway.inference.builder import check_room, raw_request
+from shmserve.gateway.inference.prepare import check_capacity, raw_request
 from shmserve.gateway.inference.request import InferOutput, InferRequest, RegionRange
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY, decode_bytes
@@ -702,13 +702,13 @@ def test_a_response_is_made_for_what_was_asked() -> None:
 
 def test_an_output_must_have_room_in_its_region() -> None:
     signature = Signature(ModelSpec.of(SIMPLE), "1")
-    check_room(signature, "OUTPUT0", 128, 2)
+    check_capacity(signature, "OUTPUT0", 128, 2)
     with pytest.raises(
         Internal, match=r"output 'OUTPUT0' \(127 bytes\) should be at least 128 bytes"
     ):
-        check_room(signature, "OUTPUT0", 127, 2)
-    check_room(Signature(ModelSpec.of(identity_config("m", "FP32", [-1])), "1"), "OUT", 0, 0)
-    check_room(Signature(ModelSpec.of(identity_config("m", "BYTES", [4])), "1"), "OUT", 0, 0)
+        check_capacity(signature, "OUTPUT0", 127, 2)
+    check_capacity(Signature(ModelSpec.of(identity_config("m", "FP32", [-1])), "1"), "OUT", 0, 0)
+    check_capacity(Signature(ModelSpec.of(identity_config("m", "BYTES", [4])), "1"), "OUT", 0, 0)
 
 
 # --- compression ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body import Body
-from shmserve.gateway.http.connection.protocol import HttpConnection
+from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.messages import Answer, HttpRequest, HttpResponse, json_response, written
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.process import ActiveCount
@@ -120,7 +120,8 @@ class Underway:
             asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
         else:
             response = self._response
-            self._answer(written(response.headers, response.pieces) if self._whole else None)
+            whole = written(response.headers, b"".join(response.pieces))
+            self._answer(whole if self._whole else None)
 
     async def response(self) -> HttpResponse:
         await asyncio.sleep(0)

@@ -97,7 +97,7 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
             break
         firing = running.pop(data.draw(st.integers(0, len(running) - 1)))
         ran.append(firing.step.index)
-        wanted = {n: t for n, t in firing.step.outputs.items() if t in flow._plan.routes}
+        wanted = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
         created += wanted.values()
         respond(flow, firing, {n: value(t, freed, t not in false) for n, t in wanted.items()})
         for used in firing.inputs.values():
@@ -165,10 +165,9 @@ def test_only_what_nobody_else_reads_stays_on_a_device(
     made = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():
-            route = made.routes.get(tensor)
-            around = {devices.get(reader.index) for reader in (route.readers if route else ())}
+            readers = [each.index for each in made.steps.values() if (tensor, True) in each.reads]
+            around = {devices.get(index) for index in readers}
             around.add(devices.get(step.index) if step.index in made.steps else None)
             free = tensor in graph.outputs or tensor in graph.conditions
-            read = bool(route and route.readers)
-            stays = read and not free and len(around) == 1 and None not in around
+            stays = readers and not free and len(around) == 1 and None not in around
             assert made.devices.get(tensor) == (around.pop() if stays else None)

@@ -159,6 +159,17 @@ def test_what_a_client_reads_is_the_ensembles_own() -> None:
     assert rig.memory.used == 0
 
 
+def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
+    """The requests of a step have one kind where only the tensors before it differ in shape."""
+    rig = EnsembleRig(STREAM, [model("a"), model("b")])
+    for number in range(1, 6):
+        rig.submit(number, data=bytes(4 * number))
+        rig.finish("a", rig.runs()["a"])
+        rig.finish("b", rig.runs()["b"])
+    (plan,) = rig.core._plans.values()
+    assert [len(planned.kinds) for planned in plan.steps.values()] == [5, 1]
+
+
 def test_what_only_the_next_step_reads_is_not_copied() -> None:
     """Its worker reads it where it lies."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])

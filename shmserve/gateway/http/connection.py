@@ -24,7 +24,7 @@ from aiohttp.http import HttpProcessingError
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.connection_limits import Acceptor
-from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming, MalformedBody
+from shmserve.gateway.http.incoming import SMALL_BODY, Incoming, MalformedBody
 from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,

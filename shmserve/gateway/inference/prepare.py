@@ -1,13 +1,14 @@
-"""The request builder: places the tensors of a request in resources of its own, which are held
-until no worker can touch them, and checks it against its model.
+"""The preparation of requests: tensors are placed, and requests are checked against their models.
 
-all tensor bytes <= INLINE_LIMIT   inline, in the message to the scheduler
-more                               one arena block, each tensor on its own 64-byte boundary
-in a region                        where they are: a place is passed on, nothing is copied
+| size of all tensors in the body | location of the tensors                                        |
+|---------------------------------|----------------------------------------------------------------|
+| at most `INLINE_LIMIT`          | in the message to the scheduler                                |
+| more                            | in one block of the arena, each at a multiple of 64 bytes      |
+| in a region                     | unchanged; the message has the range                           |
 
-Programs send the same header again and again with other numbers behind it. A header that came
-before needs no parsing and no checks: a `Prepared` request is filled with the tensors' bytes, as
-prepared statements are for a database.
+A request holds its block and its references to regions until no worker can access them. Clients
+send the same header many times with other tensors. A `RequestTemplate` is the parsed and checked
+header; later requests with this header only fill it.
 """
 
 from __future__ import annotations
@@ -39,29 +40,31 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
-_MOST_RESPONSES = 8  # heads of responses to requests with one header
+_MOST_RESPONSES = 8  # response templates of requests with one header
 _ALIGNMENT = 64
 
 
 def nothing() -> None:
-    """The release of a request without resources."""
+    """Release a request without resources."""
 
 
 @dataclass(slots=True, eq=False)
 class BuiltRequest:
-    """A request with its tensors in place, admitted to its model.
+    """A request whose tensors are placed, and that was checked against its model.
 
     Attributes:
-        infer_request: The request as its protocol's parser has read it.
-        schema: Its schema, for `Submit`.
-        data: Its data, for `Submit`.
-        release: Frees its resources, which may be references to `regions`.
-        regions: The regions that it uses.
-        responses: The heads of responses by their schemas, shared by all requests with the same
-            header; None where there are no others.
-        trace: Its trace once it is submitted, if its times are wanted.
+        model: The model.
+        infer_request: The request as the parser of its protocol returned it.
+        schema: The schema for `Submit`.
+        data: The data for `Submit`.
+        release: Releases the resources of the request.
+        regions: The regions that the request uses.
+        responses: The templates of responses by their schemas, shared by all requests with this
+            header. None: the response is encoded without a template.
+        trace: The trace of a submitted request, if it is recorded.
     """
 
+    model: GatewayModel
     infer_request: InferRequest
     schema: bytes
     data: list[Any]
@@ -71,15 +74,15 @@ class BuiltRequest:
     trace: RequestTrace | None = None
 
     def identify(self, identity: RequestIdentity) -> None:
-        """Set the id and the place in a sequence, which an equal header does not have."""
+        """Set the id and the position in a sequence, which are not part of a template."""
         if not identity.is_of(self.infer_request):
             self.infer_request = self.infer_request.identified(identity)
 
 
 class Resources:
-    """The resources of one request, released together.
+    """The arena block and the region references of one request, released together.
 
-    Where the arena is full, `budget` evicts slow bodies.
+    If the arena is full, `budget` evicts bodies that arrive too slowly.
     """
 
     __slots__ = ("_arena", "_budget", "_offset", "_table", "_uses")
@@ -93,7 +96,7 @@ class Resources:
 
     @property
     def uses(self) -> Uses:
-        """The request's references to regions."""
+        """The references of the request to regions."""
         if self._uses is None:
             self._uses = Uses(self._table)
         return self._uses
@@ -104,9 +107,11 @@ class Resources:
         return () if self._uses is None else self._uses.regions
 
     def allocate(self, sizes: list[int]) -> list[Place]:
-        """Places of these sizes, in bytes, in one arena block.
+        """Allocate ranges of these sizes, in bytes, in one arena block.
 
-        Raises Unavailable when memory for tensors is full, InvalidArgument for what never fits.
+        Raises:
+            Unavailable: The arena is full.
+            InvalidArgument: The sizes exceed the capacity of the arena.
         """
         starts = [0]
         for size in sizes:
@@ -128,7 +133,7 @@ class Resources:
             raise
 
     def view(self, place: Place) -> memoryview:
-        """The bytes of a place that `allocate` gave."""
+        """Return the bytes of a range that `allocate` has returned."""
         return self._arena.view(place)
 
     def __bool__(self) -> bool:
@@ -136,11 +141,11 @@ class Resources:
 
     @property
     def placed(self) -> bool:
-        """Whether it has a block of the arena."""
+        """Whether the request has a block of the arena."""
         return self._offset >= 0
 
     def release(self) -> None:
-        """Release everything; a second time does nothing."""
+        """Release everything. The method is idempotent."""
         if self._offset >= 0:
             self._arena.free(self._offset)
             self._offset = -1
@@ -149,19 +154,19 @@ class Resources:
 
 
 def resources_of(gateway: Gateway) -> Resources:
-    """The resources of a new request: none yet."""
+    """Return the empty resources of a new request."""
     return Resources(gateway.arena, gateway.body_budget, gateway.regions)
 
 
-class Prepared:
-    """The common part of requests with one header, which is not parsed or checked again.
+class RequestTemplate:
+    """A parsed and checked header, which requests with the same header fill with their tensors.
 
-    The tensors in the body go into the message, or into one arena block where they are large.
-    Tensors in regions stay where they are.
+    Tensors of the body are copied to the message, or to one arena block if they are large. Tensors
+    in regions keep their ranges.
     """
 
     __slots__ = (
-        *("_cut", "_data", "_request", "_resources", "_responses"),
+        *("_cut", "_data", "_model", "_request", "_resources", "_responses"),
         *("_schema", "_sizes", "_slots", "_uses"),
     )
 
@@ -172,18 +177,20 @@ class Prepared:
         uses: Uses | None,
         resources: Callable[[], Resources] | None,
     ) -> None:
-        """Prepare requests like `built`.
+        """Derive the template from the first request with a header.
 
         Args:
-            built: The first of them.
-            sizes: The byte size of each input in the body; None: it is in a region.
-            uses: The references to regions.
-            resources: Makes the resources of a request with large tensors; None: they are small.
+            built: The request.
+            sizes: The byte size of each input in the body; None for an input in a region.
+            uses: The references of the request to regions.
+            resources: Creates the resources of a request with large tensors; None if the tensors
+                are small.
         """
+        self._model = built.model
         self._request = built.infer_request
         self._schema = built.schema
         self._slots = [index for index, size in enumerate(sizes) if size is not None]
-        # Where all data are in the body, there is nothing to be kept of the first request's.
+        # The data of the first request is kept only for inputs in regions.
         self._data = built.data if len(self._slots) < len(built.data) else None
         self._sizes = [size for size in sizes if size is not None]
         layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
@@ -192,59 +199,90 @@ class Prepared:
         self._resources = resources
         self._responses: BoundedCache[bytes, Any] = BoundedCache(_MOST_RESPONSES)
 
-    def fill(self, body: bytes, at: int) -> BuiltRequest | None:
-        """Return the request whose tensors are in `body` from `at`, see `of`."""
+    def fill_from(self, body: bytes, at: int) -> BuiltRequest | None:
+        """Return the request whose tensors are in `body` from `at`, as `fill` does."""
+        if not self._sizes:
+            return self.fill(())
         if self._resources is None:
-            return self.of(self._cut(body, at))
-        with memoryview(body) as whole:
-            ends = list(accumulate(self._sizes, initial=at))
-            return self.of([whole[start:end] for start, end in pairwise(ends)])
+            return self.fill(self._cut(body, at))
+        whole = memoryview(body)
+        ends = accumulate(self._sizes, initial=at)
+        return self.fill([whole[start:end] for start, end in pairwise(ends)])
 
-    def of(self, datas: Sequence[bytes | memoryview]) -> BuiltRequest | None:
+    def fill(self, tensors: Sequence[bytes | memoryview]) -> BuiltRequest | None:
         """Return the request with these tensors, or None if its regions have changed.
 
         Raises:
-            AlreadyExists: An output overlaps another one in flight and may not.
-            Unavailable: Memory for tensors is full.
+            AlreadyExists: An output overlaps an output in flight and may not.
+            Unavailable: The arena is full.
         """
         release: Callable[[], None] = nothing
         regions: Sequence[GatewayRegion] = ()
-        data: list[Any] = list(datas)
-        if self._resources is not None:
-            resources = self._resources()
-            places = resources.allocate(self._sizes)
-            for place, given in zip(places, datas, strict=True):
-                resources.view(place)[:] = given
-            data = list(map(pack_place, places))
-            release = resources.release
-        elif self._uses is not None:
-            uses = self._uses.again()
+        data: list[Any] = [*tensors]
+        if self._uses is not None:
+            uses = Uses.again(self._uses)
             if uses is None:
                 return None
             release, regions = uses.release, uses.regions
+        elif self._resources is not None:
+            resources = self._resources()
+            places = resources.allocate(self._sizes)
+            for place, tensor in zip(places, tensors, strict=True):
+                resources.view(place)[:] = tensor
+            data = list(map(pack_place, places))
+            release = resources.release
         if self._data is not None:
-            inputs, data = data, self._data.copy()
-            for slot, each in zip(self._slots, inputs, strict=True):
-                data[slot] = each
-        return BuiltRequest(self._request, self._schema, data, release, regions, self._responses)
+            received, data = data, self._data.copy()
+            for slot, item in zip(self._slots, received, strict=True):
+                data[slot] = item
+        how = (self._schema, data, release, regions, self._responses)
+        return BuiltRequest(self._model, self._request, *how)
 
 
 def build(
     gateway: Gateway,
     model: GatewayModel,
     request: InferRequest,
-    body: bytes,
-    at: int,
-    *,
-    prepare: bool = False,
-) -> tuple[BuiltRequest, Prepared | None]:
-    """Make the tensors of a request whose binary data is in `body` from `at`, and admit it.
+    body: bytes = b"",
+    at: int = 0,
+) -> BuiltRequest:
+    """Place the tensors of a request, and check the request.
 
-    What is prepared, if that is wanted and can be, is good for every request that differs only in
-    its tensors' bytes.
+    Args:
+        gateway: The gateway.
+        model: The model of the request.
+        request: The parsed request.
+        body: The bytes that contain the binary tensors.
+        at: The position of the first binary tensor in the body.
 
-    Raises what is wrong with it, or Unavailable when memory for tensors is full.
+    Raises:
+        ShmserveError: The request is invalid, or the arena is full.
     """
+    return _build(gateway, model, request, body, at)[0]
+
+
+def build_with_template(
+    gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, at: int
+) -> tuple[BuiltRequest, RequestTemplate | None]:
+    """Place the tensors as `build` does, and return the template of requests like this one.
+
+    A request with large tensors in the body and others in regions has no template.
+    """
+    built, resources, datas = _build(gateway, model, request, body, at)
+    if resources.placed and resources.regions:
+        return built, None
+    sizes = [
+        None if tensor.data is None and tensor.place is not None else len(data or b"")
+        for tensor, data in zip(request.inputs, datas, strict=True)
+    ]
+    uses = resources.uses if resources.regions else None
+    large = partial(resources_of, gateway) if resources.placed else None
+    return built, RequestTemplate(built, sizes, uses, large)
+
+
+def _build(
+    gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, at: int
+) -> tuple[BuiltRequest, Resources, Sequence[bytes | None]]:
     datas: list[bytes | None] = []
     total = 0
     for tensor in request.inputs:
@@ -259,23 +297,10 @@ def build(
         stored: Sequence[bytes | Place | None] = datas
         if total > INLINE_LIMIT:
             stored = _store(resources, datas)
-        tensors = [
-            tensor_ref(resources, tensor, data)
-            for tensor, data in zip(request.inputs, stored, strict=True)
-        ]
-        built = check_request(model, request, tensors, resources)
+        return check_request(model, request, stored, resources), resources, datas
     except BaseException:
         resources.release()
         raise
-    if not prepare or (resources.placed and resources.regions):
-        return built, None
-    sizes = [
-        None if tensor.data is None and tensor.place is not None else len(data or b"")
-        for tensor, data in zip(request.inputs, datas, strict=True)
-    ]
-    uses = resources.uses if resources.regions else None
-    large = partial(resources_of, gateway) if resources.placed else None
-    return built, Prepared(built, sizes, uses, large)
 
 
 def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Place | None]:
@@ -286,22 +311,32 @@ def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Plac
     return [None if d is None else place for d, place in zip(datas, places, strict=True)]
 
 
-def tensor_ref(resources: Resources, tensor: InferInput, data: bytes | Place | None) -> TensorRef:
-    """The descriptor of an input; without `data` it is in a region."""
-    if data is None:
-        assert tensor.place is not None
-        data = resources.uses.take(tensor.place)
-    return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
-
-
 def check_request(
-    model: GatewayModel, request: InferRequest, tensors: Sequence[TensorRef], resources: Resources
+    model: GatewayModel,
+    request: InferRequest,
+    stored: Sequence[bytes | Place | None],
+    resources: Resources,
 ) -> BuiltRequest:
-    """Check a request against its model and the regions that its outputs go to.
+    """Check a request against its model, and against the regions of its inputs and outputs.
 
-    Raises InvalidArgument, NotFound or Internal.
+    Args:
+        model: The model.
+        request: The parsed request.
+        stored: The bytes or the arena range of each input; None for an input in a region.
+        resources: The resources of the request.
+
+    Raises:
+        InvalidArgument: The request does not match the model.
+        NotFound: A region is not registered.
+        Internal: The range of an output is too small.
     """
     signature = model.signature
+    tensors: list[TensorRef] = []
+    for tensor, location in zip(request.inputs, stored, strict=True):
+        if location is None:
+            assert tensor.place is not None
+            location = resources.uses.take(tensor.place)
+        tensors.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, location))
     outputs = [
         RequestedOutput(
             output.name,
@@ -310,32 +345,37 @@ def check_request(
         for output in request.outputs
     ]
     batch_size = signature.check(request.id, tensors, outputs).batch_size
-    for wanted in outputs:
-        if wanted.place is not None:
-            check_room(signature, wanted.name, wanted.place.byte_size, batch_size)
-    inference = Inference(tuple(tensors), tuple(outputs), request.parameters)
+    for output in outputs:
+        if output.place is not None:
+            check_capacity(signature, output.name, output.place.byte_size, batch_size)
+    schema, data = pack_inference(Inference(tuple(tensors), tuple(outputs), request.parameters))
     release = resources.release if resources else nothing
-    return BuiltRequest(request, *pack_inference(inference), release, resources.regions)
+    return BuiltRequest(model, request, schema, data, release, resources.regions)
 
 
-def check_room(signature: Signature, name: str, room: int, batch_size: int) -> None:
-    """An output whose size is known beforehand must fit its place of `room` bytes.
+def check_capacity(signature: Signature, name: str, capacity: int, batch_size: int) -> None:
+    """Check that an output of known size fits its range of `capacity` bytes.
 
-    Raises Internal, as when the result is too large after the computation.
+    Raises:
+        Internal: The range is too small. The error is the same if the size is found after the
+            computation.
     """
     needed = signature.output_size(name, batch_size)
-    if needed is not None and room < needed:
+    if needed is not None and capacity < needed:
         raise Internal(
-            f"shared memory size specified with the request for output '{name}' ({room} bytes) "
+            f"shared memory size specified with the request for output '{name}' ({capacity} bytes) "
             f"should be at least {needed} bytes to hold the results"
         )
 
 
 def raw_request(signature: Signature, body: bytes) -> tuple[InferRequest, bytes]:
-    """A request whose body is the one input, and that input's bytes; outputs are sent binary.
+    """Return the request whose body is its only input, and the bytes of this input.
 
-    Raises InvalidArgument when the model has not one input, or its shape does not follow from the
-    body's size.
+    The outputs are sent as binary data.
+
+    Raises:
+        InvalidArgument: The model has several inputs, or the size of the body does not determine
+            the shape of the input.
     """
     prefix = "[request id: <id_unknown>] "
     if len(signature.inputs) != 1:

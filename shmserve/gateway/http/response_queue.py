@@ -14,103 +14,103 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     traced,
 )
-from shmserve.gateway.inference.builder import BuiltRequest
-from shmserve.gateway.inference.submit import (
-    Message,
-    StreamingRequest,
-    is_last,
-    prepare_submit,
-    submit_streaming,
-)
-from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.inference.inference import Message, StreamingInference, is_last, submit
+from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.ipc.tensors.inference import Inferred
 
-# Responses that are here are written together up to so many bytes.
-_TOGETHER = 32 * 1024
+_MOST_BYTES_AT_ONCE = 32 * 1024  # of responses that are written together
 
 
 class ResponseQueue:
-    """An open request and the queue of responses that have come to it; `news` is set when one does,
-    perhaps for several queues. Raises what keeps it from being submitted."""
+    """A request in flight, and the queue of its responses.
+
+    Args:
+        gateway: The gateway.
+        request: The client's request.
+        built: The request for the model.
+        arrived_ns: The time of arrival.
+        news: The event that is set for each response; several queues may share it.
+
+    Raises:
+        ShmserveError: The request is refused.
+    """
 
     def __init__(
         self,
         gateway: Gateway,
         request: HttpRequest,
-        model: GatewayModel,
         built: BuiltRequest,
         arrived_ns: int,
         news: asyncio.Event | None = None,
     ) -> None:
-        self._here: deque[Message] = deque()
+        self._messages: deque[Message] = deque()
         self._news = news or asyncio.Event()
         client = request.connection.client
+        how = (StreamingInference, self._responded)
         traceparent = request.headers.get(TRACEPARENT, "")
-        model, submit = prepare_submit(gateway, model, built, client, arrived_ns, 0, traceparent)
-        self.request = submit_streaming(model, built, submit, self._heard)
+        self.request = submit(gateway, built, client, arrived_ns, *how, traceparent=traceparent)
 
-    def _heard(self, _: StreamingRequest, message: Message) -> None:
-        self._here.append(message)
+    def _responded(self, _: StreamingInference, message: Message) -> None:
+        self._messages.append(message)
         self._news.set()
 
     @property
     def headers(self) -> bytes:
-        """Of its response: errors that come later have the request's trace by it."""
-        trace = self.request.trace
+        """The headers of the response, which identify the trace also for later errors."""
+        trace = self.request.built.trace
         return b"" if trace is None else traced(trace.context.traceparent)
 
     @property
     def first(self) -> Message:
-        """The one that is next, which is here."""
-        return self._here[0]
+        """The first response in the queue."""
+        return self._messages[0]
 
-    @property
-    def here(self) -> bool:
-        """Whether there is one."""
-        return bool(self._here)
+    def __bool__(self) -> bool:
+        return bool(self._messages)
 
     async def wait(self) -> None:
-        """Until there is one."""
-        while not self._here:
+        """Wait until the queue contains a response."""
+        while not self._messages:
             self._news.clear()
             await self._news.wait()
 
     async def begun(self) -> Message:
-        """The first response, once it is here; the request is cancelled if nobody waits so long."""
+        """Wait for the first response, and return it; a cancellation cancels the request."""
         try:
             await self.wait()
         except BaseException:
             self.close()
             raise
-        return self._here[0]
+        return self._messages[0]
 
     def pop(self, inferred: Inferred | None) -> bool:
-        """The first one, which had the outputs `inferred`, is encoded: their memory is free, and
-        the model may send another. Returns whether it was the last."""
-        message = self._here.popleft()
+        """Remove the first response, which was encoded; return whether it was the last one.
+
+        The memory of its outputs (`inferred`) is released, and its credit returned.
+        """
+        message = self._messages.popleft()
         self.request.release_outputs(inferred)
         self.request.credit(inferred)
         return is_last(message)
 
     def close(self) -> None:
-        """Cancel the request; responses that are here are discarded."""
-        while self._here:
-            self.request.discard(self._here.popleft())
+        """Cancel the request, and discard the responses in the queue."""
+        while self._messages:
+            self.request.discard(self._messages.popleft())
         self.request.cancel()
 
 
-# Encodes the first response that is here: what the client is sent for it, None for nothing, and the
-# outputs that it had.
+# Encodes the first response in a queue. Returns the bytes for the client, or None, and the outputs.
 Encode = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
 
 
 def streaming_response(
     status: int, content_type: bytes, queue: ResponseQueue, encode: Encode
 ) -> HttpResponse:
-    """The response that streams those of a model, a chunk for each that says something.
+    """Return the response that streams those of a model, a chunk for each that is not empty.
 
-    Back-pressure: for a client that does not read no more credit is granted, and the model waits.
-    The request is cancelled when the client is gone.
+    A client that does not read receives no credit, so that the model waits. The request is
+    cancelled when the client disconnects.
     """
     headers = b"Content-Type: %b\r\n" % content_type + queue.headers
     response = ChunkedResponse(status, _encoded(queue, encode), headers)
@@ -119,13 +119,13 @@ def streaming_response(
 
 
 async def _encoded(queue: ResponseQueue, encode: Encode) -> AsyncGenerator[list[bytes], None]:
-    """The responses, as many of those that are here as are written together."""
+    """Yield the encoded responses that are written together."""
     ended = False
     while not ended:
         await queue.wait()
         events: list[bytes] = []
         size = 0
-        while queue.here and size < _TOGETHER and not ended:
+        while queue and size < _MOST_BYTES_AT_ONCE and not ended:
             event, inferred = await encode()
             if event is not None:
                 events.append(event)

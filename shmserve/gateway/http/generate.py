@@ -1,12 +1,11 @@
-"""POST /v2/models/NAME/generate and generate_stream: flat JSON to any model, its responses as one
-JSON text or as server-sent events.
+"""POST /v2/models/NAME/generate and generate_stream: flat JSON requests to any model.
 
     {"TEXT": "hi", "temperature": 0.5, "parameters": {...}}
 
-Each member that is named like one of the model's inputs is that input, a scalar or a list; each
-other one is a parameter; of a model with sequences sequence_id, sequence_start and sequence_end are
-the request's own. A response has the outputs by name, in their order, one element as a scalar and
-several as a list.
+Members with the name of an input are inputs, as a scalar or a list. Other members are parameters.
+Models with sequences also have sequence_id, sequence_start and sequence_end. A response contains
+the outputs by name, one element as a scalar and several elements as a list. The responses are one
+JSON text, or server-sent events.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     error_json,
 )
-from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
-from shmserve.gateway.inference.builder import build
+from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
+from shmserve.gateway.inference.inference import error_of, reload
+from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
 from shmserve.gateway.inference.response import output_bytes
-from shmserve.gateway.inference.submit import error_of, still
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -58,7 +57,7 @@ _DOUBLED = "[request id: <id_unknown>] input '{name}' already exists in request"
 async def generate(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """The one response of a model."""
+    """Return the only response of a model."""
     generation = await _begin(gateway, request, name, version)
     responses = generation.responses
     try:
@@ -79,7 +78,7 @@ async def generate(
 async def generate_stream(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """The responses of a model, as server-sent events."""
+    """Return the responses of a model as server-sent events."""
     generation = await _begin(gateway, request, name, version)
     framing = SERVER_SENT_EVENTS
 
@@ -111,34 +110,33 @@ async def _begin(
         if fault.name in inputs:
             raise InvalidArgument(_DOUBLED.format(name=fault.name)) from None
         raise
-    built, _ = build(gateway, model, infer_request, b"", 0)
-    if not model.published:
-        await still(gateway, model, built)
-    return _Generation(gateway, model, ResponseQueue(gateway, request, model, built, arrived_ns))
+    built = build(gateway, model, infer_request)
+    await reload(gateway, built)
+    return _Generation(gateway, model, ResponseQueue(gateway, request, built, arrived_ns))
 
 
 @dataclass(slots=True, eq=False)
 class _Generation:
-    """A request under way, and its responses as flat JSON."""
+    """A request in flight, and its responses as flat JSON."""
 
     _gateway: Gateway
     _model: GatewayModel
     responses: ResponseQueue
 
     async def first_status(self) -> int:
-        """The HTTP status, which the first response decides, once it is here.
+        """Return the HTTP status, which the first response determines.
 
-        Raises QueueFull: then the request never reached the model.
+        Raises:
+            QueueFull: The request was refused before it reached the model.
         """
         error = error_of(await self.responses.begun())
         if isinstance(error, QueueFull):
             self.responses.close()
             raise error
-        return 200 if error is None else 400  # Triton's for any error of a model here
+        return 200 if error is None else 400  # as in Triton, for any error of a model
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
-        """The next response, an error that it is too, and what it was made of; None for nothing but
-        the end."""
+        """Encode the next response, which may be an error; see `response_queue.Encode`."""
         inferred: Inferred | None = None
         try:
             inferred = self.responses.request.outputs(self.responses.first)
@@ -154,7 +152,7 @@ class _Generation:
             data = output_bytes(self._gateway, tensor)
             outputs.append((tensor, await output_text(tensor, data, self._gateway.malloc_trim)))
         model = self._model
-        infer_request = self.responses.request.infer_request
+        infer_request = self.responses.request.built.infer_request
         return response_json(infer_request, model.name, model.version, outputs, inferred.parameters)
 
 
@@ -164,10 +162,16 @@ _NESTED = "parameters"
 def parse_generate(
     body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]], stateful: bool = False
 ) -> InferRequest:
-    """The request that a parsed body makes; `inputs` has each input's datatype and shape as the
-    model's metadata show them, -1 for any size. `stateful`: the model has sequences.
+    """Return the request in a parsed body.
 
-    Raises JsonFault or InvalidArgument, in Triton's words.
+    Args:
+        body: The parsed body.
+        inputs: The datatype and the shape of each input of the model; -1 for any size.
+        stateful: Whether the model has sequences.
+
+    Raises:
+        JsonFault: A value has the wrong type.
+        InvalidArgument: The request is invalid.
     """
     if type(body) is not dict:
         raise JsonFault("attempt to get members for non-object")
@@ -226,8 +230,13 @@ def _tensor(name: str, value: Any, datatype: str, described: Sequence[int]) -> I
 
 
 def _shape(count: int, described: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape of `count` elements: the innermost dimension of any size takes what the fixed ones
-    leave, others are 1; None where that is no whole number."""
+    """Return the shape of `count` elements.
+
+    The innermost dimension of any size contains all elements; other such dimensions are 1.
+
+    Returns:
+        None if the fixed dimensions do not divide the number of elements.
+    """
     fixed = element_count([dim for dim in described if dim >= 0])
     rest, over = divmod(count, fixed) if fixed else (0, count)
     shape = list(described)
@@ -244,7 +253,7 @@ def response_json(
     outputs: Sequence[tuple[TensorRef, bytes]],
     parameters: dict[str, Any],
 ) -> bytes:
-    """A response; `outputs` are tensors, each with its elements as a JSON array."""
+    """Return a response; `outputs` are tensors with the JSON arrays of their elements."""
     texts = {
         tensor.name: array[1:-1] if element_count(tensor.shape) == 1 else array
         for tensor, array in outputs

@@ -1,1 +1,0 @@
-"""Streaming over HTTP: any number of responses to one request."""

@@ -1,0 +1,326 @@
+"""Inferences: requests in flight at a scheduler, and their responses, for every protocol.
+
+An `Inference` has one response, a `StreamingInference` any number. Both are begun by `submit`:
+
+    admitted ──> in flight ──response──> read by its protocol
+                    ├──cancelled: the scheduler is notified, later responses are discarded
+                    └──response* (streaming) ──> the last one: a final `Responded`, or a `Failed`
+
+The response to a request with a known header is encoded by a template if its schema is known, too
+(`Inference.responded`). Every other response is unpacked, and encoded by its protocol.
+
+A `StreamingInference` has credit-based flow control: the scheduler sends responses only for credit,
+which is returned when responses have been sent to the client.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from shmserve.errors import QueueFull, ShmserveError, Unavailable, from_code
+from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.inference.prepare import BuiltRequest
+from shmserve.gateway.inference.response import unpack
+from shmserve.gateway.links import GatewayRequest
+from shmserve.gateway.region_table import authorise
+from shmserve.ipc.credit import ReadWindow
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.inference import Response, make_submit
+from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred
+from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.signature import stopping
+
+logger = logging.getLogger(__name__)
+
+Message = m.Responded | m.Failed
+_MOST_TEMPLATES = 8  # of one stream
+
+R = TypeVar("R", bound=GatewayRequest)
+
+
+def submit(
+    gateway: Gateway,
+    built: BuiltRequest,
+    client: ClientIdentity,
+    arrived_ns: int,
+    make: Callable[..., R],
+    *args: Any,
+    call_limit_us: int = 0,
+    traceparent: str = "",
+) -> R:
+    """Submit a request to the scheduler of its model, and return the inference.
+
+    Args:
+        gateway: The gateway.
+        built: The request, whose resources are released if it is refused.
+        client: The client, which has to be the owner of the regions of the request.
+        arrived_ns: The time of the request's arrival.
+        make: The class of the inference.
+        *args: The arguments of `make` behind those of `GatewayRequest` and the request.
+        call_limit_us: The time limit of the client's call; 0 means no limit.
+        traceparent: The trace context of the client.
+
+    Raises:
+        NotFound: The model was unloaded, or a region belongs to another user.
+        PermissionDenied: The user of the client is unknown.
+        Unsupported: The client may not use shared memory.
+        Unavailable: The model was loaded with another configuration, or the server drains. Open
+            sequences continue during a drain.
+    """
+    request, model = built.infer_request, built.model
+    try:
+        continues = model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
+        if gateway.refusing and not continues:
+            raise Unavailable(model.prefix + stopping(request.id, of_sequence=model.stateful))
+        if built.regions:
+            authorise(built.regions, client.peer())
+        if not model.published:
+            model = built.model = gateway.models.current(model)
+    except BaseException:
+        built.release()
+        raise
+    trace = ""
+    if traceparent or gateway.tracer.active or "explain" in request.parameters:
+        trace = _begin_trace(gateway, built, arrived_ns, traceparent)
+    message = make_submit(
+        gateway.schedulers.next_number(),
+        built.schema,
+        built.data,
+        arrived_ns,
+        request_id=request.id,
+        priority=request.priority,
+        timeout_us=request.timeout_us,
+        limit_us=gateway.settings.request_timeout_us,
+        call_limit_us=call_limit_us,
+        flags=request.flags,
+        correlation_id=request.correlation_id,
+        source=client.source if request.correlation_id else 0,
+        trace=trace,
+    )
+    inference = make(message, gateway.schedulers, built.release, built, *args)
+    gateway.schedulers.submit(inference, model.endpoint)
+    return inference
+
+
+def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, traceparent: str) -> str:
+    """Begin the trace of a request, and return its context for the scheduler, or ""."""
+    request, model = built.infer_request, built.model
+    explained = request.parameters.get("explain") is True
+    of_model = (model.name, model.version, request.id)
+    trace = built.trace = gateway.tracer.begin(*of_model, arrived_ns, traceparent, explained)
+    if trace is None:
+        return ""
+    if trace.explained:
+        built.responses = None  # every response has an explanation of its own
+    return trace.scheduler.message
+
+
+async def reload(gateway: Gateway, built: BuiltRequest) -> None:
+    """Load the model of a request again, if it was unloaded while the request arrived.
+
+    Raises:
+        ShmserveError: As in `loaded`. The resources of the request are released.
+    """
+    if built.model.published:
+        return
+    try:
+        await loaded(gateway, built.model.name, built.model.version)
+    except BaseException:
+        built.release()
+        raise
+
+
+def failure(message: m.Failed) -> ShmserveError:
+    """Return the exception for a `Failed`."""
+    if message.retry_after_s > 0:
+        return QueueFull(message.message, message.retry_after_s)
+    return from_code(message.code, message.message)
+
+
+def log_failure(built: BuiltRequest, error: ShmserveError) -> None:
+    """Log a failure, at debug level if the client has caused it, and add the trace to the error."""
+    trace = built.trace
+    if trace is not None:
+        error.traceparent = trace.context.traceparent
+    level = logging.ERROR if error.server_fault else logging.DEBUG
+    if logger.isEnabledFor(level):
+        what = "failed" if error.server_fault else "was refused"
+        args = (built.model.name, what, error.message)
+        extra = {
+            "request_id": built.infer_request.id,
+            "trace_id": trace and trace.context.trace_id,
+        }
+        logger.log(level, "inference of model '%s' %s: %s", *args, extra=extra)
+
+
+def fail(built: BuiltRequest, error: ShmserveError) -> None:
+    """Log the failure of a request with one response, and end its trace."""
+    log_failure(built, error)
+    if built.trace is not None:
+        built.trace.finish(error.message)
+
+
+@dataclass(slots=True, eq=False)
+class Inference(GatewayRequest):
+    """A request in flight with one response.
+
+    Attributes:
+        built: The request.
+        on_response: The callback for the response. It is not called after `cancel`.
+        is_templated: Whether the response may be encoded by a template.
+        message: The response, until it is taken.
+        encoded: The response as its template has encoded it, or None.
+    """
+
+    built: BuiltRequest
+    on_response: Callable[[Any], None]
+    is_templated: bool
+    message: Response | None = field(init=False, default=None)
+    encoded: Any = field(init=False, default=None)
+
+    def responded(self, message: Response) -> None:
+        if not self.over:
+            self.discard(message)  # the model has one response
+            return
+        self.message = message
+        built = self.built
+        if built.trace is not None:
+            built.trace.answered(message)
+        if self.is_templated and built.responses is not None and type(message) is m.Finished:
+            template = built.responses.find(message.schema)
+            if template is not None:
+                try:
+                    self.encoded = template.fill(built.infer_request.id, message.data)
+                except Exception:
+                    self.encoded = None  # the error is reported when the response is encoded again
+        self.on_response(self)
+
+    def take(self) -> m.Finished | m.Responded:
+        """Take the response; raise the error of a failed request."""
+        message, self.message = self.message, None
+        assert message is not None
+        if isinstance(message, m.Failed):
+            raise failure(message)
+        return message
+
+    def outputs(self, message: m.Finished | m.Responded) -> Inferred:
+        """Unpack the outputs of the response, with an explanation if the request asks for one.
+
+        Raises:
+            Internal: The response is malformed.
+        """
+        inferred = unpack(message.schema, message.data)
+        return inferred if self.built.trace is None else self.built.trace.explain(inferred)
+
+    def cancel(self) -> None:
+        """Cancel the request, since the client has disconnected."""
+        message, self.message = self.message, None
+        if message is not None:
+            self.discard(message)
+        self.give_up()
+        if self.built.trace is not None:
+            self.built.trace.gone()
+
+
+@dataclass(slots=True, eq=False)
+class StreamingInference(GatewayRequest):
+    """A request in flight with any number of responses.
+
+    A call of `credit` follows each response that was sent to the client. If the client has
+    disconnected, responses that were not sent are discarded, and the request is cancelled.
+
+    Attributes:
+        built: The request.
+        on_response: The callback for each response, including the last.
+        templates: The templates of responses by their schemas.
+    """
+
+    built: BuiltRequest
+    on_response: Callable[[StreamingInference, Message], None]
+    templates: BoundedCache[bytes, Any] = field(init=False)
+    _window: ReadWindow = field(init=False)
+    _unsent: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        # In a region, each response overwrites the one before: only one may be unread.
+        outputs = self.built.infer_request.outputs
+        self._window = ReadWindow(any(output.place is not None for output in outputs))
+        self.templates = BoundedCache(_MOST_TEMPLATES)
+
+    def responded(self, message: Response) -> None:
+        if isinstance(message, m.Finished):
+            packed = (message.schema, message.data)
+            message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
+        self._unsent += 1
+        if self.over and self.built.trace is not None:
+            self.built.trace.answered(message)
+        self.on_response(self, message)
+
+    def from_template(self, message: Message) -> Any:
+        """Return the encoded response if it has a template and its data is in the message."""
+        if not isinstance(message, m.Responded) or message.final:
+            return None
+        template = self.templates.find(message.schema)
+        return template and template.fill(self.built.infer_request.id, message.data)
+
+    def outputs(self, message: Message) -> Inferred | None:
+        """Unpack the outputs of a response, which occupy memory until `release_outputs`.
+
+        Returns:
+            None for a message that only ends the stream.
+
+        Raises:
+            ShmserveError: The response is an error, or malformed.
+        """
+        trace = self.built.trace
+        try:
+            if (error := error_of(message)) is not None:
+                raise error
+            inferred: Inferred | None = None
+            if not isinstance(message, m.Failed) and message.schema:
+                inferred = unpack(message.schema, message.data)
+            if trace is not None and trace.explained and is_last(message):
+                inferred = trace.explain(inferred or Inferred(()))
+            return inferred
+        except ShmserveError as error:
+            log_failure(self.built, error)
+            raise
+
+    def credit(self, inferred: Inferred | None) -> None:
+        """Record that the response with these outputs was sent, and return its credit."""
+        self._unsent -= 1
+        if self.over:
+            if not self._unsent and self.built.trace is not None:
+                self.built.trace.finish()
+            return
+        sizes = () if inferred is None else (_size(tensor.data) for tensor in inferred.outputs)
+        credit = self._window.read(sum(sizes))
+        if credit:
+            self.schedulers.credit(self, credit)
+
+    def cancel(self) -> None:
+        """Cancel the request."""
+        if not self.over:
+            self.give_up()
+        if self.built.trace is not None:
+            self.built.trace.gone()
+
+
+def error_of(message: Message) -> ShmserveError | None:
+    """Return the error of a response, or None."""
+    if isinstance(message, m.Failed):
+        return failure(message)
+    return from_code(message.code, message.message) if message.code else None
+
+
+def is_last(message: Message) -> bool:
+    """Return whether a response is the last one."""
+    return isinstance(message, m.Failed) or message.final
+
+
+def _size(data: Any) -> int:
+    return len(data) if isinstance(data, bytes) else int(data.byte_size)

@@ -1,0 +1,269 @@
+"""Requests that nobody waits for any more: what they were answered takes up a worker's memory; and
+those that come too late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.http.infer import HttpInference
+from shmserve.gateway.inference.inference import Inference, submit
+from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferred
+from shmserve.ipc.transport.router import Router
+
+WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
+HELD_S = 0.05  # longer than what was read is held for the next request
+
+
+@dataclass(slots=True, eq=False)
+class Asked(GatewayRequest):
+    """A request that keeps what it is told."""
+
+    heard: list[Any] = field(default_factory=list)
+
+    def responded(self, message: Any) -> None:
+        self.heard.append(message)
+
+
+class Rig:
+    """A gateway's client of schedulers, in an event loop, and a real scheduler's end of a link."""
+
+    def __init__(self, folder: Path) -> None:
+        self.router = Router(f"ipc://{folder}/scheduler")
+        self.endpoint = self.router.endpoint
+        self.schedulers = GatewaySchedulers()
+        self.schedulers.open(self.endpoint)
+        self.received: list[Any] = []
+        self._peer = b""
+
+    def ask(self, number: int, release: Callable[[], None] = lambda: None) -> Asked:
+        submit = m.Submit(number, b"", [], 0, 0, 0, 0, "mine")
+        request = Asked(submit, self.schedulers, release)
+        self.schedulers.submit(request, self.endpoint)
+        return request
+
+    def read(self, response: m.Finished) -> None:
+        self.schedulers.discard(self.endpoint, response)
+
+    async def receive(self, count: int) -> list[Any]:
+        """Return all that has come, once it is so many messages."""
+        while len(self.received) < count:
+            await asyncio.sleep(0)
+            for peer, message in self.router.receive():
+                self._peer = peer
+                self.received.append(message)
+        return self.received
+
+    async def say(self, *messages: Any) -> None:
+        for message in messages:
+            self.router.post(self._peer, message)
+        self.router.flush()
+
+    def close(self) -> None:
+        self.schedulers.close()
+        self.router.close()
+
+
+async def held(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until a condition holds."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def answer(number: int = 1) -> m.Finished:
+    output = TensorRef("OUT", "INT8", (64,), Place(WORKER, 4096, 64))
+    return m.Finished(number, *pack_inferred(Inferred((output,))))
+
+
+def run(tmp_path: Path, story: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
+    """Run a story in an event loop."""
+
+    async def told() -> None:
+        rig = Rig(tmp_path)
+        with contextlib.closing(rig):
+            await asyncio.wait_for(story(rig), 10)
+
+    asyncio.run(told())
+
+
+@pytest.mark.parametrize("answered", ["before", "after"])
+@pytest.mark.parametrize("kind", [HttpInference, Inference])
+def test_an_answer_that_is_not_read_is_given_back(tmp_path: Path, kind: Any, answered: str) -> None:
+    """Once, whether it came before the request was given up or after."""
+
+    async def give_up(rig: Rig) -> None:
+        built: Any = SimpleNamespace(trace=None, responses=None)
+        message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
+        notified: list[Any] = []
+        how = (message, rig.schedulers, lambda: None, built, notified.append, True)
+        request = Inference(*how)
+        if kind is HttpInference:
+            request = HttpInference(*how, MagicMock(), MagicMock())
+        rig.schedulers.submit(request, rig.endpoint)
+        if answered == "before":
+            rig.schedulers.take(rig.endpoint, answer())
+            assert request.message is not None
+        request.cancel()
+        if answered == "after":
+            rig.schedulers.take(rig.endpoint, answer())
+        late = answered == "after"
+        assert notified == ([] if late else [request]) and request.message is None
+        expected = [message, *([m.Cancel(1)] if late else []), m.Release(4321, [4096], 1)]
+        assert await rig.receive(len(expected)) == expected
+
+    run(tmp_path, give_up)
+
+
+def test_what_was_read_goes_with_the_next_request(tmp_path: Path) -> None:
+    """Where another is in flight: it saves a wake-up; but no later than a moment after."""
+    frames: list[list[type[Any]]] = []
+
+    async def read(rig: Rig) -> None:
+        link = rig.schedulers._table.open(rig.endpoint)
+        flush = link.flush
+
+        def noted() -> bool:
+            frames.append([type(message) for message in link.pending])
+            return flush()
+
+        link.flush = noted  # type: ignore[method-assign]
+        for number in (1, 2):
+            rig.ask(number)
+            rig.read(answer())
+        assert await rig.receive(4)
+        rig.schedulers.take(rig.endpoint, m.Finished(1, b"", []))
+        rig.schedulers.take(rig.endpoint, m.Finished(2, b"", []))
+        rig.read(answer())  # nothing is in flight with which it could go
+        await rig.receive(5)
+
+    run(tmp_path, read)
+    sent = [frame for frame in frames if frame]
+    assert sent == [[m.Submit], [m.Release, m.Submit, m.Release], [m.Release]]
+
+
+def test_any_number_of_responses(tmp_path: Path) -> None:
+    """Each is told, and the end; what comes after who waited has left is given back."""
+    finished = answer()
+    body = (finished.schema, finished.data)
+    heard: list[Any] = []
+    released: list[str] = []
+
+    async def stream(rig: Rig) -> None:
+        for number in (1, 2):
+            request = rig.ask(number, partial(released.append, f"of {number}"))
+            request.heard = heard
+            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
+            rig.schedulers.credit(request, 4)
+            if number == 2:
+                request.give_up()
+            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
+            rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", b"", [], True))
+            rig.schedulers.credit(request, 5)  # too late: it has ended
+        others = [each for each in await rig.receive(6) if not isinstance(each, m.Submit)]
+        release = m.Release(4321, [4096], 1)
+        assert others == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
+
+    run(tmp_path, stream)
+    assert [(message.id, message.final) for message in heard] == [
+        *((1, False), (1, False), (1, True)),
+        (2, False),
+    ]
+    assert released == ["of 1", "of 2"]
+
+
+def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
+    async def story(rig: Rig) -> None:
+        first, second = rig.ask(1), rig.ask(2)
+        await rig.receive(2)
+        await rig.say(m.Finished(2, b"", []), m.Failed(1, "INTERNAL", "no", 0, False))
+        await held(lambda: not rig.schedulers)
+        assert [type(message) for message in first.heard] == [m.Failed]
+        assert [type(message) for message in second.heard] == [m.Finished]
+        assert first.over and second.over
+
+    run(tmp_path, story)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "reported", "lost"])
+def test_a_report_is_of_the_scheduler_that_serves_now(tmp_path: Path, end: str) -> None:
+    async def story(rig: Rig) -> None:
+        rig.schedulers.successors.add("ipc://old", rig.endpoint)
+        future = rig.schedulers.report("ipc://old")
+        (request,) = await rig.receive(1)
+        match end:
+            case "cancelled":
+                future.cancel()
+            case "reported":
+                await rig.say(m.StatisticsReported(request.id, {"executions": 1}))
+            case "lost":
+                rig.schedulers.fail_over(rig.endpoint, "")
+        await asyncio.wait([future])
+        if end == "reported":
+            assert future.result() == {"executions": 1}
+        elif end == "lost":
+            assert isinstance(future.exception(), Unavailable)
+        await asyncio.sleep(0)
+        assert not rig.schedulers._reports
+
+    run(tmp_path, story)
+
+
+@pytest.mark.parametrize("inflight", [False, True])
+def test_the_link_to_a_scheduler_that_has_ended_is_closed(tmp_path: Path, inflight: bool) -> None:
+    """As soon as nothing is in flight there: what that becomes the supervisor says."""
+
+    async def story(rig: Rig) -> None:
+        request = rig.ask(1) if inflight else None
+        (link,) = rig.schedulers._table
+        rig.router.close()
+        await held(lambda: not link.connected)
+        assert list(rig.schedulers._table) == ([link] if inflight else [])
+        rig.schedulers.fail_over(rig.endpoint, "")
+        assert not list(rig.schedulers._table)
+        if request is not None:
+            (failed,) = request.heard
+            assert failed.message.startswith("[request id: mine] ")
+            assert "no other serves the model" in failed.message
+
+    run(tmp_path, story)
+
+
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "stateful", "request_id", "text"),
+    [
+        ("", False, "", f"[request id: <id_unknown>] {STOPPING}"),
+        ("", False, "x", f"[request id: x] {STOPPING}"),
+        ("", True, "", STOPPING),
+        ("", True, "x", f"[request id: x] {STOPPING}"),
+        ("in ensemble 'e', ", False, "", f"in ensemble 'e', [request id: <id_unknown>] {STOPPING}"),
+    ],
+)
+def test_what_begins_while_the_server_ends_is_refused(
+    prefix: str, stateful: bool, request_id: str, text: str
+) -> None:
+    """In the words of Triton's schedulers; who has begun a sequence goes on."""
+    leaving: Any = SimpleNamespace(refusing=True)
+    model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
+    begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
+    built: Any = MagicMock(infer_request=begins, model=model)
+    client: Any = None
+    with pytest.raises(Unavailable) as caught:
+        submit(leaving, built, client, 0, Inference, None, True)
+    assert caught.value.message == text
+    built.release.assert_called_once()

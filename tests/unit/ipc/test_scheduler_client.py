@@ -1,0 +1,447 @@
+"""The life of a request between its submission and the last word of a scheduler: what is told to
+whom, once, and what becomes of it when a scheduler is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Response, make_submit
+from shmserve.ipc.scheduler_client import (
+    BEGUN,
+    ENDED,
+    ONCE,
+    InflightRequest,
+    SchedulerClient,
+    Successors,
+)
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, Packed, pack_inferred
+from tests.rigs.scheduler_rig import work_in_place
+
+OLD, NEW = "ipc://old", "ipc://new"
+WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
+REQUEST: Packed = (b"schema", [b"data"])
+
+
+def submit(number: int = 1, work: Packed = REQUEST, request_id: str = "") -> m.Submit:
+    return m.Submit(number, *work, 0, 0, 0, 0, request_id)
+
+
+class SentMessages:
+    """Links that keep what is queued, and what the lost schedulers said last."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Any]] = []
+        self.last: dict[str, list[Any]] = {}
+        self.opened: set[str] = set()
+        self.full = False
+
+    def open(self, endpoint: str) -> None:
+        if self.full:
+            raise Unavailable("no link can be made")
+        self.opened.add(endpoint)
+
+    def queue(self, endpoint: str, message: Any, byte_size: int = 0) -> None:
+        self.open(endpoint)
+        self.sent.append((endpoint, message))
+
+    def tell(self, endpoint: str, message: Any) -> None:
+        if endpoint in self.opened:
+            self.sent.append((endpoint, message))
+
+    hold = tell
+
+    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+        for message in self.last.pop(endpoint, []):
+            take(endpoint, message)
+        self.opened.discard(endpoint)
+
+    def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
+        return [(endpoint, message) for endpoint, message in self.sent if type(message) is kind]
+
+
+class Client(SchedulerClient["Request"]):
+    """A client with its links; `serving` is the endpoint that `find` returns."""
+
+    def __init__(self, successors: Successors | None = None) -> None:
+        self.links = SentMessages()
+        self.serving: str | None = ""
+        super().__init__(self.links, lambda request, refusal: self.serving, successors)
+
+    def receive(self, message: Any, endpoint: str = OLD) -> None:
+        self.take(endpoint, message)
+
+    def lose(self, endpoint: str, successor: str) -> None:
+        self.successors.add(endpoint, successor)
+        self.lost(endpoint)
+
+
+class Request(InflightRequest):
+    """A request that keeps what it is told. `patient`: somebody waits; `repeats`: its response
+    could not be read, and it is submitted again."""
+
+    def __init__(self, client: Client, endpoint: str = OLD, **of_submit: Any) -> None:
+        super().__init__(submit(**of_submit))
+        self.client = client
+        self.heard: list[Response] = []
+        self.freed = 0
+        self.patient = True
+        self.repeats = False
+        client.submit(self, endpoint)
+
+    def awaited(self) -> bool:
+        return self.patient
+
+    def respond(self, message: Response) -> None:
+        self.heard.append(message)
+        if self.repeats and isinstance(message, m.Finished):
+            self.repeats = False
+            self.client.submit(self, self.endpoint)
+
+    def free(self) -> None:
+        self.freed += 1
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+def failed(number: int = 1, code: str = "INVALID_ARG", *, early: bool = False) -> m.Failed:
+    return m.Failed(number, code, "why", 0, early)
+
+
+def responded(number: int = 1, *, final: bool = False) -> m.Responded:
+    return m.Responded(number, "", "", b"schema", [b"data"], final)
+
+
+def lent(number: int = 1, *, offset: int = 4096) -> m.Finished:
+    """A response with an output in a worker's memory."""
+    output = TensorRef("OUT", "INT8", (64,), Place(WORKER, offset, 64))
+    return m.Finished(number, *pack_inferred(Inferred((output,))))
+
+
+def failure(request: Request) -> m.Failed:
+    message = request.heard[-1]
+    assert isinstance(message, m.Failed)
+    return message
+
+
+def test_a_response_ends_a_request_and_frees_its_memory(client: Client) -> None:
+    for message in (m.Finished(1, b"schema", [b"data"]), failed(), responded(final=True)):
+        request = Request(client)
+        assert client
+        client.receive(message)
+        client.receive(message)  # a second one is of no request
+        assert (request.heard, request.freed, bool(client)) == ([message], 1, False)
+
+
+def test_responses_before_the_last_free_nothing(client: Client) -> None:
+    request = Request(client)
+    client.receive(responded())
+    client.receive(responded())
+    assert (len(request.heard), request.freed, request.responses) == (2, 0, 2)
+    client.receive(responded(final=True))
+    assert (len(request.heard), request.freed) == (3, 1)
+
+
+def test_an_early_failure_keeps_the_memory_until_it_is_settled(client: Client) -> None:
+    request = Request(client)
+    client.receive(failed(early=True))
+    assert len(request.heard) == 1 and client and request.freed == 0
+    client.receive(lent())  # nobody reads what its worker goes on to say
+    assert client.links.of(m.Release) == [(OLD, m.Release(4321, [4096], 1))]
+    client.receive(m.Settled(1), NEW)  # of another scheduler
+    assert request.freed == 0
+    client.receive(m.Settled(1))
+    client.receive(m.Settled(1))
+    assert len(request.heard) == 1 and request.freed == 1 and not client
+
+
+def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> None:
+    """Of one that is unknown, has ended, or is at another scheduler now."""
+    request = Request(client, number=2)
+    client.receive(lent(1))
+    client.receive(lent(2), NEW)
+    client.receive(lent(2))
+    client.receive(lent(2))
+    assert len(request.heard) == 1
+    client.links.opened.add(NEW)
+    client.receive(lent(2), NEW)
+    release = m.Release(4321, [4096], 1)
+    assert client.links.of(m.Release) == [(OLD, release), (OLD, release), (NEW, release)]
+
+
+def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -> None:
+    class Owner(Request):
+        def own_memories(self) -> set[int]:
+            return {WORKER.id}
+
+    Owner(client)
+    client.receive(failed(early=True))
+    client.receive(lent())
+    assert client.links.of(m.Release) == []
+
+
+def test_a_refusal_sends_a_request_to_who_serves_its_model_now(client: Client) -> None:
+    request = Request(client)
+    client.serving = NEW
+    client.receive(failed(code="UNAVAILABLE"))
+    assert (request.heard, request.freed, request.endpoint) == ([], 0, NEW)
+    assert client.links.of(m.Submit) == [(OLD, request.submit), (NEW, request.submit)]
+    client.receive(failed(code="UNAVAILABLE"), NEW)  # there as well, and nobody else serves it
+    assert (len(request.heard), request.freed) == (1, 1)
+
+
+def test_a_finder_may_keep_a_request(client: Client) -> None:
+    request = Request(client)
+    client.serving = None
+    client.receive(failed(code="UNAVAILABLE"))
+    assert (request.heard, request.freed, bool(client)) == ([], 0, False)
+    client.submit(request, NEW)
+    client.lose(NEW, "")
+    assert (request.heard, request.freed, bool(client)) == ([], 0, False)
+
+
+@pytest.mark.parametrize("how", ["begun", "left", "early", "another code"])
+def test_a_refusal_ends_what_cannot_go_elsewhere(client: Client, how: str) -> None:
+    request = Request(client)
+    client.serving = NEW
+    if how == "begun":
+        client.receive(responded())
+    request.patient = how != "left"
+    code = "INTERNAL" if how == "another code" else "UNAVAILABLE"
+    client.receive(failed(code=code, early=how == "early"))
+    assert failure(request).code == code
+    assert request.freed == (how != "early")
+
+
+def test_a_request_that_is_submitted_again_keeps_its_memory(client: Client) -> None:
+    request = Request(client)
+    request.repeats = True
+    client.receive(m.Finished(1, b"of a worker that died", []))
+    assert client.pending and request.freed == 0
+    client.receive(m.Finished(1, b"schema", [b"data"]))
+    assert not client.pending and request.freed == 1
+
+
+def test_the_memory_of_a_request_that_cannot_take_its_response_is_free(client: Client) -> None:
+    class Broken(Request):
+        def respond(self, message: Response) -> None:
+            raise RuntimeError("broken")
+
+    request = Broken(client)
+    with pytest.raises(RuntimeError):
+        client.receive(m.Finished(1, b"", []))
+    assert request.freed == 1 and not client
+
+
+def test_cancellations_and_credit_are_of_requests_that_are_pending(client: Client) -> None:
+    request = Request(client)
+    client.cancel(request, listening=True)
+    client.credit(request, 3)
+    client.receive(m.Finished(1, b"", []))
+    client.cancel(request)
+    client.credit(request, 3)
+    assert client.links.sent[1:] == [(OLD, m.Cancel(1, True)), (OLD, m.Credit(1, 3))]
+
+
+def test_a_request_without_a_link_fails_once(client: Client) -> None:
+    client.links.full = True
+    request = Request(client)
+    assert failure(request).message == "[request id: <id_unknown>] no link can be made"
+    assert (len(request.heard), request.freed, bool(client)) == (1, 1, False)
+
+
+# --- losses
+
+
+@pytest.mark.parametrize("successor", [NEW, ""])
+def test_what_a_lost_scheduler_had(client: Client, successor: str) -> None:
+    """It goes to the successor unless it has begun to respond, may have lost its inputs, or is not
+    waited for; what others have is left alone."""
+    fresh, begun, once, left, early, answered = (
+        Request(
+            client,
+            number=number,
+            request_id="me",
+            work=work_in_place() if number == 3 else REQUEST,
+        )
+        for number in range(1, 7)
+    )
+    other = Request(client, "ipc://other", number=7)
+    client.receive(responded(begun.submit.id))
+    left.patient = False
+    client.receive(failed(early.submit.id, early=True))
+    client.links.last[OLD] = [m.Finished(6, b"", [])]
+    client.lose(OLD, successor)
+    settled = (begun, once, left, early, answered)
+    assert [each.freed for each in settled] == [1] * 5 and other.freed == 0
+    assert [type(message) for message in answered.heard] == [m.Finished]
+    assert left.heard == []
+    failures = [(begun, BEGUN), (once, ONCE), *([] if successor else [(fresh, ENDED)])]
+    for request, why in failures:
+        assert failure(request).code == "UNAVAILABLE"
+        assert failure(request).message == f"[request id: me] {why}"
+    assert fresh.freed == (not successor)
+    assert set(client.pending) == ({1, 7} if successor else {7}) and not client.settling
+    if successor:
+        assert client.links.of(m.Submit)[-1] == (NEW, fresh.submit) and fresh.endpoint == NEW
+
+
+def test_a_lost_schedulers_requests_go_to_who_serves_their_model(client: Client) -> None:
+    request = Request(client)
+    client.serving = NEW
+    client.lose(OLD, "")
+    assert request.endpoint == NEW and client.links.of(m.Submit)[-1] == (NEW, request.submit)
+    client.serving = OLD  # which nobody has heard is lost
+    client.lose(NEW, "")
+    assert failure(request).message.endswith(ENDED)
+
+
+def test_a_request_for_a_lost_scheduler_goes_to_the_last_successor(client: Client) -> None:
+    client.lose(OLD, "ipc://between")
+    client.lose("ipc://between", NEW)
+    request = Request(client)
+    assert request.endpoint == NEW and client.links.of(m.Submit) == [(NEW, request.submit)]
+    client.lose(NEW, "")
+    assert failure(Request(client, number=2)).message.endswith(ENDED)
+
+
+@pytest.mark.parametrize("read", ["before", "after"])
+def test_what_is_read_after_a_loss_is_released_by_way_of_the_successor(
+    client: Client, read: str
+) -> None:
+    """Also where nothing was submitted to the successor yet, so that no link existed."""
+    if read == "before":
+        client.links.last[OLD] = [lent()]
+    client.lose(OLD, NEW)
+    if read == "after":
+        client.discard(OLD, lent())
+    assert client.links.sent == [(NEW, m.Release(4321, [4096], 1))]
+
+
+def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> None:
+    class Broken(Request):
+        def respond(self, message: Response) -> None:
+            raise RuntimeError("broken")
+
+    broken, other = Broken(client, number=1), Request(client, number=2)
+    client.links.last[OLD] = [m.Finished(1, b"", [])]
+    client.lose(OLD, NEW)
+    assert broken.freed == 1 and other.endpoint == NEW
+
+
+def test_no_link_to_the_successor_fails_what_was_lost(client: Client) -> None:
+    request = Request(client)
+    client.links.full = True
+    client.lose(OLD, NEW)
+    assert failure(request).message.endswith("no link can be made") and request.freed == 1
+
+
+def test_losses_are_forgotten_in_the_end() -> None:
+    successors = Successors()
+    for number in range(10_000):
+        successors.add(f"s{number}", f"s{number + 1}")
+    assert "s0" not in successors and "s9999" in successors
+    assert successors.latest("s9990") == "s10000"
+    assert successors.latest("unknown") == "unknown"
+
+
+def test_withdrawing_all_frees_what_is_settling(client: Client) -> None:
+    first, second = Request(client, number=1), Request(client, number=2)
+    client.receive(failed(1, early=True))
+    assert client.withdraw_all() == [second]
+    assert (first.freed, second.freed, bool(client)) == (1, 0, False)
+
+
+EVENTS = (
+    *("finished", "responded", "final", "failed", "early", "unavailable", "settled"),
+    *("left", "serving", "nobody", "lost old", "lost new"),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=30))
+def test_each_request_is_ended_once_and_its_memory_freed_once(
+    story: list[tuple[str, int]],
+) -> None:
+    """Whatever a scheduler says, in whatever order."""
+    client = Client()
+    requests = {number: Request(client, number=number) for number in (1, 2, 3)}
+    for event, number in story:
+        endpoint = requests[number].endpoint
+        match event:
+            case "finished":
+                client.take(endpoint, m.Finished(number, b"", []))
+            case "responded" | "final":
+                client.take(endpoint, responded(number, final=event == "final"))
+            case "failed" | "early":
+                client.take(endpoint, failed(number, early=event == "early"))
+            case "unavailable":
+                client.take(endpoint, failed(number, "UNAVAILABLE"))
+            case "settled":
+                client.take(endpoint, m.Settled(number))
+            case "left":
+                requests[number].patient = False
+            case "serving" | "nobody":
+                client.serving = NEW if event == "serving" else ""
+            case "lost old":
+                client.lose(OLD, NEW)
+            case "lost new":
+                client.lose(NEW, "ipc://newest")
+        for request in requests.values():
+            check(client, request)
+    for request in client.withdraw_all():
+        request.fail("the end")
+    assert all(request.freed == 1 for request in requests.values())
+
+
+def check(client: Client, request: Request) -> None:
+    number = request.submit.id
+    last = [
+        message
+        for message in request.heard
+        if not isinstance(message, m.Responded) or message.final
+    ]
+    assert len(last) <= 1 and request.freed <= 1
+    assert request.heard[-1:] == last or not last  # nothing follows the last
+    if number in client.pending:
+        assert not last and not request.freed and number not in client.settling
+        assert request.endpoint not in client.successors
+    elif number in client.settling:
+        assert last and not request.freed
+    else:
+        assert request.freed == 1 and (last or not request.patient)
+
+
+# --- the message
+
+
+@pytest.mark.parametrize(
+    ("limits", "deadline_us"),
+    [
+        ({}, None),
+        ({"timeout_us": 5}, 5),
+        ({"limit_us": 7}, 7),
+        ({"timeout_us": 5, "limit_us": 7, "call_limit_us": 6}, 5),
+        ({"timeout_us": 8, "limit_us": 7, "call_limit_us": 6}, 6),
+        ({"timeout_us": 10**30}, LONGEST_TIMEOUT_US),
+        ({"call_limit_us": 10**30}, LONGEST_TIMEOUT_US),
+        ({"ends_ns": 1_003_000}, 3),
+        ({"ends_ns": 1_003_000, "timeout_us": 2}, 2),
+        ({"ends_ns": 1_003_000, "timeout_us": 4}, 3),
+    ],
+)
+def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:
+    arrived_ns = 1_000_000
+    made = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
+    deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
+    timeout_us = min(limits.get("timeout_us", 0), LONGEST_TIMEOUT_US)
+    assert made == m.Submit(7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
