@@ -1,13 +1,12 @@
-"""An arena, memory a process owns for tensors it creates: a sealed memfd that others map and never
-allocate in.
+"""Arenas: each is a sealed memfd for the tensors of its owner; other processes only map it.
 
     memfd   |#### in use ####|    free    |## in use ##|......... not committed .........|
             0                                          ^ high-water mark                 ^ capacity
 
-The owner allocates and frees; a reader gets `Place`s, and its release message brings the offset
-back. The object has no name, so nothing can be left behind; its size is sealed, so a mapping of it
-never faults; pages are reserved with posix_fallocate before use, so running out of memory is an
-error and not a signal.
+The owner allocates and frees blocks. A reader receives `Place`s, and its release message contains
+the offset. The object has no name, so that it cannot outlast its processes. Its size is sealed, so
+that a mapping never faults. Pages are reserved with posix_fallocate before use, so that a lack of
+memory is an error and not a signal.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from bisect import bisect
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.tensors.descriptors import Memory, Place
 
-_ALIGNMENT = 64  # a cache line, and what vector loads like
-_KEEP = 64 * 1024 * 1024  # an empty arena gives memory above this back to the system
+_ALIGNMENT = 64  # a cache line, and the alignment of vector loads
+_KEEP = 64 * 1024 * 1024  # an empty arena returns memory above this to the system
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class FreeList:
-    """First-fit allocation of [0, capacity) in multiples of 64 bytes; pure bookkeeping.
+    """A first-fit allocator of [0, capacity) in multiples of 64 bytes, without the memory itself.
 
     First fit with coalescing on free: Knuth, The Art of Computer Programming vol. 1, 2.5,
     algorithms A and B.
@@ -40,7 +39,7 @@ class FreeList:
         self.used = 0  # bytes allocated now
 
     def allocate(self, byte_size: int) -> int | None:
-        """The offset of a new block of at least `byte_size` bytes, or None when none is free."""
+        """Return the offset of a new block of at least `byte_size` bytes, or None if none fits."""
         size = (byte_size + _ALIGNMENT - 1) & -_ALIGNMENT or _ALIGNMENT
         if size > self.capacity - self.used:
             return None
@@ -56,12 +55,11 @@ class FreeList:
         return None
 
     def free(self, offset: int) -> bool:
-        """Give the block at `offset` back; False when there is none (a second or a forged
-        release)."""
+        """Free the block at `offset`; return False if there is none (a repeated release)."""
         size = self._used.get(offset)
         if size is None:
             return False
-        # No call in between: a program that is interrupted here finds both or neither.
+        # No call in between, so that an interrupted program finds both changes or neither.
         del self._used[offset]
         self.used -= size
         holes = self._holes
@@ -78,11 +76,11 @@ class FreeList:
         return True
 
     def offsets(self) -> set[int]:
-        """Where the blocks are that are allocated."""
+        """Return the offsets of the allocated blocks."""
         return set(self._used)
 
     def check_integrity(self) -> None:
-        """Assert that holes and blocks tile the arena exactly; for tests."""
+        """Assert that holes and blocks cover the arena exactly; for tests."""
         spans = sorted([*self._holes, *self._used.items()])
         at = 0
         for offset, size in spans:
@@ -93,9 +91,13 @@ class FreeList:
 
 
 class Arena:
-    """The owner's side. `capacity` is in bytes; nothing is reserved until it is allocated.
+    """An arena of this process.
 
-    Raises Unavailable when this process may not have an object that large.
+    Args:
+        capacity: The size in bytes; memory is reserved when it is allocated.
+
+    Raises:
+        Unavailable: The limits of this process do not permit an object of this size.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -124,14 +126,15 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes allocated now."""
+        """The number of allocated bytes."""
         return self._list.used
 
     def allocate(self, byte_size: int) -> Place:
-        """Room for `byte_size` bytes, 64-byte aligned.
+        """Allocate a block of `byte_size` bytes, aligned to 64 bytes.
 
-        Raises Unavailable when the arena or the machine's memory is full, InvalidArgument for what
-        can never fit.
+        Raises:
+            Unavailable: The arena or the host's memory is full.
+            InvalidArgument: The block is larger than the arena.
         """
         offset = self._list.allocate(byte_size)
         if offset is None:
@@ -159,17 +162,17 @@ class Arena:
         )
 
     def view(self, place: Place) -> memoryview:
-        """The bytes of a place of this arena, writable."""
+        """Return the bytes of a range of this arena, writable."""
         return self._view[place.offset : place.offset + place.byte_size]
 
     def free(self, offset: int) -> None:
-        """Take back the block at `offset`; an offset that is not allocated is ignored."""
+        """Free the block at `offset`; an offset that is not allocated is ignored."""
         if self._list.free(offset) and self._committed > _KEEP and not self._list.used:
             self._map.madvise(mmap.MADV_REMOVE, _KEEP, self._map.size() - _KEEP)
             self._committed = _KEEP
 
     def close(self) -> None:
-        """Unmap and close; readers' mappings live on until they drop them."""
+        """Unmap and close the arena; the mappings of readers stay valid."""
         self._view.release()
         self._map.close()
         os.close(self._fd)

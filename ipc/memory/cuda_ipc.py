@@ -1,20 +1,19 @@
-"""CUDA IPC: device memory that programs allocate and export, and workers open by its handle.
+"""CUDA IPC: programs allocate and export device memory, and workers open it by its handle.
 
     exporter   cuMemAlloc -> cuIpcGetMemHandle -> 64 bytes ──> register, or share
     worker     open(handle, device) -> pointer -> extent: [base, base + byte_size) of the allocation
 
-Who owns what, when. The allocation is the exporter's: it must live, and not be freed, until its
-region is unregistered and the last request that uses it has its response. What it wrote must have
-reached the device before it asks (synchronise the stream that wrote it): a handle carries no
-order between streams of two processes. What a worker wrote has reached the device when the answer
-comes: it waits for the device first.
+The exporter owns the allocation. The exporter must not exit, nor free the memory, until the region
+is unregistered and the last request that uses it has its response. A handle carries no order
+between the streams of two processes: the exporter must synchronise the stream that wrote the inputs
+before it sends a request. A worker waits for the device before it sends the response.
 
-A handle means the whole allocation. A caching allocator hands out parts of one, and exports all of
-it: export memory that was allocated for this. An exporter cannot open its own handles.
+A handle denotes the whole allocation. A caching allocator returns parts of an allocation, so memory
+that is to be exported must be allocated separately. An exporter cannot open its own handles.
 
-What a worker does here runs in its one thread that uses the device. All use a device's primary
-context, which torch uses too. The driver's interface is used, so that it does not matter which CUDA
-runtime torch was built with.
+A worker calls these functions in the one thread that uses the device. All calls use the device's
+primary context, which torch uses, too. The driver's interface is used because it does not depend on
+the CUDA runtime of torch.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ logger = logging.getLogger(__name__)
 
 HANDLE_SIZE = 64
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device of the process
-# The driver may put smaller allocations side by side, and a handle opens what lies around, too.
+# The driver may place smaller allocations side by side, and a handle opens the neighbours, too.
 _GRANULE = 2 * 1024 * 1024
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
 class CudaError(Exception):
-    """The driver refused; the text is for our log only."""
+    """An error of the driver; its text is for the log only."""
 
 
 class Cuda(Protocol):
-    """The CUDA operations that a worker needs. `device` is an ordinal; all raise CudaError."""
+    """The CUDA operations of a worker. `device` is an ordinal; all methods raise CudaError."""
 
     def open(self, handle: bytes, device: int) -> int:
-        """The address here of what a handle (64 bytes) means."""
+        """Map the allocation of a handle (64 bytes); return its address in this process."""
 
     def close(self, pointer: int, device: int) -> None:
-        """Undo one `open`, when nothing on the device uses the memory any more."""
+        """Undo one `open`, after pending work on the device."""
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
-        """(base address, size in bytes) of the allocation that an address is in."""
+        """Return the base address and the size in bytes of the allocation at an address."""
 
     def uuid(self, device: int) -> bytes:
-        """The 16 bytes that name a device in every process of this host."""
+        """Return the 16 bytes that identify a device in every process of this host."""
 
     def synchronize(self, device: int) -> None:
-        """Wait until the device has done all that this process asked of it."""
+        """Wait until the device has completed all work of this process."""
 
     def pin(self, address: int, byte_size: int, device: int) -> None:
         """Lock pages of host memory, so that the device copies from and to them directly."""
@@ -70,32 +69,35 @@ class Cuda(Protocol):
 
 
 class Exporting(Protocol):
-    """The CUDA operations that a program needs to have memory that workers open; from any thread.
-    All raise CudaError."""
+    """The CUDA operations of a program that exports memory; safe in any thread.
+
+    All methods raise CudaError.
+    """
 
     def allocate(self, byte_size: int, device: int) -> int:
-        """The address of new memory, full of zeros."""
+        """Allocate zeroed memory; return its address."""
 
     def free(self, pointer: int, device: int) -> None:
-        """Give back what `allocate` gave."""
+        """Free memory that `allocate` has returned."""
 
     def export(self, pointer: int, device: int) -> bytes:
-        """The handle (64 bytes) by which others open what `allocate` gave."""
+        """Return the handle (64 bytes) of memory that `allocate` has returned."""
 
     def uuid(self, device: int) -> bytes:
-        """The 16 bytes that name a device in every process of this host."""
+        """Return the 16 bytes that identify a device in every process of this host."""
 
     def read(self, pointer: int, target: memoryview, device: int) -> None:
-        """Copy from the device, after all that it was asked to do; returns when that is done."""
+        """Copy from the device after its pending work; block until the copy is complete."""
 
     def write(self, pointer: int, source: memoryview, device: int) -> None:
-        """Copy to the device, after all that it was asked to do; returns when that is done."""
+        """Copy to the device after its pending work; block until the copy is complete."""
 
 
 class Driver:
-    """`Cuda` and `Exporting` by the package cuda-bindings.
+    """`Cuda` and `Exporting` with the package cuda-bindings.
 
-    Making one raises Unavailable where the package or a driver lacks.
+    Raises:
+        Unavailable: The package or the driver is missing.
     """
 
     def __init__(self) -> None:
@@ -106,49 +108,42 @@ class Driver:
             raise Unavailable("CUDA shared memory needs shmserve's extra 'cuda'") from None
         try:
             self._call("cuInit", 0)
-        except Exception as error:  # the package has its own for a library that is not there
+        except Exception as error:  # the package has its own error for a missing library
             logger.error("there is no CUDA driver: %s", error)
             raise Unavailable("CUDA shared memory needs a GPU, and this host has none") from None
         self._contexts: dict[int, Any] = {}
 
     def open(self, handle: bytes, device: int) -> int:
-        """As `Cuda` says."""
         raw = self._driver.CUipcMemHandle()
         assert len(handle) == HANDLE_SIZE
-        # Not every version of the package has a field for them.
+        # Not every version of the package has a field for the bytes.
         ctypes.memmove(raw.getPtr(), handle, HANDLE_SIZE)
         with self._current(device):
             return int(self._call("cuIpcOpenMemHandle", raw, _LAZY_PEER_ACCESS))
 
     def close(self, pointer: int, device: int) -> None:
-        """As `Cuda` says."""
         with self._current(device):
             self._call("cuCtxSynchronize")
             self._call("cuIpcCloseMemHandle", self._driver.CUdeviceptr(pointer))
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
-        """As `Cuda` says."""
         with self._current(device):
             base, size = self._call("cuMemGetAddressRange", self._driver.CUdeviceptr(pointer))
         return int(base), int(size)
 
     def uuid(self, device: int) -> bytes:
-        """As `Cuda` says."""
         found: bytes = self._call("cuDeviceGetUuid", self._device(device)).bytes
         return bytes(found)
 
     def synchronize(self, device: int) -> None:
-        """As `Cuda` says."""
         with self._current(device):
             self._call("cuCtxSynchronize")
 
     def pin(self, address: int, byte_size: int, device: int) -> None:
-        """As `Cuda` says."""
         with self._current(device):
             self._call("cuMemHostRegister", address, byte_size, _PORTABLE)
 
     def unpin(self, address: int, device: int) -> None:
-        """As `Cuda` says."""
         with self._current(device):
             self._call("cuCtxSynchronize")
             self._call("cuMemHostUnregister", address)
@@ -156,7 +151,6 @@ class Driver:
     # --- for programs that export
 
     def allocate(self, byte_size: int, device: int) -> int:
-        """As `Exporting` says."""
         with self._current(device):
             pointer = self._call("cuMemAlloc", byte_size)
             self._call("cuMemsetD8", pointer, 0, byte_size)
@@ -164,25 +158,21 @@ class Driver:
         return int(pointer)
 
     def free(self, pointer: int, device: int) -> None:
-        """As `Exporting` says."""
         with self._current(device):
             self._call("cuMemFree", self._driver.CUdeviceptr(pointer))
 
     def export(self, pointer: int, device: int) -> bytes:
-        """As `Exporting` says."""
         with self._current(device):
             raw = self._call("cuIpcGetMemHandle", self._driver.CUdeviceptr(pointer))
         return ctypes.string_at(raw.getPtr(), HANDLE_SIZE)
 
     def read(self, pointer: int, target: memoryview, device: int) -> None:
-        """As `Exporting` says."""
         with self._current(device):
             self._call("cuCtxSynchronize")
             source = self._driver.CUdeviceptr(pointer)
             self._call("cuMemcpyDtoH", address_of(target), source, target.nbytes)
 
     def write(self, pointer: int, source: memoryview, device: int) -> None:
-        """As `Exporting` says."""
         with self._current(device):
             self._call("cuCtxSynchronize")
             target = self._driver.CUdeviceptr(pointer)
@@ -193,7 +183,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _current(self, device: int) -> Iterator[None]:
-        # Opening and closing mean the current context, and torch may have another device's.
+        # Handles are opened in the current context, which may be another device's in torch.
         if device not in self._contexts:
             self._contexts[device] = self._call("cuDevicePrimaryCtxRetain", self._device(device))
         self._call("cuCtxPushCurrent", self._contexts[device])
@@ -206,7 +196,11 @@ class Driver:
         return self._call("cuDeviceGet", ordinal)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a driver function; returns its results without the status. Raises CudaError."""
+        """Call a driver function; return its results without the status.
+
+        Raises:
+            CudaError: The call has failed.
+        """
         status, *values = getattr(self._driver, name)(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise CudaError(f"{name}: {status!r}")
@@ -214,18 +208,23 @@ class Driver:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a view are in this process."""
-    import numpy as np  # the supervisor has no other use for it
+    """Return the address of a view's bytes in this process."""
+    import numpy as np  # not at the top: the supervisor does not use it otherwise
 
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 class DeviceAllocation:
-    """Memory of this process, which others open by one handle: `size` bytes on a device, full of
-    zeros, at least as many as were asked for; exported and freed as a whole, with the last that
-    refers to it.
+    """Zeroed device memory of this process that other processes open by one handle.
 
-    Raises InvalidArgument for a device that is not there, Unavailable when it has no memory left.
+    It is exported as a whole, and freed when the object is collected.
+
+    Attributes:
+        size: The size in bytes, at least the requested one.
+
+    Raises:
+        InvalidArgument: There is no such device.
+        Unavailable: The device is out of memory.
     """
 
     def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
@@ -239,7 +238,7 @@ class DeviceAllocation:
         try:
             self.pointer = cuda.allocate(self.size, device)
             finalizer = weakref.finalize(self, _free, cuda, self.pointer, device, os.getpid())
-            finalizer.atexit = False  # it ends with the process anyway
+            finalizer.atexit = False  # the memory is freed with the process anyway
             self.handle = CudaHandle(cuda.export(self.pointer, device), device, uuid)
         except CudaError as error:
             raise Unavailable(
@@ -248,6 +247,6 @@ class DeviceAllocation:
 
 
 def _free(cuda: Exporting, pointer: int, device: int, pid: int) -> None:
-    if pid == os.getpid():  # a forked child has no part in it
-        with contextlib.suppress(CudaError):  # a device that fails has nothing to give back
+    if pid == os.getpid():  # a forked child does not own the memory
+        with contextlib.suppress(CudaError):  # a device that has failed frees nothing
             cuda.free(pointer, device)

@@ -1,11 +1,11 @@
-"""Lent memory: blocks that one process owns and others read, and how each comes back (pure).
+"""Reference-counted memory blocks that one process owns and other processes read (pure).
 
-    allocate ──> a `Block`, which is its holder's to settle
-                   ├──lend──> its reader has it ──Release, or the reader ends──> free
+    allocate ──> `Block`
+                   ├──lend──> read by another process ──Release, or the reader exits──> free
                    └──release──> free
 
-Blocks, and whatever else keeps memory for others, are tokens: tests fail where one is collected
-before it was settled (`watch`), which costs nothing where nobody watches.
+Blocks and other references to memory are tokens. Tests fail if a token is collected before its last
+release.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ TakeBack = Callable[[Place], None]
 
 
 class Token:
-    """A reference-counted holding of memory, to be settled before it is collected: each user, the
-    first of which has made it, hands its use on or releases it."""
+    """A reference-counted holding of memory.
+
+    Its creator is the first user. Each user either passes its use to another user or releases it.
+    """
 
     __slots__ = ("_users",)
 
@@ -37,26 +39,26 @@ class Token:
         self._users = 1
 
     def acquire(self) -> None:
-        """One more uses it."""
+        """Add a user."""
         self._users += 1
 
     def release(self) -> None:
-        """One uses it no more; the last one frees it."""
+        """Remove a user; the last release frees the memory."""
         self._users -= 1
         if not self._users:
             self._free()
 
     def _free(self) -> None:
-        """Free the memory that nobody uses any more."""
+        """Free the memory, which has no user any more."""
 
     @property
     def unsettled(self) -> bool:
-        """Whether somebody uses it still."""
+        """Whether the memory still has users."""
         return self._users > 0
 
 
 class Holding(Token):
-    """A holding that ends with a call of `on_free`."""
+    """A holding that calls `on_free` at its last release."""
 
     __slots__ = ("_on_free",)
 
@@ -69,7 +71,7 @@ class Holding(Token):
 
 
 class Block(Token):
-    """A block of memory at `place`, which goes back to `take_back` when nobody uses it."""
+    """A block of memory at `place`; its last release passes the range to `take_back`."""
 
     __slots__ = ("_take_back", "place")
 
@@ -83,8 +85,10 @@ class Block(Token):
 
 
 class Readers(Generic[R]):
-    """Tokens by who reads what they keep, and by the offset that the reader gives it back with. The
-    same memory may be lent several times."""
+    """Tokens of lent blocks, by reader and by the offset that the reader releases.
+
+    The same memory may be lent several times.
+    """
 
     def __init__(self) -> None:
         self._lent: dict[R, dict[int, Token | _Again]] = {}
@@ -96,7 +100,7 @@ class Readers(Generic[R]):
         return iter(self._lent)
 
     def lend(self, reader: R, offset: int, token: Token) -> None:
-        """`reader` has it now: this use of the token is its own."""
+        """Lend a block to a reader, which takes over this use of the token."""
         lent = self._lent.get(reader)
         if lent is None:
             self._lent[reader] = {offset: token}
@@ -104,7 +108,11 @@ class Readers(Generic[R]):
             lent[offset] = _Again(token, lent[offset]) if offset in lent else token
 
     def release(self, reader: R, offsets: Iterable[int]) -> bool:
-        """A reader needs these no more; what it was not lent is ignored. Whether any was."""
+        """Release blocks of a reader; offsets that were not lent to the reader are ignored.
+
+        Returns:
+            Whether at least one block was lent to the reader.
+        """
         lent = self._lent.get(reader)
         if lent is None:
             return False
@@ -121,21 +129,24 @@ class Readers(Generic[R]):
         return found
 
     def drop(self, reader: R) -> None:
-        """A reader has ended."""
+        """Release all blocks of a reader that has exited."""
         while lent := self._lent.get(reader):
             self.release(reader, list(lent))
 
 
 class _Again(NamedTuple):
-    """The last token that was lent with an offset, and those before it."""
+    """The last token that was lent with an offset, and the earlier ones."""
 
     last: Token
     before: Token | _Again
 
 
 class LentMemory:
-    """The memory of a process that others read: an arena of `byte_size`, made when it is needed,
-    and who reads which block of it, or of others' arenas that are passed on."""
+    """The memory that a process lends to readers.
+
+    It consists of an arena of `byte_size`, which is created at the first allocation, and of the
+    blocks of other processes' arenas that are passed on.
+    """
 
     def __init__(self, byte_size: int) -> None:
         self.byte_size = byte_size
@@ -147,53 +158,60 @@ class LentMemory:
 
     @property
     def used(self) -> int:
-        """Bytes of the arena that are allocated now."""
+        """The number of allocated bytes of the arena."""
         return 0 if self._arena is None else self._arena.used
 
     def allocate(self, byte_size: int, take_back: TakeBack | None = None) -> Block:
-        """A block; who is to have it back in `take_back` calls `free`. Raises Unavailable when the
-        arena, or the machine's memory, is full."""
+        """Allocate a block.
+
+        Args:
+            byte_size: The size of the block.
+            take_back: Called at the last release instead of `free`, which it must call.
+
+        Raises:
+            Unavailable: The arena or the host's memory is full.
+        """
         if self._arena is None:
             self._arena = Arena(self.byte_size)
         return Block(take_back or self.free, self._arena.allocate(byte_size))
 
     def write(self, data: bytes | memoryview, take_back: TakeBack | None = None) -> Block:
-        """A block with a copy of `data`, as `allocate` has it."""
+        """Allocate a block with a copy of `data`, as `allocate` does."""
         block = self.allocate(len(data), take_back)
         assert self._arena is not None
         self._arena.view(block.place)[:] = data
         return block
 
     def free(self, place: Place) -> None:
-        """Take a block back; `Block.release` does."""
+        """Free a block; `Block.release` calls this method."""
         assert self._arena is not None
         self._arena.free(place.offset)
 
     def lend(self, reader: int, place: Place, token: Token) -> None:
-        """`reader` is told of a place, which this use of a token keeps until it releases it."""
+        """Lend a memory range to a reader, which takes over this use of the token."""
         self._readers.lend((reader, place.memory.id), place.offset, token)
 
     def release(self, reader: int, memory: int, offsets: Iterable[int]) -> bool:
-        """A reader needs these bytes of a memory no more; False: they were not lent here."""
+        """Release blocks of a memory; return False if none of them was lent here."""
         return self._readers.release((reader, memory), offsets)
 
     def drop_reader(self, reader: int) -> None:
-        """A reader has ended: all that it was lent comes back."""
+        """Release all blocks of a reader that has exited."""
         for key in list(self._readers):
             if key[0] == reader:
                 self._readers.drop(key)
 
     def close(self) -> None:
-        """Unmap the arena; readers' mappings live on until they drop them."""
+        """Unmap the arena; the mappings of readers stay valid."""
         if self._arena is not None:
             self._arena.close()
 
 
 def releases(places: Iterable[Place], own: Container[int] = ()) -> list[Release]:
-    """Return the messages that give back the outputs of a response, one for each memory.
+    """Return the messages that release the outputs of a response, one for each memory.
 
     Args:
-        places: Where the outputs lie. Those in a client's memory have no owner to be told.
+        places: The ranges of the outputs. Ranges in a client's memory need no message.
         own: The ids of memories that are left out.
     """
     offsets: dict[tuple[int, int], list[int]] = {}
@@ -205,7 +223,7 @@ def releases(places: Iterable[Place], own: Container[int] = ()) -> list[Release]
 
 
 def unread(data: Iterable[Any], own: Container[int] = ()) -> list[Release]:
-    """Return the messages that give back a response's data, which nobody reads."""
+    """Return the messages that release the data of a response that will not be read."""
     try:
         found = places(data)
     except MalformedMessage as error:

@@ -1,8 +1,8 @@
-"""Clients' POSIX shared memory objects: checked by name, opened once, described by what they are.
+"""POSIX shared memory objects of clients: checked by name, opened once, identified by their inode.
 
     key "/frames" --open--> fd: (device, inode), size
 
-From here on the object is meant, whatever the key names later.
+The server uses the opened object, even if the key names another object later.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.tensors.ranges import fits
 
 _KEY = re.compile(r"/[A-Za-z0-9._+=@:-]{1,250}")
-# Names of others' machinery: never a client's tensors.
+# Names that other libraries use for their own objects, which never contain tensors of clients.
 _RESERVED = ("triton_python_backend_shm_region_", "sem.", "nccl-")
 
 
 @dataclass(frozen=True, slots=True)
 class SharedObject:
-    """An open shared memory object; `fd` is owned by whoever opened it. Sizes in bytes."""
+    """An open shared memory object; the caller that opened it owns `fd`. Sizes are in bytes."""
 
     fd: int
     device: int
@@ -37,15 +37,15 @@ class SharedObject:
 
     @property
     def file(self) -> tuple[int, int]:
-        """The identity that tells it from every other object."""
+        """The device and the inode, which identify the object."""
         return self.device, self.inode
 
 
 def normal_key(region: str, key: str) -> str:
-    """`key` with exactly one leading slash.
+    """Return `key` with exactly one leading slash.
 
-    Raises InvalidArgument for a key that is empty, reserved, or could name something other than a
-    plain object.
+    Raises:
+        InvalidArgument: The key is empty, reserved, or may name something else than a plain object.
     """
     bare = key.lstrip("/")
     if not bare or bare in (".", "..") or not _KEY.fullmatch("/" + bare):
@@ -62,14 +62,16 @@ def normal_key(region: str, key: str) -> str:
 
 
 def open_object(key: str) -> SharedObject:
-    """Open an existing object for reading and writing; `key` comes from `normal_key`.
+    """Open an existing object for reading and writing; `key` was returned by `normal_key`.
 
-    Raises Internal with Triton's texts when there is none, it may not be used, or it is no plain
-    object.
+    Raises:
+        Internal: The object does not exist, may not be used or is no plain object; the texts are
+            Triton's.
+        Unavailable: The process is out of descriptors.
     """
     try:
-        # shm_open itself refuses to follow links. Without O_NONBLOCK whoever holds a lease on its
-        # object (fcntl(2), F_SETLEASE) has us wait for as long as the kernel lets it, 45 s.
+        # shm_open does not follow links. Without O_NONBLOCK, a lease on the object (fcntl(2),
+        # F_SETLEASE) would block the server for up to 45 s, the limit of the kernel.
         fd = posix_ipc.SharedMemory(key, flags=os.O_NONBLOCK, size=0).fd
     except posix_ipc.ExistentialError:
         raise Internal(
@@ -91,7 +93,7 @@ def open_object(key: str) -> SharedObject:
 
 
 def described(fd: int) -> SharedObject:
-    """The object that is open as `fd`."""
+    """Return the object that is open as `fd`."""
     status = os.fstat(fd)
     return SharedObject(
         fd,
@@ -105,7 +107,11 @@ def described(fd: int) -> SharedObject:
 
 
 def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) -> None:
-    """Raise InvalidArgument when [offset, offset + byte_size) is empty or not in the object."""
+    """Check the range of a region in its object.
+
+    Raises:
+        InvalidArgument: The range is empty or not within the object.
+    """
     if byte_size == 0 or not fits(offset, byte_size, shared.size):
         raise InvalidArgument(
             f"failed to register shared memory region '{region}': invalid args (byte_size "
@@ -114,18 +120,23 @@ def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) 
 
 
 def unallocated(shared: SharedObject, byte_size: int) -> int:
-    """An upper bound on how many of the object's `byte_size` bytes have no memory behind them."""
+    """Return an upper bound on the number of bytes of the object without allocated memory."""
     status = os.fstat(shared.fd)
     return max(0, min(byte_size, status.st_size - status.st_blocks * 512))
 
 
 def reserve(region: str, shared: SharedObject, offset: int, byte_size: int) -> int:
-    """Take memory for [offset, offset + byte_size) of the object where there is none; returns how
-    many bytes that took.
+    """Allocate the missing memory of [offset, offset + byte_size) of the object.
 
-    A sparse object costs nothing until it is touched, and a touch with /dev/shm full is a signal
-    that kills; so the pages are taken now, where a lack of them is an error. Does nothing to pages
-    that are there. Raises Unavailable when /dev/shm is full.
+    The first access to a page of a sparse object allocates it; if /dev/shm is full then, the
+    process is killed by a signal. The pages are therefore allocated now, so that a lack of memory
+    is an error. Existing pages are not changed.
+
+    Returns:
+        The number of allocated bytes.
+
+    Raises:
+        Unavailable: /dev/shm is full.
     """
     if not unallocated(shared, byte_size):
         return 0

@@ -1,4 +1,4 @@
-"""Bounds checks: the one place where offsets and sizes that come from outside are checked."""
+"""Bounds checks of offsets and sizes from clients; no other module has range arithmetic."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ LARGEST_UNSIGNED = 2**64 - 1
 
 
 def whole(value: object, field: str) -> int:
-    """`value` as an integer in [0, 2**63); bools, floats and strings are refused.
+    """Return `value` as an integer in [0, 2**63); bools, floats and strings are rejected.
 
-    Raises InvalidArgument naming `field`.
+    Raises:
+        InvalidArgument: The value is no such integer; the text contains the name `field`.
     """
     if type(value) is not int or not 0 <= value <= LARGEST:
         raise InvalidArgument(
@@ -21,8 +22,8 @@ def whole(value: object, field: str) -> int:
 
 
 def fits(offset: int, byte_size: int, limit: int) -> bool:
-    """Whether [offset, offset + byte_size) lies within [0, limit); all in bytes.
+    """Check whether [offset, offset + byte_size) lies within [0, limit); all in bytes.
 
-    Written without a sum, so it reads the same in a language whose integers wrap.
+    There is no sum, so that the check is also correct in a language whose integers overflow.
     """
     return 0 <= offset <= limit and 0 <= byte_size <= limit - offset

@@ -45,6 +45,18 @@ class Health:
         self.exiting = False
         self._current = HealthChanged(live=True, ready=False, exiting=False)
 
+    def start(self) -> None:
+        """Record that the models of the start are loaded."""
+        self.started = True
+
+    def fail(self) -> None:
+        """Record that the start failed."""
+        self.failed = True
+
+    def exit(self) -> None:
+        """Record that the server ends and its clients have no successor to go to."""
+        self.exiting = True
+
     def current(self) -> HealthChanged:
         """Return the last published health."""
         return self._current

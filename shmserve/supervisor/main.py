@@ -88,10 +88,9 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     fd_limits.raise_limit()
     table.look_at_start(config)
     faulthandler.enable()  # prints the stack when it crashes or a service manager aborts it
-    listeners = Listeners()
+    offer = Offer.of(wanted_run_directory(config)) if config.take_over else None
+    listeners = Listeners(offer)
     try:
-        if config.take_over:
-            listeners.offer = Offer.of(wanted_run_directory(config))
         _listen(config, listeners)
         signals = hold_signals()
         run_dir = _run_directory(config)

@@ -181,7 +181,7 @@ class Supervisor:
             )
             return 1
         await self.handover.take()
-        self.health.started = True
+        self.health.start()
         announce(self.context, self.health)
         self.gateways.accept()
         self.context.local_clients.connections.accept()
@@ -210,7 +210,7 @@ class Supervisor:
             if self.context.config.exit_on_error:
                 raise
             logger.error("no model is served, and the server is not live: %s", error.message)
-            self.health.failed = True
+            self.health.fail()
             return False
 
     # --- deaths
@@ -259,7 +259,8 @@ class Supervisor:
         context = self.context
         self.manager.stopping("finishing what is in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
-        self.health.exiting = not self.handover.is_followed  # its clients use the successor
+        if not self.handover.is_followed:  # else its clients use the successor
+            self.health.exit()
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(

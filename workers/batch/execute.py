@@ -1,5 +1,7 @@
-"""The executor of batches: unpack, run, scatter; a failed batch is retried one by one, and one that
-is too large for the memory in halves.
+"""The executor of batches: unpack, run, scatter.
+
+A batch that fails is run again request by request; a batch that is too large for the memory is run
+again in halves.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 
 logger = logging.getLogger(__name__)
 
-# Input bytes; a batch of more runs in parts. Many requests may name the same memory of a client's:
-# what is copied for them, or gathered, is no longer bounded by what that client has.
+# Input bytes; a larger batch runs in parts. Many requests may name the same memory of a client, so
+# that their copies are not bounded by the size of that memory.
 LARGEST_PART = 1 << 30
 
 _CANCELLED = Cancelled("Request was cancelled")
@@ -37,7 +39,10 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class Executor:
-    """Runs batches of one model. `decoupled`: its requests have streams, and may outlast theirs."""
+    """The executor of one model's batches.
+
+    Requests of a `_decoupled` model have streams, and may outlast their batch.
+    """
 
     _context: ModelContext
     _backend: Backend
@@ -46,7 +51,7 @@ class Executor:
     _decoupled: bool
     _padder: Padder | None
 
-    _passes_over_cancelled: ClassVar[bool] = True  # the model does not see them
+    _passes_over_cancelled: ClassVar[bool] = True  # cancelled requests are not executed
 
     def __post_init__(self) -> None:
         self._link = self._writer.link
@@ -56,14 +61,17 @@ class Executor:
         self._largest_part = LARGEST_PART
 
     def messages(self) -> MessageTable:
-        """The table of the scheduler's messages that it serves."""
+        """Return the table of the served messages of the scheduler."""
         return {Execute: self.execute}
 
     def attached(self) -> None:
-        """Another scheduler feeds the instance from now on."""
+        """Handle the change to another scheduler."""
 
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
-        """Run one batch; every request that does not stay open has a reply, or had its end."""
+        """Run one batch.
+
+        Every request that does not stay open has a reply in the result, or has ended before.
+        """
         start_ns = time.monotonic_ns()
         watch = self._context.stopwatch
         watch.input_end_ns = watch.output_start_ns = 0
@@ -75,11 +83,11 @@ class Executor:
             if unpacked:
                 replies += self._run(opened, unpacked)
                 ran = True
-        if not self._decoupled:  # else those that have ended are closed
+        if not self._decoupled:  # else the streams close their requests
             self._link.close(*requests)
         input_end_ns = watch.input_end_ns or start_ns
         output_start_ns = watch.output_start_ns
-        if output_start_ns < input_end_ns:  # the last to run has failed
+        if output_start_ns < input_end_ns:  # the last execution has failed
             output_start_ns = input_end_ns
         times = (start_ns, input_end_ns, output_start_ns, time.monotonic_ns())
         spans = b""
@@ -91,7 +99,7 @@ class Executor:
     # --- warm-up
 
     def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
-        """Run requests that are nobody's in one execution; the errors of those that failed."""
+        """Run warm-up requests in one execution; return the errors of those that failed."""
         if self._decoupled:
             streams = [RehearsedStream(self._writer, request) for request in requests]
             self._run_streams(list(streams))
@@ -162,13 +170,13 @@ class Executor:
         return Reply(opened.key, error.code, error.message)
 
     def _call(self, execute: Callable[[list[T]], R], asked: list[T]) -> R:
-        """Have the backend execute, and take the times that it does not take."""
+        """Call the backend, and record the times that it does not record."""
         before_ns = time.monotonic_ns()
         try:
             result = execute(asked)
         finally:
             if os.getpid() != self._pid:
-                os._exit(1)  # the model has forked, and this is not the process that was asked
+                os._exit(1)  # the model has forked, and this is the child process
         watch = self._context.stopwatch
         watch.input_end_ns = watch.input_end_ns or before_ns
         watch.output_start_ns = watch.output_start_ns or time.monotonic_ns()
@@ -177,7 +185,7 @@ class Executor:
     # --- decoupled
 
     def _run_streams(self, streams: list[ResponseStream]) -> list[Reply]:
-        # Never again one by one: the model may have begun to respond.
+        # No second execution: the model may have begun to respond.
         try:
             self._call(self._backend.execute_decoupled, streams)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
@@ -265,7 +273,7 @@ class Executor:
         return responses
 
     def _scatter(self, opened: WorkerRequest, request: Request, response: Response) -> Reply | None:
-        """The reply to a request; None where it is to run again."""
+        """Return the reply to a request, or None if the request is to run again."""
         if opened.cancelled:
             return self._failed(opened, _CANCELLED)
         if response.error is not None:

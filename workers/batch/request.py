@@ -1,7 +1,7 @@
-"""Requests and responses as backends have them: inputs are views, outputs arrays.
+"""Requests and responses of backends: inputs are views, outputs are arrays.
 
-Request   work (as the scheduler sent it), schema, batch_size
-  └─ inputs: {name: Input}     name, datatype, shape and bytes; an array when asked for
+Request   work (the scheduler's message), schema, batch_size
+  └─ inputs: {name: Input}     name, datatype, shape and bytes; an array on demand
 Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 """
 
@@ -28,13 +28,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True, eq=False)
 class Copied:
-    """Bytes of tensors that a worker has copied: on their way to the model, and from it."""
+    """The numbers of bytes that a worker has copied: of inputs, and of outputs."""
 
     inputs: int = 0
     outputs: int = 0
 
     def take(self) -> tuple[int, int]:
-        """The bytes (inputs, outputs) that were copied since the last call."""
+        """Return the bytes (inputs, outputs) that were copied since the last call."""
         taken = self.inputs, self.outputs
         self.inputs = self.outputs = 0
         return taken
@@ -43,17 +43,27 @@ class Copied:
 @final
 @dataclass(slots=True, eq=False)
 class Input:
-    """One input of one request. `shape`: as the model sees it, batch dimension and `reshape` done.
+    """One input of one request.
 
-    `raw` holds the bytes, `on_device` or in host memory, writable: a copy of those in the message,
-    or (then `place` says where) a view of an arena or of a client's region. What lies there may be
-    used again, by the client or for a second try, so arrays over it are read-only (`shared`) until
-    the loop has found that the model writes into its inputs and calls `detach`.
+    Shared memory may be read again, by the client or in a second execution. Arrays over it are
+    therefore read-only, until the executor detects that the model writes into its inputs and calls
+    `detach`.
 
-    Of a sequence's state `raw` is where it is stored: `kept` where the model must not write there,
-    `writable` where it may on purpose. `batch`: the bytes of the whole batch, where `raw` is this
-    request's part of them and those of the batch's other requests are the rest. `array`: what
-    `numpy` has given.
+    Attributes:
+        name: The input's name.
+        datatype: The protocol's datatype.
+        shape: The shape that the model sees, with the batch dimension, after `reshape`.
+        raw: The bytes, writable: a copy of those in the message, a view of shared memory, or the
+            stored state of a sequence.
+        place: The range of the bytes, if `raw` is a view of an arena or of a client's region.
+        model: The name of the model, for error texts.
+        on_device: The bytes are in device memory.
+        shared: The bytes are shared, so that the model must not write into them.
+        kept: The bytes are a sequence's state, which the model must not change.
+        writable: The bytes are a sequence's state, which the model may change.
+        batch: The bytes of the whole batch if `raw` is a part of them; the other parts belong to
+            the other requests of the batch.
+        array: The array that `numpy` has returned.
     """
 
     name: str
@@ -70,7 +80,11 @@ class Input:
     array: Array | None = None
 
     def detach(self) -> int:
-        """Make the bytes this process's own, which the model may write into; how many it copied."""
+        """Copy the bytes if they are shared, so that the model may write into them.
+
+        Returns:
+            The number of copied bytes.
+        """
         if not self.shared:
             return 0
         self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
@@ -80,10 +94,13 @@ class Input:
         return len(self.raw)
 
     def numpy(self) -> Array:
-        """The tensor as a numpy array: a view where that is possible, the same on every call.
+        """Return the tensor as a numpy array, a view if possible; the same array on every call.
 
-        BYTES become an object array of `bytes`; BF16, which numpy lacks, comes as its uint16 bit
-        patterns. Raises InvalidArgument for BYTES whose lengths do not add up.
+        BYTES become an object array of `bytes`. BF16, which numpy lacks, becomes an array of uint16
+        bit patterns.
+
+        Raises:
+            InvalidArgument: The lengths of the elements of a BYTES tensor are wrong.
         """
         if self.array is None:
             if not ITEM_SIZE[self.datatype]:
@@ -91,8 +108,8 @@ class Input:
                 return self.array
             array: Array = np.ndarray(self.shape, STORED[self.datatype], self.raw)
             if self.place is not None:
-                # A client may choose any offset; unaligned arrays are slow, and undefined for
-                # compiled code.
+                # A client may choose any offset. Unaligned arrays are slow, and undefined behaviour
+                # in compiled code.
                 if not array.flags.aligned:
                     array = array.copy()
                 else:
@@ -101,10 +118,9 @@ class Input:
         return self.array
 
     def torch(self) -> torch.Tensor:
-        """The tensor as a torch tensor where its bytes are, a view if possible. Not for BYTES.
+        """Return the tensor as a torch tensor, a view if possible; not for BYTES.
 
-        Writable whatever it lies in, because torch knows no read-only tensors: callers must not
-        write into it.
+        Callers must not write into the tensor: torch does not support read-only tensors.
         """
         from shmserve.workers.memory.tensors import as_torch
 
@@ -112,10 +128,13 @@ class Input:
 
 
 class Output(NamedTuple):
-    """One output of one request: a numpy array or a torch tensor, batch dimension included.
+    """One output of one request.
 
-    `datatype` is the protocol's name. BYTES: an object array of bytes or str, or numpy's S and U
-    types. BF16: a torch tensor, or uint16 bit patterns.
+    Attributes:
+        name: The output's name.
+        datatype: The protocol's datatype.
+        data: A numpy array or a torch tensor, with the batch dimension. BYTES: an object array of
+            bytes or str, or numpy's S and U types. BF16: a torch tensor, or uint16 bit patterns.
     """
 
     name: str
@@ -124,15 +143,21 @@ class Output(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the array has it."""
+        """The shape of the array."""
         return tuple(self.data.shape)
 
 
 @dataclass(slots=True)
 class Response:
-    """The response to one request: outputs and parameters, or an error that is for the client.
-    `rescheduled`: none yet, the model asks for the request once more. `states` are outputs that are
-    for the next request of its sequence."""
+    """The response to one request.
+
+    Attributes:
+        outputs: The outputs.
+        parameters: The parameters.
+        error: The error for the client instead of outputs, or None.
+        rescheduled: There is no response yet: the model asks for the request once more.
+        states: Outputs for the next request of the sequence.
+    """
 
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +167,7 @@ class Response:
 
 
 def never_cancelled() -> bool:
-    """Of a request that nobody can cancel."""
+    """Return False, for a request that cannot be cancelled."""
     return False
 
 
@@ -159,10 +184,9 @@ class Request:
         requested: The requested outputs by name; all of the model's if the client named none.
             Requests with equal schemas share it.
         places: The memory ranges of the outputs that are written to clients' memory, by name.
-        is_cancelled: Returns, in any thread, whether nobody waits for the response any more; takes
-            the messages that have arrived until now.
-        known: What follows from the types and shapes of a response's outputs; requests with equal
-            schemas share it.
+        is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
+            any thread.
+        known: The known kinds of responses; requests with equal schemas share them.
         aliased: An output is written over an input.
         byte_size: Bytes of all inputs together.
         shared: An input may lie in shared memory.

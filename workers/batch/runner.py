@@ -1,11 +1,11 @@
-"""Requests to a callable that takes whole batches, and back: gather, put, fetch, split.
+"""Runners: the tensors of requests become whole batches for a model, and its outputs are split.
 
 Rows are gathered to one contiguous batch of each input:
 
-rows next to each other in one memory, or a batch of one    a view: nothing is copied
-anything else                                               one copy into a buffer kept
+adjacent rows in one memory, or a batch of one    a view without a copy
+otherwise                                         one copy into a buffer that is kept
 
-Those in clients' device memory become a batch there, unless the backend wants host memory.
+Rows in clients' device memory are gathered there, unless the backend requires host memory.
 """
 
 from __future__ import annotations
@@ -38,15 +38,20 @@ from shmserve.workers.memory.tensors import PROTOCOL, as_torch, to_host
 logger = logging.getLogger(__name__)
 
 
-_ROOM_AT_ONCE = 64 * 1024 * 1024  # bytes that a buffer may get for batches yet to come
+_ROOM_AT_ONCE = 64 * 1024 * 1024  # bytes of a buffer that may be reserved for larger batches
 
 
 @dataclass(eq=False)
 class Gatherer:
-    """The rows of a batch's requests, one input at a time, as one stretch of bytes.
+    """The gatherer of a batch's rows: the rows of one input become contiguous bytes.
 
-    `allocate(byte_size)` makes a writable host buffer (pinned where that helps); one an input is
-    kept and grown. If a row is in device memory, so is what is gathered: a tensor of uint8.
+    If a row is in device memory, the result is a tensor of uint8 there.
+
+    Args:
+        _signature: The model's inputs and outputs.
+        _mappings: The mapped memories.
+        _allocate: Allocates a writable host buffer of a size in bytes. Each input keeps one buffer,
+            which grows.
     """
 
     _signature: Signature
@@ -54,24 +59,31 @@ class Gatherer:
     _allocate: Callable[[int], memoryview]
     _copied: Copied = field(default_factory=Copied)
     _buffers: dict[str, memoryview] = field(default_factory=dict)
-    _on_device: Any = None  # DeviceBuffers, once there are any
+    _on_device: Any = None  # DeviceBuffers, from the first batch in device memory on
 
     def __post_init__(self) -> None:
         self._most_rows = max(1, self._signature.max_batch_size)
         self._ragged = {spec.name for spec in self._signature.inputs.values() if spec.ragged}
 
     def reserve(self, name: str, byte_size: int) -> None:
-        """Make the buffer of an input now, for batches of this size at most."""
+        """Allocate the buffer of an input for batches of at most this size."""
         self._buffer(name, byte_size, byte_size)
 
     def gather(
         self, name: str, requests: Sequence[Request], own: bool = False
     ) -> tuple[Any, tuple[int, ...], bool]:
-        """(bytes, shape, is a view) of input `name`, which all `requests` have; not for BYTES.
+        """Gather an input that all `requests` have; not for BYTES.
 
-        The batch dimension of the shape is the sum of the requests'; an input with
-        `allow_ragged_batch` always comes flat, one request after the other. The bytes hold until
-        the next call for the same input. `own`: never a view.
+        An input with `allow_ragged_batch` is always flat, one request after the other.
+
+        Args:
+            name: The input.
+            requests: The requests of the batch.
+            own: Do not return a view.
+
+        Returns:
+            The bytes, which are valid until the next call for the same input, the shape of the
+            whole batch, and whether the bytes are a view.
         """
         inputs = [request.inputs[name] for request in requests]
         shape = self._batch_shape(name, inputs)
@@ -94,7 +106,7 @@ class Gatherer:
         return buffer[:total], shape, False
 
     def gather_strings(self, name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
-        """A BYTES input of a whole batch as one object array of `bytes`, as `gather` shapes it."""
+        """Return a BYTES input of a batch as an object array of `bytes`, shaped as by `gather`."""
         arrays = [request.inputs[name].numpy() for request in requests]
         if name in self._ragged:
             arrays = [array.reshape(-1) for array in arrays]
@@ -132,17 +144,17 @@ class Gatherer:
     def _buffer(self, name: str, byte_size: int, most: int) -> memoryview:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < byte_size:
-            self._buffers.pop(name, None)  # before there is another one
+            self._buffers.pop(name, None)  # freed before its successor is allocated
             buffer = self._buffers[name] = self._allocate(most)
         return buffer
 
 
 def room(byte_size: int, rows: int, most_rows: int) -> int:
-    """The bytes that a buffer is given in which the first batch has `byte_size` and `rows`.
+    """Return the capacity of a buffer whose first batch has `byte_size` bytes and `rows` rows.
 
-    Small ones have room for the largest batch of such rows at once, and never grow unless rows get
-    larger. What is beyond `_ROOM_AT_ONCE` grows with what comes: by a quarter more, so that it does
-    so seldom.
+    A small buffer has the capacity for the largest batch of such rows, and grows only if rows
+    become larger. A buffer above `_ROOM_AT_ONCE` has a quarter more than its batch, so that it
+    grows seldom.
 
     >>> room(1000, 2, 8)
     4000
@@ -155,7 +167,7 @@ def room(byte_size: int, rows: int, most_rows: int) -> int:
 
 
 class BatchOutput(NamedTuple):
-    """An output of a whole batch: in host memory (if someone wants it there), on the device."""
+    """An output of a whole batch, in host memory (if a request requires it) and on the device."""
 
     name: str
     datatype: str
@@ -164,18 +176,18 @@ class BatchOutput(NamedTuple):
 
     @property
     def shape(self) -> Sequence[int]:
-        """Of the whole batch."""
+        """The shape of the whole batch."""
         whole: Sequence[int] = (self.host if self.device is None else self.device).shape
         return whole
 
     def whole(self, request: Request) -> Output:
-        """As the only request of the batch gets it."""
+        """Return the output for the only request of the batch."""
         return Output(self.name, self.datatype, self._for(request))
 
     def rows(
         self, requests: Sequence[Request], where: Sequence[slice[int, int, None]]
     ) -> list[Output]:
-        """As requests get it that have these rows."""
+        """Return the outputs for requests that have these rows."""
         return [
             Output(self.name, self.datatype, self._for(request)[rows])
             for request, rows in zip(requests, where, strict=True)
@@ -184,7 +196,7 @@ class BatchOutput(NamedTuple):
     def pieces(
         self, requests: Sequence[Request], shapes: Sequence[tuple[int, ...]]
     ) -> list[Output]:
-        """As requests get it whose parts, one after the other, have these shapes."""
+        """Return the outputs for requests whose parts, in order, have these shapes."""
         ends = accumulate(map(element_count, shapes), initial=0)
         return [
             Output(
@@ -202,20 +214,25 @@ class BatchOutput(NamedTuple):
 
 
 def to_device(request: Request, name: str) -> bool:
-    """Whether a request wants an output in device memory."""
+    """Check whether a request requires an output in device memory."""
     place = request.places.get(name)
     return place is not None and place.memory.cuda is not None
 
 
 @dataclass(eq=False)
 class Runner:
-    """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays;
-    `ragged`: what else the model gets of a batch, and how its flat outputs are cut.
+    """The mover of one instance's tensors.
 
-    torch knows no read-only tensors, and an input that is a view may be a client's own memory. So
-    the first batch is a copy, and views are handed out only to a model that left it as it was,
-    byte by byte; a model that later writes into one by operations of torch is noticed, and gets
-    copies from then on.
+    torch does not support read-only tensors, and a view may show a client's own memory. The first
+    batch is therefore a copy. Only a model that has not changed any byte of it receives views. If
+    the model later writes into a view with operations of torch, it receives copies from then on.
+
+    Args:
+        _context: The instance.
+        _signature: The model's inputs and outputs.
+        _device: The instance's device.
+        _as_numpy: The inputs that become numpy arrays.
+        _ragged: The rules for additional inputs of a batch and for cutting flat outputs.
     """
 
     _context: ModelContext
@@ -226,7 +243,7 @@ class Runner:
     _views: bool = False
     _learning: bool = True
     _watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    # What is learnt from, and as it was.
+    # The inputs that are checked for changes, with their original bytes.
     _first: list[tuple[memoryview, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -238,8 +255,7 @@ class Runner:
         )
 
     def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
-        """The memory plan of `model` where its shapes are fixed, whose buffers are made here; None
-        for another one."""
+        """Return the memory plan of `model`, and allocate its buffers; None if shapes vary."""
         weights = model if isinstance(model, torch.nn.Module) else None
         plan = MemoryPlan.of(config, self._signature, _byte_size(weights))
         if plan is not None and plan.rows > 1 and config.has_scheduler:
@@ -249,16 +265,16 @@ class Runner:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """A context for the model's call; sees in the end whether it wrote into its inputs."""
+        """Return a context for the model's call that detects writes into the inputs."""
         try:
             yield
         finally:
             self._watch()
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Each input that the requests have (all have the same), whole batch, on the device.
+        """Return the inputs of the requests, whole batches on the device; all have the same inputs.
 
-        Call it outside `inference_mode`: tensors made in that do not tell when they are written.
+        Must be called outside `inference_mode`, in which tensors do not count their changes.
         """
         self._clear_watched()
         made: dict[str, Any] = {}
@@ -290,12 +306,12 @@ class Runner:
         array: np.ndarray[Any, Any] = np.ndarray(shape, STORED[datatype], raw)
         if not array.flags.aligned:
             return array.copy()
-        # The loop gives copies to a model that fails because it writes into its inputs.
+        # The executor passes copies to a model that fails because it writes into its inputs.
         array.flags.writeable = not view
         return array
 
     def _tensor(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
-        # What is in host memory and goes to a device is copied there anyway.
+        # Inputs in host memory are copied to a device anyway.
         first = requests[0].inputs[name]
         aliased = (not self._device.remote or first.on_device) and not first.writable
         raw, shape, view = self._gatherer.gather(name, requests, aliased and not self._views)
@@ -307,7 +323,7 @@ class Runner:
                 self._copied.inputs += tensor.nbytes
                 return self._device.put(tensor)
         elif tensor.device != self._device.torch:
-            # In the memory of another device: copied to ours, or to the host's.
+            # The input is in the memory of another device.
             self._copied.inputs += tensor.nbytes
             return tensor.to(self._device.torch)
         if (view or self._learning) and not first.writable:
@@ -316,7 +332,7 @@ class Runner:
 
     def _watch(self) -> None:
         wrote = any(tensor._version != version for tensor, version in self._watched)
-        # What writes past torch, as through `x.numpy()`, counts nothing up.
+        # Writes that bypass torch, as through `x.numpy()`, do not change the version.
         wrote = wrote or any(raw.tobytes() != before for raw, before in self._first)
         if self._watched:
             if wrote and (self._views or self._learning):
@@ -333,9 +349,10 @@ class Runner:
         self._first.clear()
 
     def responses(self, requests: Sequence[Request], outputs: Mapping[str, Any]) -> list[Response]:
-        """One response a request, with its rows of each output that it wants.
+        """Return a response for each request, with its rows of each requested output.
 
-        Raises Internal when an output is no array or has not as many rows as the batch.
+        Raises:
+            Internal: An output is no array, or has a wrong number of rows.
         """
         wanted = {name for request in requests for name in request.requested}
         made: list[BatchOutput] = []
@@ -360,7 +377,7 @@ class Runner:
         ]
 
     def own_inputs(self, request: Request) -> dict[str, Any]:
-        """Each input of a request as the model's own, for as long as it likes."""
+        """Return the inputs of a request as copies that the model may keep."""
         made: dict[str, Any] = {}
         for name, item in request.inputs.items():
             self._copied.inputs += item.detach()
@@ -374,9 +391,10 @@ class Runner:
         return made
 
     def response(self, request: Request, outputs: Mapping[str, Any]) -> Response:
-        """One of any number of responses to a request. Any thread may ask, at any time.
+        """Return one of any number of responses to a request; safe in any thread.
 
-        Raises Internal when an output is no array.
+        Raises:
+            Internal: An output is no array.
         """
         wanted = [name for name in outputs if name in request.requested]
         made = [self._fetch(name, outputs[name], [request]) for name in wanted]
@@ -410,7 +428,7 @@ class Runner:
         if datatype == "BYTES":
             array = np.asarray(value, dtype=np.object_)
             rows = sum(request.batch_size for request in requests)
-            # A flat list of texts has those of one row after the other.
+            # A flat list of texts has the texts of one row after the other.
             flat = array.ndim == len(spec.model_dims) == 1 and isinstance(value, list)
             if flat and self._batched and rows and not array.size % rows:
                 array = array.reshape(rows, -1)
@@ -420,14 +438,14 @@ class Runner:
         raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
 
     def _state(self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]) -> Output:
-        """A state as the model has left it, where it is."""
+        """Return a state of a sequence in the memory in which the model has left it."""
         value = outputs[name]
         if isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
             return Output(name, PROTOCOL[value.dtype], value)
         return self._fetch_host(name, value, requests)
 
     def _parts(self, made: BatchOutput, requests: Sequence[Request]) -> list[Output]:
-        """An output as each request gets it."""
+        """Return the parts of an output for the requests."""
         whole = tuple(made.shape)
         pieces = self._ragged and self._ragged.pieces(made.name, requests, whole)
         if pieces:
@@ -439,7 +457,11 @@ class Runner:
     def _rows(
         self, name: str, shape: tuple[int, ...], requests: Sequence[Request]
     ) -> list[slice[int, int, None]]:
-        """Where each request's rows are; raises Internal for an output that has others."""
+        """Return the rows of each request.
+
+        Raises:
+            Internal: The output has another number of rows than the batch.
+        """
         ends = list(accumulate((request.batch_size for request in requests), initial=0))
         if not shape or shape[0] != ends[-1]:
             raise Internal(

@@ -1,15 +1,15 @@
-"""Scattering: the outputs of a response, written once, where the client wants them.
+"""Scattering: each output of a response is written once, directly to its destination.
 
-the client's region    when the request names one for that output
-where an input is      when it is that input, and the request allows it
-inside the message     when all the others together are small
-the worker's arena     else; the reader releases it
+the client's region      if the request names a range for the output
+the range of an input    if the output is that input, and the request allows it
+the message              if all other outputs together are small
+the worker's arena       otherwise; the reader releases the block
 
-What goes to a client's device memory is copied there from wherever the model left it. A tensor that
-is already where it should go is left there: a runner may have had the model compute it in place.
+Outputs for a client's device memory are copied from host or device memory. An output that a runner
+has computed at its destination is not copied.
 
-A model's responses have few kinds: names, types and shapes. What follows from these alone, the
-response's schema and how each output is written, is known from the first response of a kind.
+Responses with equal names, types and shapes are of one kind. Their schema and the destination of
+each output are derived from the first response of the kind.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ logger = logging.getLogger(__name__)
 
 _MOST_KNOWN = 64  # kinds of responses to requests with equal schemas
 
-# An array that is smaller than this is copied sooner than it is found where it should go.
+# To copy a smaller array takes less time than to check whether it is at its destination.
 _WORTH_A_LOOK = 16 * 1024
 
 
 class Ready(NamedTuple):
-    """An output to be written: `data` is the wire form (BYTES), or an array of it (a tensor, if it
-    goes to a device). `at`: where it is already, and may stay, as an input that was returned."""
+    """An output to be written.
+
+    Attributes:
+        data: The wire form (BYTES), an array, or a tensor if the destination is on a device.
+        at: The range of the input that is returned as this output, if the output may stay there.
+    """
 
     name: str
     datatype: str
@@ -54,23 +58,23 @@ class Ready(NamedTuple):
 
 
 class _Inline:
-    """The way of an output that goes into the message."""
+    """The destination of outputs that are sent in the message."""
 
 
 class _ToPlace:
-    """The way of an output that goes to the client's place."""
+    """The destination of outputs that are written to the client's range."""
 
 
-# How an output goes; the name of an input: it is that input, and stays where that lies.
+# The destination of an output; the name of an input: the output is that input, and stays there.
 _Way = type[_Inline] | type[_ToPlace] | str
 
 
 class KnownResponse(NamedTuple):
-    """What follows from the schema of a request and the types and shapes of a response's outputs.
+    """The facts derived from a request's schema and the types and shapes of a response's outputs.
 
     Attributes:
         schema: The response's schema.
-        ways: How each output goes.
+        ways: The destination of each output.
     """
 
     schema: bytes
@@ -78,8 +82,10 @@ class KnownResponse(NamedTuple):
 
 
 def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
-    """Return whether all outputs of a response were written as they are, so that the next response
-    with the same key may be written the same way."""
+    """Check whether all outputs were written unconverted.
+
+    If so, the next response with the same key is written in the same way.
+    """
     if len(ready) != len(response.outputs) or any(item.datatype == "BYTES" for item in ready):
         return False
     if request.places and len(ready) < len(request.requested):
@@ -89,7 +95,7 @@ def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
 
 
 def _way(item: Ready, request: Request) -> _Way:
-    """Return how an output has gone that is not in the worker's arena."""
+    """Return the destination of a written output that is not in the worker's arena."""
     if item.at is not None:
         return next(name for name, each in request.inputs.items() if each.place is item.at)
     return _ToPlace if item.name in request.places else _Inline
@@ -97,9 +103,14 @@ def _way(item: Ready, request: Request) -> _Way:
 
 @dataclass(eq=False)
 class Scatterer:
-    """Writes responses of one model. `strict`: outputs must agree with the model's configuration;
-    `whole`: a response should have all that were asked for. As many threads copy a large one as the
-    instance has."""
+    """The writer of one model's responses. Large outputs are copied by all threads of the instance.
+
+    Args:
+        _signature: The model's inputs and outputs.
+        _context: The instance.
+        _strict: Outputs must agree with the model's configuration.
+        _whole: A response should contain all requested outputs.
+    """
 
     _signature: Signature
     _context: ModelContext
@@ -113,8 +124,8 @@ class Scatterer:
     def write(self, request: Request, response: Response) -> Packed:
         """Write the outputs of a successful response; return its schema and data.
 
-        Outputs that were not requested, or that the configuration does not have, are omitted. No
-        block of the arena stays allocated when it raises.
+        Outputs that were not requested or not configured are omitted. After an exception, no block
+        of the arena stays allocated.
 
         Raises:
             ShmserveError: An output does not fit the model or its place, or memory is full.
@@ -155,7 +166,7 @@ class Scatterer:
         return schema, made
 
     def _write_new(self, request: Request, response: Response, key: Any) -> Packed:
-        """Write a response of any kind; with a `key`, remember how its kind is written."""
+        """Write a response of any kind; with a `key`, store the destinations for its kind."""
         ready = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs
@@ -187,8 +198,10 @@ class Scatterer:
         return schema, pack_data(data)
 
     def _lacks(self, request: Request, made: set[str]) -> None:
-        """The model has not made all that it was asked for, as Triton's Python models may. Where
-        that was to be written, nothing is left that its client could take for an answer."""
+        """Handle requested outputs that the model has not returned, as Triton's Python models may.
+
+        Their ranges in client memory are zeroed, so that a client does not read old content.
+        """
         lacking = [name for name in request.requested if name not in made]
         for name in lacking:
             if name in request.places:
@@ -237,8 +250,7 @@ class Scatterer:
             )
 
     def _client_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
-        # Only a shape that is the one before the reshape is reshaped; what else a model returned
-        # passes as it is.
+        # A shape that does not fit the model's side of the reshape is returned unchanged.
         dims = spec.reshape or ()
         head, rest = (shape[:1], shape[1:]) if self._batched else ((), shape)
         return (*head, *reshape(rest, dims, spec.dims)) if agree(dims, rest) else shape
@@ -251,7 +263,7 @@ class Scatterer:
         client_pid: int,
         taken: list[int],
     ) -> bytes | Place:
-        """Write an output; return where it is then."""
+        """Write an output; return its bytes or its range."""
         data: bytes | Place
         if item.at is not None:
             data = item.at
@@ -281,7 +293,7 @@ class Scatterer:
         return place
 
     def _write_to(self, place: Place, data: Any) -> None:
-        """Put an output where its client wants it."""
+        """Write an output to the client's range."""
         context = self._context
         if place.memory.cuda is not None:
             self._write_to_device(place, data, place.memory.cuda.device)
@@ -303,14 +315,14 @@ class Scatterer:
         self._context.copied.outputs += self._context.device_memory.write(destination, data, device)
 
     def _write(self, destination: memoryview, data: Any) -> int:
-        """Put bytes, or those of an array, where they go; how many were copied."""
+        """Write bytes or an array to a destination; return the number of copied bytes."""
         size = len(destination)
         if not size:
             return 0
         if type(data) is bytes:
             destination[:] = data
             return size
-        # One copy, strided or not; an output may be a view of the very bytes it goes to.
+        # One copy, strided or not; an output may be a view of its destination.
         target: Array = np.ndarray(data.shape, data.dtype, destination)
         if size < _WORTH_A_LOOK or data.flags.owndata or not np.may_share_memory(target, data):
             self._copier.copy(target, data)
@@ -321,19 +333,20 @@ class Scatterer:
         return size
 
     def settle(self) -> None:
-        """Wait until what was written to devices is there; before a response says that it is.
+        """Wait for pending writes to devices; must be called before the response is sent.
 
-        Raises DeviceLost when that fails.
+        Raises:
+            DeviceLost: A write has failed.
         """
         if self._context.device_memory is not None:
             self._context.device_memory.settle()
 
 
 def _fitting(name: str, place: Place, byte_size: int) -> Place:
-    """Return the part of a client's place that an output of so many bytes takes.
+    """Return the part of a client's range that an output of `byte_size` bytes uses.
 
     Raises:
-        Internal: The place is too small.
+        Internal: The range is too small.
     """
     if byte_size > place.byte_size:
         raise Internal(
@@ -346,7 +359,7 @@ def _fitting(name: str, place: Place, byte_size: int) -> Place:
 
 
 def _detached(item: Ready, request: Request) -> Ready:
-    """An output that shows an input, as a copy: another one may be written over that before."""
+    """Copy an output that is a view of an input, which another output may overwrite earlier."""
     data = item.data
     if isinstance(data, bytes):
         return item
@@ -359,21 +372,21 @@ def _detached(item: Ready, request: Request) -> Ready:
 
 
 def _same(one: Array, other: Array) -> bool:
-    """Whether two arrays of one shape and type are the very same bytes."""
+    """Check whether two arrays of one shape and type have the same address."""
     return other.flags.c_contiguous and bool(
         one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
     )
 
 
 def _form(output: Output, place: Place | None) -> Any:
-    """The array of an output, or the tensor that goes to a device, as it is written."""
+    """Return an output as a host array, or as a tensor if its range is on a device."""
     if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
         return _any_tensor(output)
     return _host_array(output)
 
 
 def _any_tensor(output: Output) -> Any:
-    """An output as a tensor, wherever it is."""
+    """Return an output as a tensor in host or device memory."""
     from shmserve.workers.memory.tensors import PROTOCOL, as_torch
 
     if isinstance(output.data, np.ndarray):

@@ -47,7 +47,7 @@ from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
 from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
-from shmserve.workers.links.supervisor import SupervisorLink, ignore, readable
+from shmserve.workers.links.supervisor import SupervisorLink, readable
 
 logger = logging.getLogger(__name__)
 
@@ -251,11 +251,11 @@ class CallRouter:
         self._woken = False
         self.waiting.add(self._wakeup)
         self.waiting.add(control.dealer.fd)
-        control.on_models_changed = self._models_changed
+        control.follow_models(self._models_changed)
 
     def close(self) -> None:
         """Close every socket; calls in flight get no response."""
-        self._control.on_models_changed = ignore
+        self._control.follow_models(None)
         with self._lock:
             self._links.close_all()
             self.waiting.close()

@@ -24,14 +24,13 @@ class SupervisorLink:
     """A dispatcher of received messages: responses, changes of other models, and the loop's inbox.
 
     A model may send requests from its own threads, so a lock guards each use of the socket. If such
-    a thread reads a message for the loop, it wakes the loop. `on_models_changed` is called in the
-    thread that reads the change.
+    a thread reads a message for the loop, it wakes the loop.
     """
 
     def __init__(self, dealer: Dealer) -> None:
         self.dealer = dealer
         self.inbox: deque[Any] = deque()
-        self.on_models_changed: Callable[[Losses], None] = ignore
+        self._on_models_changed: Callable[[Losses], None] = _ignore
         self._lock = threading.RLock()
         self._next = 1
         self._waiting: dict[int, int] = {}  # request -> eventfd of its response
@@ -79,6 +78,13 @@ class SupervisorLink:
                     os.eventfd_read(fd)
         return others
 
+    def follow_models(self, on_change: Callable[[Losses], None] | None) -> None:
+        """Have `on_change` called with changes of other models, in the thread that reads them.
+
+        None: with none any more.
+        """
+        self._on_models_changed = on_change or _ignore
+
     def close(self, linger_s: float) -> None:
         """Close the socket; what was sent gets this long to arrive."""
         self._poll.close()
@@ -96,10 +102,10 @@ class SupervisorLink:
                     case SetLogging(settings):
                         logs.apply(logs.LogSettings(**settings))
                     case ModelWithdrawn() | SchedulerLost():
-                        self.on_models_changed(message)
+                        self._on_models_changed(message)
                     case _:
                         if isinstance(message, ProcessExited):
-                            self.on_models_changed(message)
+                            self._on_models_changed(message)
                         self.inbox.append(message)
                         self.wake()
 
@@ -135,7 +141,7 @@ class SupervisorLink:
             return self._responses.pop(number, None)
 
 
-def ignore(news: Losses) -> None:
+def _ignore(news: Losses) -> None:
     """No model here calls others."""
 
 

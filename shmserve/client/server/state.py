@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any, Never, Protocol
 
 from shmserve.client.request.prepared import RequestTemplate
@@ -158,7 +158,7 @@ class Wakeable(Protocol):
         """Wake the waiting thread or loop; safe in any thread."""
 
 
-class ServerState:
+class ServerState(ABC):
     """The models, lost endpoints and liveness of a server.
 
     One thread writes the attributes and all threads read them. The joined channels are woken after

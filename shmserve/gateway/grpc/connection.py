@@ -278,12 +278,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """End the watch, since the message has arrived or the call has ended."""
         self._arriving.pop(call, None)
 
-    def over(self) -> None:
+    def call_ended(self) -> None:
         """Record that a call has ended, and that all its frames are sent."""
         if not self.http2.streams:
             self._since = self.loop.time()
         if self.lifetime.leaving:
-            self.lifetime.over()
+            self.lifetime.call_ended()
 
     def _look_soon(self) -> None:
         if self._looking is None:

@@ -125,7 +125,7 @@ class ConnectionLifetime:
             self._stays_for = self._connection.http2.last if after_calls else 0
             self._tell()
         else:
-            self.over()
+            self.call_ended()
 
     def _tell(self) -> None:
         http2 = self._connection.http2
@@ -154,7 +154,7 @@ class ConnectionLifetime:
         if not any(call is not None and call.awaited for call in calls):
             self._connection.settled()
 
-    def over(self) -> None:
+    def call_ended(self) -> None:
         """Handle the end of a call."""
         if self.leaving and not self._told:
             self._tell()

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.context import Gateway, awaits_load, loaded
 from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
-from shmserve.gateway.grpc.calls.headers import INTERNAL, OVER, CallHead, Ending, ending_of
+from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
 from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, Split, split
 from shmserve.gateway.grpc.wire.request import infer_request
@@ -95,7 +95,7 @@ class Inferences(ActiveCount):
         if not call.done:
             self.active += 1
             call.on_gone = inference.cancel
-            call.on_over = self.left
+            call.on_ended = self.left
 
     async def _infer_once_loaded(self, raw: bytes | ArrivingRequest, call: UnaryCall) -> None:
         try:
@@ -356,7 +356,7 @@ def _ending(error: Exception, call: GrpcCall) -> Ending:
         return INTERNAL
     if call.is_out_of_time():
         # The scheduler enforces the call's deadline, and was faster than the client.
-        return OVER
+        return EXPIRED
     return ending_of(error)
 
 

@@ -119,7 +119,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall, stall_s: flo
     """
     stream = _Stream(inferences, call)
     # Until then the call holds the unread response and received parts of further requests.
-    call.on_over = lambda: stream.trim.soon(stream.total)
+    call.on_ended = lambda: stream.trim.soon(stream.total)
     reader = asyncio.create_task(stream.read())
     try:
         await stream.write(stall_s)

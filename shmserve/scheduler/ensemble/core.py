@@ -35,8 +35,8 @@ from shmserve.scheduler.ensemble.request import (
     RUNNING,
     EnsembleRequest,
     EnsembleRequests,
+    EnsembleState,
     KnownRequest,
-    State,
 )
 from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
@@ -278,7 +278,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         while requests.touched:
             touched, requests.touched = requests.touched, {}
             for request in touched:
-                if request.state is not State.DONE:
+                if request.state is not EnsembleState.DONE:
                     self._advance(request, now_ns)
         return requests.timers.due_ns
 

@@ -138,7 +138,7 @@ def origin_of(step: Step, origins: Mapping[str, int]) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepModel:
+class ModelProperties:
     """The properties of a step's model that a plan depends on.
 
     Attributes:
@@ -152,7 +152,7 @@ class StepModel:
     device: int | None
 
 
-class Reader:
+class TensorReader:
     """A reader of tensors: a step, or the response with the index `RESPONSE`.
 
     Attributes:
@@ -168,7 +168,7 @@ class Reader:
         self.first = tuple((tensor, 0) for tensor, _ in self.reads)
 
 
-class PlannedStep(Reader):
+class PlannedStep(TensorReader):
     """A step as the requests of a plan run it.
 
     Attributes:
@@ -178,7 +178,7 @@ class PlannedStep(Reader):
         responses: What that module derived from the schemas of earlier responses.
     """
 
-    def __init__(self, step: Step, model: StepModel, origins: Mapping[str, int]) -> None:
+    def __init__(self, step: Step, model: ModelProperties, origins: Mapping[str, int]) -> None:
         super().__init__(step.index, sorted(step.reads), origins)
         self.step = step
         self.outputs = step.outputs
@@ -194,7 +194,7 @@ class PlannedStep(Reader):
         self.responses: dict[bool, Schemas[Any]] = {}
 
 
-class Route(NamedTuple):
+class TensorRoute(NamedTuple):
     """Where the values of a tensor go.
 
     Attributes:
@@ -205,7 +205,7 @@ class Route(NamedTuple):
 
     uses: int
     once: bool
-    readers: tuple[Reader, ...]
+    readers: tuple[TensorReader, ...]
 
 
 class Plan:
@@ -217,7 +217,7 @@ class Plan:
     """
 
     def __init__(
-        self, graph: Graph, outputs: Iterable[str], models: Callable[[Step], StepModel]
+        self, graph: Graph, outputs: Iterable[str], models: Callable[[Step], ModelProperties]
     ) -> None:
         """Make a plan.
 
@@ -235,15 +235,17 @@ class Plan:
             for step in graph.steps
             if step.index in needed
         }
-        self.response = Reader(RESPONSE, wanted, origins)
+        self.response = TensorReader(RESPONSE, wanted, origins)
         all_readers = (*self.steps.values(), self.response)
-        self.routes: dict[str, Route] = {}
+        self.routes: dict[str, TensorRoute] = {}
         for tensor, origin in origins.items():
             readers = tuple(each for each in all_readers if (tensor, 0) in each.first)
             if readers:
                 once = origin == ONCE
                 many = once and not all(reader.once for reader in readers)
-                self.routes[tensor] = Route(_ANY_NUMBER if many else len(readers), once, readers)
+                self.routes[tensor] = TensorRoute(
+                    _ANY_NUMBER if many else len(readers), once, readers
+                )
         self.devices = self._devices(graph.conditions)
 
     def _devices(self, conditions: frozenset[str]) -> dict[str, int]:
@@ -345,37 +347,27 @@ class Flow:
                         for at in self._numbers(reader):
                             self._fire(reader, at)
 
-    def _numbers(self, reader: Reader) -> Iterable[int]:
+    def _numbers(self, reader: TensorReader) -> Iterable[int]:
         """Return the numbers at which a tensor with the origin `ONCE` may have been the last."""
         for tensor, once in reader.reads:
             if not once:
                 return sorted([at for name, at in self._values if name == tensor])
         return ()
 
-    def _fire(self, reader: Reader, number: int) -> None:
+    def _fire(self, reader: TensorReader, number: int) -> None:
         """Run a step or respond with the values at a number, unless one is missing."""
         fired = (reader.index, number)
         if fired in self._fired:
             return
-        values = self._take(reader, number)
-        if values is None:
-            return
-        self._fired.add(fired)
-        if isinstance(reader, PlannedStep):
-            self._run(reader, number, values)
-        else:
-            self._respond(values)
-
-    def _take(self, reader: Reader, number: int) -> dict[str, Value] | None:
-        """Return the values at a number, each with a use for the caller; None if one is missing."""
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first
         if not reader.once:
             keys = [(tensor, 0 if once else number) for tensor, once in reader.reads]
         for key in keys:
             if key not in values:
-                return None
-        taken: dict[str, Value] = {}
+                return
+        self._fired.add(fired)
+        taken: dict[str, Value] = {}  # each with a use for the reader
         for key in keys:
             left = self._left.get(key)
             if left is None:
@@ -387,7 +379,10 @@ class Flow:
                 del self._left[key]
             elif left != _ANY_NUMBER:
                 self._left[key] = left - 1
-        return taken
+        if isinstance(reader, PlannedStep):
+            self._run(reader, number, taken)
+        else:
+            self._respond(taken)
 
     def _run(self, step: PlannedStep, number: int, values: dict[str, Value]) -> None:
         condition = step.condition

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _MOST_SCHEMAS = 64
 
 
-class State(StrEnum):
+class EnsembleState(StrEnum):
     """The states of a request."""
 
     RUNNING = auto()
@@ -69,7 +69,7 @@ class State(StrEnum):
     DONE = auto()
 
 
-class Event(StrEnum):
+class EnsembleEvent(StrEnum):
     """An event that changes the state of a request."""
 
     FAIL = auto()
@@ -78,15 +78,15 @@ class Event(StrEnum):
     END = auto()
 
 
-_ENDS = {Event.ABANDON: State.ABANDONED, Event.END: State.DONE}
-TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
-    State.RUNNING: {Event.FAIL: State.FAILED, **_ENDS},
-    State.FAILED: {Event.REPORT: State.REPORTED, **_ENDS},
-    State.REPORTED: _ENDS,
-    State.ABANDONED: _ENDS,
-    State.DONE: {},
+_ENDS = {EnsembleEvent.ABANDON: EnsembleState.ABANDONED, EnsembleEvent.END: EnsembleState.DONE}
+TRANSITIONS: Mapping[EnsembleState, Mapping[EnsembleEvent, EnsembleState]] = {
+    EnsembleState.RUNNING: {EnsembleEvent.FAIL: EnsembleState.FAILED, **_ENDS},
+    EnsembleState.FAILED: {EnsembleEvent.REPORT: EnsembleState.REPORTED, **_ENDS},
+    EnsembleState.REPORTED: _ENDS,
+    EnsembleState.ABANDONED: _ENDS,
+    EnsembleState.DONE: {},
 }
-RUNNING = State.RUNNING  # an enumeration looks a member up each time
+RUNNING = EnsembleState.RUNNING  # an enumeration looks a member up each time
 
 
 class KnownRequest(NamedTuple):
@@ -144,7 +144,7 @@ class EnsembleRequest:
     responded_ns: int
     units: int
     running: set[int] = field(default_factory=set)
-    state: State = RUNNING
+    state: EnsembleState = RUNNING
     waiting: int = 0
     failure: Failed | None = None
     input_ns: int = 0
@@ -155,7 +155,7 @@ class EnsembleRequest:
     responses: int = 0
     untimed: bool = False
 
-    def meet(self, event: Event) -> State:
+    def meet(self, event: EnsembleEvent) -> EnsembleState:
         """Move to the next state and return the previous one.
 
         Raises:
@@ -222,7 +222,7 @@ class EnsembleRequests:
     _schemas: BoundedCache[Any, bytes] = field(default_factory=partial(BoundedCache, _MOST_SCHEMAS))
 
     def __post_init__(self) -> None:
-        self.timers: Timers[EnsembleRequest] = Timers(lambda each: each.state is State.DONE)
+        self.timers: Timers[EnsembleRequest] = Timers(lambda each: each.state is EnsembleState.DONE)
 
     def add(self, request: EnsembleRequest) -> None:
         """Add an admitted request."""
@@ -241,7 +241,7 @@ class EnsembleRequests:
         self.touched[request] = None
         if request.state is not RUNNING:
             return
-        request.meet(Event.FAIL)
+        request.meet(EnsembleEvent.FAIL)
         text = self.error_text(text)
         request.failure = Failed(request.submit.id, code, text, retry_after_s, False)
         reason = Reason.CANCELED if code == "CANCELLED" else Reason.OTHER
@@ -253,20 +253,20 @@ class EnsembleRequests:
 
     def report_early(self, request: EnsembleRequest) -> None:
         """Send the error of a failed request whose steps are in flight; `Settled` follows."""
-        if request.state is State.FAILED and request.running:
+        if request.state is EnsembleState.FAILED and request.running:
             self._report(request, early=True)
 
     def abandon(self, request: EnsembleRequest, now_ns: int) -> None:
         """Fail a request whose client has exited."""
         if request.failure is None:
             self._statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
-        request.meet(Event.ABANDON)
+        request.meet(EnsembleEvent.ABANDON)
         self.touched[request] = None
 
     def stop(self, request: EnsembleRequest, text: str, now_ns: int) -> None:
         """Fail a request at once because the scheduler stops."""
         self.fail(request, Unavailable.code, text, now_ns)
-        if request.state is State.FAILED:
+        if request.state is EnsembleState.FAILED:
             self._report(request, early=False)
 
     def expire(self, now_ns: int) -> list[EnsembleRequest]:
@@ -278,11 +278,9 @@ class EnsembleRequests:
         return expired
 
     def _report(self, request: EnsembleRequest, early: bool) -> None:
-        request.meet(Event.REPORT)
-        failure = request.failure
-        assert failure is not None
-        code, text, retry_after_s = failure.code, failure.message, failure.retry_after_s
-        request.client.post(Failed(failure.id, code, text, retry_after_s, early))
+        request.meet(EnsembleEvent.REPORT)
+        assert request.failure is not None
+        request.client.post(replace(request.failure, early=early))
 
     # --- responses --------------------------------------------------------------------------------
 
@@ -310,12 +308,12 @@ class EnsembleRequests:
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
         """End a request that has no steps in flight, and send what is owed to its client."""
-        match request.meet(Event.END):
-            case State.RUNNING:
+        match request.meet(EnsembleEvent.END):
+            case EnsembleState.RUNNING:
                 self._succeed(request, now_ns)
-            case State.FAILED:
+            case EnsembleState.FAILED:
                 request.client.post(request.failure)
-            case State.REPORTED:
+            case EnsembleState.REPORTED:
                 request.client.post(Settled(request.submit.id))
         del request.client.requests[request.submit.id]
         self.count -= 1

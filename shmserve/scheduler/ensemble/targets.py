@@ -8,7 +8,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.ensemble.flow import Graph, Step, StepModel
+from shmserve.scheduler.ensemble.flow import Graph, ModelProperties, Step
 
 # These backends compute on tensors where they are. A Python model's inputs are copied to the host
 # unless its configuration has the parameter.
@@ -17,7 +17,7 @@ _KEEP_ON_DEVICE = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target(StepModel):
+class Target(ModelProperties):
     """A model version that is served: its scheduler's endpoint and its signature."""
 
     endpoint: str

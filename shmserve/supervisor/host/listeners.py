@@ -164,13 +164,13 @@ def close(sock: socket.socket) -> None:
 class Listeners:
     """The listening sockets of a server."""
 
+    offer: Offer | None = None  # of the predecessor in a handover
     http: list[socket.socket] = field(default_factory=list)
     metrics: list[socket.socket] = field(default_factory=list)
     grpc: list[socket.socket] = field(default_factory=list)
     local: list[socket.socket] = field(default_factory=list)  # closed by `LocalClientConnections`
     lent: list[socket.socket] = field(default_factory=list)  # used by other servers, too
     kept: dict[str, list[int]] = field(default_factory=dict)  # registrations of a previous server
-    offer: Offer | None = None  # of the predecessor in a handover
 
     def have(self, path: Path) -> bool:
         """Return whether a socket listens at a path."""

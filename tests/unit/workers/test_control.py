@@ -60,7 +60,7 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, 
     """A model's own thread takes it from the socket; the loop, which waits, must still wake up."""
     control, router = ends
     heard: list[Losses] = []
-    control.on_models_changed = heard.append
+    control.follow_models(heard.append)
     news = ModelWithdrawn("other", "1", 0)
     asking = threading.Thread(target=control.ask, args=(question,))
     asking.start()

@@ -530,7 +530,7 @@ def test_contradictions(written: dict[str, Any], call: Any, text: str) -> None:
 def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_families", {})
     monkeypatch.setattr(metrics, "_changed", False)
-    monkeypatch.setattr(metrics, "on_change", None)  # of a worker that an earlier test has made
+    monkeypatch.setattr(metrics, "_on_change", None)  # of a worker that an earlier test has made
 
 
 @pytest.mark.usefixtures("no_metrics")
@@ -566,7 +566,7 @@ def test_a_counter_and_a_gauge() -> None:
 @pytest.mark.usefixtures("no_metrics")
 def test_changes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(metrics, "on_change", lambda at_once: told.append("changed"))
+    monkeypatch.setattr(metrics, "_on_change", lambda at_once: told.append("changed"))
     assert metrics.changes() is None
     family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
     assert metrics.changes() is None  # nothing to show yet

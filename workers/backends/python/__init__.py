@@ -61,7 +61,7 @@ class PythonBackend(Backend):
     def load(self, config: ModelSpec) -> None:
         """Create the model and call its `initialize`, whose errors are passed on."""
         context = self.context
-        metrics.on_change = self._metrics_changed
+        metrics.follow(self._metrics_changed)
         self.device_inputs = config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
         kind = self._find(config)
         if not hasattr(kind, "execute"):

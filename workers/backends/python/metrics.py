@@ -68,7 +68,13 @@ _families: dict[str, _Family] = {}
 _changed = False
 # Called after a change that `changes` has not returned yet. The argument is False during a garbage
 # collection, when an immediate report is not safe.
-on_change: Callable[[bool], None] | None = None
+_on_change: Callable[[bool], None] | None = None
+
+
+def follow(on_change: Callable[[bool], None]) -> None:
+    """Have `on_change` called after a change, as `_on_change` says."""
+    global _on_change
+    _on_change = on_change
 
 
 def changes() -> list[list[Any]] | None:
@@ -98,8 +104,8 @@ def _note_change(at_once: bool) -> None:
     global _changed
     if not _changed:
         _changed = True
-        if on_change is not None:
-            on_change(at_once)
+        if _on_change is not None:
+            _on_change(at_once)
 
 
 @contextlib.contextmanager

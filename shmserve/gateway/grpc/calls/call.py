@@ -1,7 +1,7 @@
 """The base class of calls, and unary calls, which have one message and one response.
 
-    begun ──> message received ──> `on_message` ──> finish or fail ──> `on_over`: all is sent
-      ├──> disconnected, or deadline expired ──> `on_gone`, `on_over`
+    begun ──> message received ──> `on_message` ──> finish or fail ──> `on_ended`: all is sent
+      ├──> disconnected, or deadline expired ──> `on_gone`, `on_ended`
       └──> late: the message was not received in time
 
 Streaming calls (`streaming_call.py`) have any number of messages and responses. A `Carrier` is the
@@ -23,10 +23,10 @@ from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.calls.headers import (
     ENCODINGS,
+    EXPIRED,
     INTERNAL,
     LATE,
     MISSING,
-    OVER,
     CallHead,
     StatusCode,
     percent_encoded,
@@ -71,7 +71,7 @@ _UNARY = {encoding: ResponseForm(head, OK_TRAILERS) for encoding, head in HEADS.
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
-_OVER_S = 0.005  # A call with less time left has expired.
+_EXPIRED_S = 0.005  # A call with less time left has expired.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +115,7 @@ class Carrier(Protocol):
     def unwatch(self, call: Any) -> None:
         """End the watch, since the message was received or the call has ended."""
 
-    def over(self) -> None:
+    def call_ended(self) -> None:
         """Record that a call has ended and that all its frames are sent."""
 
     def settled(self) -> None:
@@ -153,14 +153,14 @@ class GrpcCall(ABC):
         awaited: Whether a drain waits for the end of the call.
         done: Whether the status is queued or sent.
         on_gone: The callback for a disconnect or an expired deadline.
-        on_over: The callback for the time when all frames are sent.
+        on_ended: The callback for the time when all frames are sent.
     """
 
     awaited: ClassVar[bool]
     _unasked: ClassVar[float]  # the part of the window for one message
     __slots__ = (
         *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
-        *("_stream", "_timer", "client", "done", "head", "on_gone", "on_over"),
+        *("_stream", "_timer", "client", "done", "head", "on_gone", "on_ended"),
     )
 
     def __init__(
@@ -173,7 +173,7 @@ class GrpcCall(ABC):
         self._sinks = sinks
         self.done = False
         self.on_gone: Callable[[], object] | None = None
-        self.on_over: Callable[[], None] | None = None
+        self.on_ended: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
         self._arriving: ArrivingMessage | None = None
         self._begun = False  # The head of the response is sent.
@@ -195,7 +195,7 @@ class GrpcCall(ABC):
 
     def is_out_of_time(self) -> bool:
         """Return whether the deadline has expired, or is too soon for a response."""
-        return bool(self._ends) and self._ends - time.monotonic() < _OVER_S
+        return bool(self._ends) and self._ends - time.monotonic() < _EXPIRED_S
 
     def fail(
         self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()
@@ -211,7 +211,7 @@ class GrpcCall(ABC):
     ) -> None:
         sending = self._connection.http2.sending
         block = trailers(code, details, metadata)
-        self._stream.on_sent = self._over
+        self._stream.on_sent = self._all_sent
         if self._begun:
             if code is not StatusCode.OK:
                 sending.discard(self._stream)
@@ -302,14 +302,14 @@ class GrpcCall(ABC):
         if not self.done:
             self._end()
             self._leave()
-        self._over()
+        self._all_sent()
 
     def _expired(self) -> None:
         """End the call, since its deadline has expired."""
         if not self.done:
             self._end()
             self._leave()
-            self._send_status(*OVER)
+            self._send_status(*EXPIRED)
 
     def _leave(self) -> None:
         left, self.on_gone = self.on_gone, None
@@ -327,12 +327,12 @@ class GrpcCall(ABC):
             self._timer.cancel()
             self._timer = None
 
-    def _over(self) -> None:
+    def _all_sent(self) -> None:
         self._stream.on_sent = None
-        over, self.on_over = self.on_over, None
-        if over is not None:
-            over()
-        self._connection.over()
+        ended, self.on_ended = self.on_ended, None
+        if ended is not None:
+            ended()
+        self._connection.call_ended()
 
     # --- for its kinds
 
@@ -422,7 +422,7 @@ class UnaryCall(GrpcCall):
         if self.done:
             return
         self._end()
-        self._stream.on_sent = self._over
+        self._stream.on_sent = self._all_sent
         connection = self._connection
         connection.http2.sending.respond(self._stream, _UNARY[self._compression], pieces)
         connection.flush()

@@ -43,7 +43,7 @@ INTERNAL: Ending = (StatusCode.INTERNAL, "internal error", ())
 LATE: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
 MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # as from Triton
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
-OVER: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
 _STATUS = {
     "INVALID_ARG": StatusCode.INVALID_ARGUMENT,

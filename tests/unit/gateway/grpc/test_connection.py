@@ -104,7 +104,7 @@ def test_who_leaves_is_told_of_once() -> None:
         scene.ask(1)
         call = scene.calls[0][1]
         call.on_gone = lambda: told.append("gone")
-        call.on_over = lambda: told.append("over")
+        call.on_ended = lambda: told.append("over")
         scene.say(frame(RESET, 0, 1, bytes(4)))
         scene.say(frame(RESET, 0, 1, bytes(4)))
         assert told == ["gone", "over"] and call.done
@@ -358,7 +358,7 @@ def test_a_stream_of_tiny_messages_takes_no_more_than_what_came() -> None:
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert held < 2 * len(data) + 100_000
-        scene.begun[0].on_over = over.set
+        scene.begun[0].on_ended = over.set
         go_on.set()
         await over.wait()
         assert len(seen) > 8500
@@ -377,7 +377,7 @@ def test_what_is_taken_later_does_not_keep_what_it_came_in() -> None:
         scene.begun[0].data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
         over = asyncio.Event()
-        scene.begun[0].on_over = over.set
+        scene.begun[0].on_ended = over.set
         await over.wait()
         data = b"".join(payload for kind, *_, payload in scene.transport.frames() if kind == DATA)
         assert data == message(b"x") * 1000
@@ -498,7 +498,7 @@ def test_who_leaves_while_its_response_is_deflated_has_given_nothing_up() -> Non
         scene.ask(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
         call = scene.calls[0][1]
         call.on_gone = lambda: told.append("gone")
-        call.on_over = lambda: told.append("over")
+        call.on_ended = lambda: told.append("over")
         call.finish(bytes(1 << 20))
         scene.say(frame(RESET, 0, 1, bytes(4)))
         await scene.clock.go_on(0)

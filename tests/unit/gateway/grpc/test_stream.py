@@ -53,7 +53,7 @@ class Deaf:
     def __init__(self, requests: AsyncIterator[bytes]) -> None:
         self.requests = lambda: requests
         self.taken = 0
-        self.on_over: Callable[[], None] | None = None
+        self.on_ended: Callable[[], None] | None = None
 
     def time_remaining(self) -> None:
         return None
@@ -163,8 +163,8 @@ def test_memory_is_given_back_when_the_call_is_over() -> None:
     with pytest.raises(Unavailable):
         asyncio.run(streaming(inferences, call, 0.05))
     inferences.large.clear()
-    assert call.on_over is not None
-    call.on_over()
+    assert call.on_ended is not None
+    call.on_ended()
     (byte_size,) = inferences.large
     assert byte_size >= 3000
 

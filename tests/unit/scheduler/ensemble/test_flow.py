@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.memory.lent import Holding
-from shmserve.scheduler.ensemble.flow import Firing, Flow, Graph, Plan, Step, StepModel
+from shmserve.scheduler.ensemble.flow import Firing, Flow, Graph, ModelProperties, Plan, Step
 from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
 
 KIND = TensorKind("BYTES", (1,))
@@ -40,7 +40,7 @@ def models(
     many: tuple[int, ...] = (),
     optional: tuple[str, ...] = (),
     devices: Mapping[int, int] | None = None,
-) -> Callable[[Step], StepModel]:
+) -> Callable[[Step], ModelProperties]:
     """Return the models of a graph's steps.
 
     Args:
@@ -48,7 +48,7 @@ def models(
         optional: The inputs that any of them can do without.
         devices: The devices of steps, by index.
     """
-    return lambda step: StepModel(
+    return lambda step: ModelProperties(
         step.index in many, frozenset(optional), (devices or {}).get(step.index)
     )
 
