@@ -15,7 +15,7 @@ The path of an HTTP request through the packages (gateway/__init__.py has the fi
 
 A local client's request: client/session.py finds the server. client/connection.py connects to
 supervisor/local_clients/server.py. client/request/prepare.py places the tensors in shared memory,
-client/inflight/ submits the request, and scheduler/hosting/local_clients.py validates it.
+client/request/ submits the request, and scheduler/hosting/local_clients.py validates it.
 
 A load: supervisor/models/manager.py receives the request and executes the decisions of
 lifecycle.py, which has the orders of each model. orders.py has the steps of a load. load_planner.py

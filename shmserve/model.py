@@ -1,7 +1,6 @@
 """Tensor annotations and the instance context for native models.
 
-    from shmserve.model import FP32
-    from torch import Tensor
+        from torch import Tensor
 
     class Digits:
         max_batch_size = 32

@@ -13,9 +13,9 @@ clients in other languages.
     connection.py                one server's connection, and the thread that reads its listener
     events.py                    the server's events
     errors.py                    the client's own errors
-    server/                      discovery of the server, and its state: models, losses
-    inflight/                    requests in flight, with one response or many
-    request/                     conversion of tensors to requests, and of responses to tensors
+    discovery.py                 the server's run directory
+    server_state.py              the published state: models, losses, and the channels to wake
+    request/                     tensors to requests, requests in flight, and responses to tensors
     memory/                      shared memory of the host or a device, and arrays over it
 """
 
@@ -24,9 +24,9 @@ from __future__ import annotations
 import os
 
 from shmserve.client.errors import Disconnected, Released, TimedOut
-from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.memory.region import Region
 from shmserve.client.request.results import Result
+from shmserve.client.request.waiting import ResponseStream
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import (

@@ -15,11 +15,11 @@ from typing import Any
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight.channel import FULL, LATE, ClientRequest, RequestChannel
-from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.memory.region import Region, Specs
+from shmserve.client.request.channel import FULL, LATE, ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
+from shmserve.client.request.waiting import ClientStream
 from shmserve.client.session import Session, call_of, takes
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight.channel import RequestChannel
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import nothing
-from shmserve.client.server.state import ServerState
+from shmserve.client.request.channel import RequestChannel
+from shmserve.client.server_state import ServerState
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications as m

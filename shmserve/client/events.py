@@ -12,8 +12,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from shmserve.client import discovery
 from shmserve.client.errors import Disconnected
-from shmserve.client.server import discovery
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.publications import (
     COUNTERS,

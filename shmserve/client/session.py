@@ -15,15 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.inflight.channel import DECOUPLED, FULL
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
-from shmserve.client.request.options import Options, options_of
-from shmserve.client.request.prepare import PackedRequest, prepare
-from shmserve.client.server import discovery
+from shmserve.client.request.channel import DECOUPLED, FULL
+from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.memory.cuda_ipc import Exporting
 from shmserve.ipc.tensors.inference import runs_once

@@ -11,10 +11,9 @@ from typing import Any
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight.streaming import ResponseStream
-from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel, Waiting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
+from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiting
 from shmserve.client.session import Session, Tensors, call_of, takes
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.endpoints import MOST_LINKS

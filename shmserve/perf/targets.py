@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shmserve.client.server import discovery
+from shmserve.client import discovery
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.perf import data, measure

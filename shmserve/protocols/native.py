@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmserve.client.inflight.channel import ClientRequest, RequestChannel
-from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.arrays import Array, dtype_of
-from shmserve.client.request.options import PLAIN, Options, options_of
+from shmserve.client.request.channel import ClientRequest, RequestChannel
+from shmserve.client.request.prepare import PLAIN, Options, options_of
+from shmserve.client.request.waiting import ClientStream
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError

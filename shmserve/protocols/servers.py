@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shmserve.client.server import discovery
+from shmserve.client import discovery
 from shmserve.errors import InvalidArgument, Unavailable, refused
 from shmserve.protocols import Address, AdminTransport, Credentials, Transport
 from shmserve.protocols.http import HttpTransport

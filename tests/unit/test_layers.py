@@ -98,10 +98,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "supervisor": ("ipc.*", "common", "config", "supervisor.*"),
     # a program that uses a server, and the command
-    "client.memory": ("ipc.*", "client", "client.request", "client.server"),
-    "client.request": ("ipc.*", "client", "client.memory", "client.server"),
-    "client.inflight": ("ipc.*", "client", "client.memory", "client.request", "client.server"),
-    "client.server": ("ipc.*", "client", "client.request"),
+    "client.memory": ("ipc.*", "client", "client.request"),
+    "client.request": ("ipc.*", "client", "client.memory"),
     "client": ("ipc.*", "client.*"),
     "protocols": ("ipc", "ipc.tensors", "proto", "client.*", "gateway.http2"),
     "cli.grafana": (),
@@ -109,7 +107,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "cli.systemd": ("config",),
     "perf": ("ipc.*", "common", "client.*", "protocols"),
     "cli": (
-        *("ipc.*", "common", "config", "client", "client.server"),
+        *("ipc.*", "common", "config", "client"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf", "protocols"),
     ),
     # a replica of Ray Serve, which has a server

@@ -11,7 +11,7 @@ from shmserve.client.errors import Released
 from shmserve.client.memory.segments import AnySegment, Memories, aligned
 from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.prepared import TensorTemplate
-from shmserve.client.server.state import ClientModel
+from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef

@@ -8,7 +8,7 @@
        │
     BuiltRequest ──submit──> Inference, StreamingInference                   inference.py
        │
-       ├── schema of the response known ─────> Inference.from_template
+       ├── schema of the response known ─────> its template, in Inference.responded
        └── any other ────────────────────────> outputs, classified           response.py
        │
     encoded by its protocol

@@ -189,13 +189,12 @@ class StepMessages:
             if value.override:
                 override = {**(override or {}), **value.override}
         schema = kind.schema
-        if kind.placed:
-            # Other requests' outputs must not stay in a client's memory, which it may write to.
-            if kind.sizes and all(value.in_block for value in firing.inputs.values()):
-                schema = kind.schema_or_input
-            for name, tensor in kind.placed:
-                block = blocks.get(name)
-                data.append(pack_place(request.places[tensor] if block is None else block.place))
+        for name, tensor in kind.placed:
+            block = blocks.get(name)
+            data.append(pack_place(request.places[tensor] if block is None else block.place))
+        # A client's memory must not keep an output, because the client may write to it.
+        if blocks and all(value.in_block for value in firing.inputs.values()):
+            schema = kind.schema_or_input
         deadline_ns, timeout_us = request.deadline_ns, origin.timeout_us
         if timeout_us:
             timeout_us = min(timeout_us, LONGEST_TIMEOUT_US)

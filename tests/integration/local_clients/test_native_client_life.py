@@ -23,7 +23,7 @@ import torch
 import shmserve.client
 from shmserve.client import aio
 from shmserve.client.request.arrays import dtype_of
-from shmserve.client.request.options import PLAIN
+from shmserve.client.request.prepare import PLAIN
 from tests.support import repositories
 from tests.support.servers import ROOT, Server, Start, run_python
 from tests.support.waiting import until

@@ -10,8 +10,8 @@ import msgpack
 import pytest
 
 import shmserve.client
+from shmserve.client import discovery
 from shmserve.client.errors import Disconnected
-from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.supervisor.host import run_directory

@@ -19,11 +19,10 @@ from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import from_program
-from shmserve.client.request.options import PLAIN, options_of
-from shmserve.client.request.prepare import prepare
+from shmserve.client.request.prepare import PLAIN, options_of, prepare
 from shmserve.client.request.prepared import RequestTemplate, TensorTemplate
 from shmserve.client.request.results import read
-from shmserve.client.server.state import ClientModel, ClientModels
+from shmserve.client.server_state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT as FIRST
 from shmserve.ipc.endpoints import Capabilities

@@ -19,7 +19,7 @@ from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, own_memories, read
-from shmserve.client.server.state import ServerState
+from shmserve.client.server_state import ServerState
 from shmserve.errors import (
     Internal,
     InvalidArgument,

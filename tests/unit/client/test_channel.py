@@ -17,11 +17,10 @@ import pytest
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight.channel import ClientRequest, RequestChannel
-from shmserve.client.inflight.waiting import ThreadChannel
-from shmserve.client.request.options import PLAIN
-from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.server.state import ClientModel
+from shmserve.client.request.channel import ClientRequest, RequestChannel
+from shmserve.client.request.prepare import PLAIN, PackedRequest
+from shmserve.client.request.waiting import ThreadChannel
+from shmserve.client.server_state import ClientModel
 from shmserve.client.session import Session
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import publications as m

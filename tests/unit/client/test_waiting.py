@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.inflight.streaming import ResponseStream
-from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
-from shmserve.client.request.options import PLAIN, Options
-from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.server.state import ClientModel
+from shmserve.client.request.prepare import PLAIN, Options, PackedRequest
+from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel
+from shmserve.client.server_state import ClientModel
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import credit
 from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, TOGETHER
@@ -30,7 +28,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.transport.router import Router
 from tests.rigs.called_models import Peer
-from tests.unit.client.test_inflight import connection as _connection
+from tests.unit.client.test_channel import connection as _connection
 
 connection = _connection
 WORK = pack_inference(Inference(()))

@@ -1,1 +1,0 @@
-"""Requests on their way: by which sockets, and what becomes of them."""
