@@ -3,7 +3,7 @@
     memfd   |#### in use ####|    free    |## in use ##|......... not committed .........|
             0                                          ^ high-water mark                 ^ capacity
 
-The owner allocates and frees blocks. A reader receives `Place`s, and its release message contains
+The owner allocates and frees blocks. A reader receives `Range`s, and its release message contains
 the offset. The object has no name, so that it cannot outlast its processes. Its size is sealed, so
 that a mapping never faults. Pages are reserved with posix_fallocate before use, so that a lack of
 memory is an error and not a signal.
@@ -18,7 +18,7 @@ import secrets
 from bisect import bisect
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Range
 
 _ALIGNMENT = 64  # a cache line, and the alignment of vector loads
 _KEEP = 64 * 1024 * 1024  # an empty arena returns memory above this to the system
@@ -129,7 +129,7 @@ class Arena:
         """The number of allocated bytes."""
         return self._list.used
 
-    def allocate(self, byte_size: int) -> Place:
+    def allocate(self, byte_size: int) -> Range:
         """Allocate a block of `byte_size` bytes, aligned to 64 bytes.
 
         Raises:
@@ -147,7 +147,7 @@ class Arena:
                 self._list.free(offset)
                 raise Unavailable("server memory for tensors is full") from error
             self._committed = end
-        return Place(self.memory, offset, byte_size)
+        return Range(self.memory, offset, byte_size)
 
     def _no_room(self, byte_size: int) -> ShmserveError:
         capacity = self._list.capacity
@@ -161,7 +161,7 @@ class Arena:
             f"{capacity - self._list.used} of {capacity} are free (--arena-byte-size)"
         )
 
-    def view(self, place: Place) -> memoryview:
+    def view(self, place: Range) -> memoryview:
         """Return the bytes of a range of this arena, writable."""
         return self._view[place.offset : place.offset + place.byte_size]
 

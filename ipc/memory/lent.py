@@ -16,15 +16,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Release
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import places
+from shmserve.ipc.tensors.descriptors import Range
+from shmserve.ipc.tensors.inference import ranges_of
 from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Hashable)
 
-TakeBack = Callable[[Place], None]
+TakeBack = Callable[[Range], None]
 
 
 class Token:
@@ -75,7 +75,7 @@ class Block(Token):
 
     __slots__ = ("_take_back", "place")
 
-    def __init__(self, take_back: TakeBack, place: Place) -> None:
+    def __init__(self, take_back: TakeBack, place: Range) -> None:
         self._users = 1
         self._take_back = take_back
         self.place = place
@@ -182,12 +182,12 @@ class LentMemory:
         self._arena.view(block.place)[:] = data
         return block
 
-    def free(self, place: Place) -> None:
+    def free(self, place: Range) -> None:
         """Free a block; `Block.release` calls this method."""
         assert self._arena is not None
         self._arena.free(place.offset)
 
-    def lend(self, reader: int, place: Place, token: Token) -> None:
+    def lend(self, reader: int, place: Range, token: Token) -> None:
         """Lend a memory range to a reader, which takes over this use of the token."""
         self._readers.lend((reader, place.memory.id), place.offset, token)
 
@@ -207,7 +207,7 @@ class LentMemory:
             self._arena.close()
 
 
-def releases(places: Iterable[Place], own: Container[int] = ()) -> list[Release]:
+def releases(places: Iterable[Range], own: Container[int] = ()) -> list[Release]:
     """Return the messages that release the outputs of a response, one for each memory.
 
     Args:
@@ -225,7 +225,7 @@ def releases(places: Iterable[Place], own: Container[int] = ()) -> list[Release]
 def unread(data: Iterable[Any], own: Container[int] = ()) -> list[Release]:
     """Return the messages that release the data of a response that will not be read."""
     try:
-        found = places(data)
+        found = ranges_of(data)
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
         return []

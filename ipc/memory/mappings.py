@@ -5,7 +5,7 @@ touches the lost pages. The memory of untrusted clients is never mapped, but rea
 system calls. Gateways map the arenas of workers, which are sealed. Device memory is opened by a
 function of the worker, and has the same interface.
 
-No range is checked here: ranges that arrive in messages were checked by `unpack_place`.
+No range is checked here: ranges that arrive in messages were checked by `unpack_range`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Range
 
 # Python's own mmap knows no addresses.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -144,7 +144,7 @@ class Mappings:
     def __len__(self) -> int:
         return len(self._known)
 
-    def view(self, place: Place) -> Any:
+    def view(self, place: Range) -> Any:
         """Return the bytes at a place, writable: a memoryview, or a tensor of uint8 on a device.
 
         Raises:
@@ -155,7 +155,7 @@ class Mappings:
         start = place.offset
         return self._mapping(place).view[start : start + place.byte_size]
 
-    def _mapping(self, place: Place) -> Any:
+    def _mapping(self, place: Range) -> Any:
         """Return the mapping of a place's memory; raises as `view`."""
         memory = place.memory
         try:
@@ -172,7 +172,7 @@ class Mappings:
             raise _truncated()
         return mapping
 
-    def detach(self, places: Iterable[Place]) -> None:
+    def detach(self, places: Iterable[Range]) -> None:
         """Make the bytes at `places` private in all existing views; the views keep their content.
 
         New views show the shared memory, which is mapped again. Memory on a device is not
@@ -191,7 +191,7 @@ class Mappings:
                 mapping.close()
             mapping.make_private(place.offset, place.offset + place.byte_size)
 
-    def read(self, place: Place) -> memoryview:
+    def read(self, place: Range) -> memoryview:
         """Return a copy of the bytes at a place of an unmapped memory; raises as `view`."""
         mapping = self._mapping(place)
         copy = memoryview(bytearray(place.byte_size))
@@ -203,7 +203,7 @@ class Mappings:
             at += count
         return copy
 
-    def write(self, place: Place, data: bytes | memoryview) -> None:
+    def write(self, place: Range, data: bytes | memoryview) -> None:
         """Write `data` at a place of an unmapped memory.
 
         Raises:

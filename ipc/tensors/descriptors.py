@@ -1,12 +1,12 @@
-"""Tensor descriptors: where a tensor's bytes are, and how that is told to another process.
+"""Tensor descriptors: where the bytes of a tensor are, as one process sends it to another.
 
-A tensor's bytes are either inside the message (small ones) or at a `Place` in a `Memory`, an
+The bytes of a tensor are either inside the message (small ones) or a `Range` of a `Memory`, an
 object that another process of the server holds open: a client's registered region or a process's
 arena.
 
     Memory  id, pid, fd, inode, byte_size, sealed, copied, pinned
             /proc/PID/fd/FD is that very object; the inode proves it
-    Place   memory, offset, byte_size
+    Range   memory, offset, byte_size
             bytes [offset, offset + byte_size) of the object
 
 Memory on a device has a `CudaHandle` instead of a descriptor; only workers open it.
@@ -81,15 +81,15 @@ class Memory:
 
 
 @record
-class Place:
-    """`byte_size` bytes from `offset` of a memory."""
+class Range:
+    """A memory range: `byte_size` bytes from `offset` of a memory."""
 
     memory: Memory
     offset: int
     byte_size: int
 
-    def overlaps(self, other: Place) -> bool:
-        """Whether some bytes are in both; one object may have been registered under two names."""
+    def overlaps(self, other: Range) -> bool:
+        """Check whether two ranges share bytes; an object may be registered under two names."""
         return (
             self.memory.object == other.memory.object
             and self.offset < other.offset + other.byte_size
@@ -99,43 +99,45 @@ class Place:
 
 @record
 class TensorRef:
-    """A tensor: its bytes little-endian and row-major, inline or at a place (BYTES: 4-byte length
-    + bytes each)."""
+    """A tensor: its bytes, little-endian and row-major, inline or as a memory range.
+
+    The elements of BYTES tensors are a 4-byte length and the bytes.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: bytes | Place
+    data: bytes | Range
 
 
-def pack_place(place: Place) -> tuple[bytes, int, int]:
-    """Return a place as messages carry it: its memory (`Memory.packed`), offset and byte size."""
-    return (place.memory.packed, place.offset, place.byte_size)
+def pack_range(memory_range: Range) -> tuple[bytes, int, int]:
+    """Return a range in the form of messages: its memory (`Memory.packed`), offset, byte size."""
+    return (memory_range.memory.packed, memory_range.offset, memory_range.byte_size)
 
 
-def unpack_place(raw: Any) -> Place:
-    """Return the place that `pack_place` packed.
+def unpack_range(raw: Any) -> Range:
+    """Return the range that `pack_range` packed.
 
     Raises:
-        MalformedMessage: `raw` is no place, or lies outside its memory.
+        MalformedMessage: `raw` is no range, or lies outside its memory.
     """
     try:
         packed, offset, byte_size = raw
-        # Before the place is looked up, because 1.0 and True are the same key as 1.
+        # Before the lookup, because 1.0 and True are the same key as 1.
         if type(offset) is not int or type(byte_size) is not int:
-            raise MalformedMessage("a place holds something that is not an integer")
-        return _PLACES[packed, offset, byte_size]
+            raise MalformedMessage("a memory range has an offset or a size that is not an integer")
+        return _RANGES[packed, offset, byte_size]
     except KeyError:
-        pass  # a place that was not used before
+        pass  # a range that was not used before
     except (TypeError, ValueError) as error:
-        raise MalformedMessage(f"not a place: {error}") from error
+        raise MalformedMessage(f"not a memory range: {error}") from error
     memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
     if not fits(offset, byte_size, memory.byte_size):
-        raise MalformedMessage("a place lies outside its memory")
-    if len(_PLACES) >= _MOST_PLACES:
-        _PLACES.clear()
-    place = _PLACES[packed, offset, byte_size] = Place(memory, offset, byte_size)
-    return place
+        raise MalformedMessage("a memory range lies outside its memory")
+    if len(_RANGES) >= _MOST_RANGES:
+        _RANGES.clear()
+    found = _RANGES[packed, offset, byte_size] = Range(memory, offset, byte_size)
+    return found
 
 
 def unpack_memory(packed: bytes) -> Memory:
@@ -169,9 +171,9 @@ def unpack_memory(packed: bytes) -> Memory:
 # clients are kept before it is known whose they are.
 _LONGEST_MEMORY = 256
 
-# Clients use the same few places of their regions again and again.
-_MOST_PLACES = 4096
-_PLACES: dict[tuple[bytes, int, int], Place] = {}
+# Clients use the same few ranges of their regions repeatedly.
+_MOST_RANGES = 4096
+_RANGES: dict[tuple[bytes, int, int], Range] = {}
 
 # Few memories are in use at a time, each by many messages.
 _MEMORIES: Schemas[Memory] = Schemas(unpack_memory, 4096)

@@ -5,7 +5,7 @@
     response schema  [[name, datatype, shape], ...], parameters
     its data         the bytes or place of each output
 
-A place travels as `descriptors.pack_place` packs it. What differs between requests by its nature
+A place travels as `descriptors.pack_range` packs it. What differs between requests by its nature
 (id, sequence, limits on time) is beside the schema in `Submit` and `Work`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place, unpack_place
+from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range, unpack_range
 from shmserve.ipc.transport.records import MalformedMessage, record
 
 # All tensor bytes of one request, or of one response, up to this many travel inside the messages:
@@ -49,7 +49,7 @@ class RequestedOutput:
     """
 
     name: str
-    place: Place | None = None
+    place: Range | None = None
     or_input: bool = False
 
 
@@ -65,12 +65,12 @@ class Inference:
     def aliased(self) -> bool:
         """Whether an output is written over an input; see `overlap`."""
         return overlap(
-            [tensor.data for tensor in self.inputs if isinstance(tensor.data, Place)],
+            [tensor.data for tensor in self.inputs if isinstance(tensor.data, Range)],
             [output.place for output in self.outputs if output.place is not None],
         )
 
 
-def overlap(inputs: Iterable[Place], outputs: Iterable[Place]) -> bool:
+def overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     """Return whether an output is written over an input.
 
     Once a worker has begun to write, the inputs are gone: such a request can run only once, and
@@ -145,7 +145,7 @@ class RequestSchema:
         if not self.outputs:
             return Inference(inputs, (), self.parameters)
         outputs = tuple(
-            RequestedOutput(name, unpack_place(next(given)) if placed else None, or_input)
+            RequestedOutput(name, unpack_range(next(given)) if placed else None, or_input)
             for name, placed, or_input in self.outputs
         )
         return Inference(inputs, outputs, self.parameters)
@@ -206,7 +206,7 @@ def _checked_parameters(parameters: Any) -> dict[str, Any]:
 def _tensors(schemas: Sequence[TensorSchema], data: Iterable[Any]) -> tuple[TensorRef, ...]:
     return tuple(
         [
-            TensorRef(name, datatype, shape, each if type(each) is bytes else unpack_place(each))
+            TensorRef(name, datatype, shape, each if type(each) is bytes else unpack_range(each))
             for (name, datatype, shape, _), each in zip(schemas, data, strict=False)
         ]
     )
@@ -251,7 +251,7 @@ def pack_request_schema(
 def pack_inference(request: Inference) -> Packed:
     """Return the schema and data of a request, for `Submit`."""
     data = pack_data(tensor.data for tensor in request.inputs)
-    data += [pack_place(o.place) for o in request.outputs if o.place is not None]
+    data += [pack_range(o.place) for o in request.outputs if o.place is not None]
     placed = [output for output in request.outputs if output.place is not None]
     schema = pack_request_schema(
         request.inputs,
@@ -287,14 +287,14 @@ def unpack_inferred(schema: bytes, data: Sequence[Any]) -> Inferred:
     return ResponseSchema(schema).inferred(data)
 
 
-def pack_data(data: Iterable[bytes | Place]) -> list[Any]:
+def pack_data(data: Iterable[bytes | Range]) -> list[Any]:
     """Return the data of tensors as messages carry them."""
-    return [each if isinstance(each, bytes) else pack_place(each) for each in data]
+    return [each if isinstance(each, bytes) else pack_range(each) for each in data]
 
 
-def places(data: Iterable[Any]) -> list[Place]:
+def ranges_of(data: Iterable[Any]) -> list[Range]:
     """Return the places among a message's data. Raises MalformedMessage."""
-    return [unpack_place(each) for each in data if type(each) is not bytes]
+    return [unpack_range(each) for each in data if type(each) is not bytes]
 
 
 def byte_size_of(data: Iterable[Any]) -> int:

@@ -12,7 +12,7 @@ from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.scheduler_client import Successors
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import ResponseSchema
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
@@ -193,7 +193,7 @@ class ServerState(ABC):
         self.losses += 1
         self.wake_all()
 
-    def copied(self, place: Place) -> bytes:
+    def copied(self, place: Range) -> bytes:
         """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
         return bytes(self.mappings.view(place))
 

@@ -23,7 +23,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.transport.dealer import Dealer
 
@@ -120,25 +120,25 @@ class GatewayRequest(InflightRequest):
     Attributes:
         schedulers: The client that submits it.
         release: Gives back what keeps its memory: its block of the arena, its regions.
-        over: Its last response is here, or nobody waits for it any more.
+        ended: Its last response is here, or nobody waits for it any more.
     """
 
     schedulers: GatewaySchedulers
     release: Callable[[], None]
-    over: bool = field(init=False, default=False)
+    ended: bool = field(init=False, default=False)
 
     @abstractmethod
     def responded(self, message: Response) -> None:
-        """Take a response: the last one if the request is `over`."""
+        """Take a response: the last one if the request is `ended`."""
 
     def awaited(self) -> bool:
-        return not self.over
+        return not self.ended
 
     def respond(self, message: Response) -> None:
-        if self.over:
+        if self.ended:
             self.discard(message)
             return
-        self.over = type(message) is not m.Responded or message.final
+        self.ended = type(message) is not m.Responded or message.final
         self.responded(message)
 
     def free(self) -> None:
@@ -152,14 +152,14 @@ class GatewayRequest(InflightRequest):
         """Release the outputs of a response that have been read."""
         if inferred is None:
             return
-        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Place)]
+        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Range)]
         if places:
             self.schedulers.release(self.endpoint, releases(places))
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Wait for it no more: what still comes is discarded, and its memory is in use until the
         scheduler responds."""
-        self.over = True
+        self.ended = True
         self.schedulers.cancel(self)
 
 

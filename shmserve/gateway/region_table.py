@@ -15,7 +15,7 @@ from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.ipc.messages.publications import RegionPublished
-from shmserve.ipc.tensors.descriptors import Place, unpack_place
+from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class GatewayRegion:
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
         self.key = message.key
-        extent = unpack_place(message.place)
+        extent = unpack_range(message.place)
         self.offset = extent.offset
         self.byte_size = extent.byte_size
         self.memory = extent.memory
@@ -40,7 +40,7 @@ class GatewayRegion:
         """Check whether a user may use the region."""
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
-    def place(self, wanted: RegionRange) -> Place:
+    def place(self, wanted: RegionRange) -> Range:
         """Return a range of this region as a memory range.
 
         Raise InvalidArgument if it lies outside.
@@ -61,7 +61,7 @@ class GatewayRegion:
                 f"Invalid offset + byte size for shared memory region: '{self.name}' (byte_size "
                 f"{size} at offset {offset}; the region has {self.byte_size} bytes)"
             )
-        return Place(self.memory, self.offset + offset, size)
+        return Range(self.memory, self.offset + offset, size)
 
     def status(self) -> dict[str, Any]:
         """Return the region in the format of the status endpoint of its kind."""
@@ -122,7 +122,7 @@ class Uses:
         self._spans: list[Write] = []  # all outputs
         self._writes: list[Write] = []  # the outputs that overlap no other output
 
-    def take(self, wanted: RegionRange, *, write: bool = False) -> Place:
+    def take(self, wanted: RegionRange, *, write: bool = False) -> Range:
         """Use a range; raises NotFound or InvalidArgument."""
         region = self._table.find(wanted.region)
         place = region.place(wanted)

@@ -30,7 +30,7 @@ from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.supervision import CacheStart
-from shmserve.ipc.tensors.descriptors import Place, pack_place, unpack_place
+from shmserve.ipc.tensors.descriptors import Range, pack_range, unpack_range
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage
@@ -119,7 +119,7 @@ class ResponseCache:
 
     def _bytes(self, data: Any) -> Any:
         """Return the bytes of a tensor; raise MalformedMessage, or Unavailable as `_read`."""
-        return data if type(data) is bytes else self._read(unpack_place(data))
+        return data if type(data) is bytes else self._read(unpack_range(data))
 
     def insert(self, key: bytes, response: Packed) -> int:
         """Add the response to a request that missed; return the duration in ns."""
@@ -149,7 +149,7 @@ class ResponseCache:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def _read(self, place: Place) -> memoryview:
+    def _read(self, place: Range) -> memoryview:
         """Return the bytes of a memory range.
 
         Raise Unavailable if a client may change them or they are gone.
@@ -178,7 +178,7 @@ class ResponseCache:
                 copy = self.lent.write(data, self.free)
                 copies.append(copy)
                 self._lent_bytes += len(data)
-                placed.append(pack_place(copy.place))
+                placed.append(pack_range(copy.place))
         except ShmserveError:
             for copy in copies:
                 copy.release()
@@ -190,7 +190,7 @@ class ResponseCache:
         for copy in lookup.copies:
             self.lent.lend(reader, copy.place, copy)
 
-    def free(self, place: Place) -> None:
+    def free(self, place: Range) -> None:
         """Free a copy that no reader has any more."""
         self._lent_bytes -= place.byte_size
         self.lent.free(place)

@@ -41,7 +41,7 @@ from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     Packed,
     pack_inference,
@@ -257,7 +257,7 @@ def ranges(data: bytes) -> None:
             assert type(value) is not int or not 0 <= value < 2**63
     start, extent = (min(max(each, 0), LARGEST) for each in (start, extent))
     memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
-    where = list(pack_place(Place(memory, start, extent)))
+    where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
     with _refused(b""):
         place = region.place(RegionRange("r", max(offset, 0), max(size, 0)))
@@ -323,8 +323,8 @@ def _packed(raw: bytes) -> Packed:
     return schema, data
 
 
-def _check_place(data: bytes | Place) -> None:
-    if isinstance(data, Place):
+def _check_place(data: bytes | Range) -> None:
+    if isinstance(data, Range):
         assert data.offset >= 0
         assert 0 <= data.byte_size <= data.memory.byte_size - data.offset
 
@@ -393,7 +393,7 @@ def _said(submit: Submit) -> None:
             inference = unpack_inference(checked.schema, checked.data)
             for tensor in inference.inputs:
                 _check_place(tensor.data)
-                if isinstance(tensor.data, Place):
+                if isinstance(tensor.data, Range):
                     assert _SEALS.owns(_GUEST, tensor.data.memory)
                 elif item := ITEM_SIZE[tensor.datatype]:
                     assert len(tensor.data) == item * math.prod(tensor.shape)

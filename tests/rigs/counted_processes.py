@@ -52,7 +52,7 @@ from shmserve.ipc.messages import supervision
 from shmserve.ipc.messages.publications import HealthChanged, RegionPublished
 from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import TensorRef, pack_place
+from shmserve.ipc.tensors.descriptors import TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -368,7 +368,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     )
     published = MagicMock(endpoint=schedulers.endpoint)
     made.models.publish(gateway_rig.publication(case.config, published))
-    place = pack_place(region.place(0, region.memory.byte_size))
+    place = pack_range(region.place(0, region.memory.byte_size))
     made.regions.publish(RegionPublished(_REGION, "/key", list(place), os.getuid(), -1, 0))
     rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
     server = Acceptor(_grpc(made) if grpc else _http(made), rules, 1000)

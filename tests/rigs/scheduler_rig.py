@@ -12,7 +12,7 @@ from shmserve.ipc import model_settings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits, StatisticsSnapshot
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -277,12 +277,12 @@ def ok(key: int, response: bytes | Packed = b"done") -> m.Reply:
 def response_in_arena(pid: int, *offsets: int) -> Packed:
     """An answer whose outputs lie in the arena of worker `pid`, and one that is inline."""
     memory = Memory(5, pid, 9, 11, 1 << 20, True)
-    tensors = [TensorRef(f"O{at}", "UINT8", (8,), Place(memory, at, 8)) for at in offsets]
+    tensors = [TensorRef(f"O{at}", "UINT8", (8,), Range(memory, at, 8)) for at in offsets]
     return pack_inferred(Inferred((*tensors, TensorRef("I", "UINT8", (1,), b"x"))))
 
 
 def work_in_place() -> Packed:
     """A request whose output goes over its input."""
-    place = Place(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
+    place = Range(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
     tensor = TensorRef("INPUT0", "INT8", (64,), place)
     return pack_inference(Inference((tensor,), (RequestedOutput("OUTPUT0", place),)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.arrays import NUMPY
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import (
     Inference,
     RequestedOutput,
@@ -31,7 +31,7 @@ class Streams:
         self._y = y
         self._rows = rows  # whether inputs have a batch dimension
 
-    def begin(self, *values: Any, place: Place | None = None, output: Any = None) -> None:
+    def begin(self, *values: Any, place: Range | None = None, output: Any = None) -> None:
         """One batch, a request for each value; their keys are 1, 2, ..."""
         outputs = (RequestedOutput(self._y, output),) if output is not None else ()
         works = []
@@ -63,7 +63,7 @@ class Streams:
         elif message.schema:
             (output,) = unpack_inferred(message.schema, message.data).outputs
             arena, data = self.rig.context.arena, output.data
-            if isinstance(data, Place) and data.memory.id != arena.memory.id:
+            if isinstance(data, Range) and data.memory.id != arena.memory.id:
                 yield "in its place"
             else:
                 raw = data if isinstance(data, bytes) else arena.view(data)

@@ -24,7 +24,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -80,11 +80,11 @@ class Region:
         inode = os.fstat(self.fd).st_ino
         self.memory = Memory(secrets.randbits(62), os.getpid(), self.fd, inode, byte_size, False)
 
-    def place(self, offset: int, byte_size: int) -> Place:
+    def place(self, offset: int, byte_size: int) -> Range:
         """A part of it."""
-        return Place(self.memory, offset, byte_size)
+        return Range(self.memory, offset, byte_size)
 
-    def write(self, offset: int, array: np.ndarray[Any, Any]) -> Place:
+    def write(self, offset: int, array: np.ndarray[Any, Any]) -> Range:
         """Put an array in, as a client does."""
         raw = array.tobytes()
         os.pwrite(self.fd, raw, offset)
@@ -100,7 +100,7 @@ class Region:
 
 
 def tensor(
-    name: str, array: Any, place: Place | None = None, datatype: str | None = None
+    name: str, array: Any, place: Range | None = None, datatype: str | None = None
 ) -> TensorRef:
     """An input: inline, or at a place where its bytes already are."""
     array = np.asarray(array)

@@ -11,7 +11,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import publications
 from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import Inference, byte_size_of, pack_inference
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
@@ -27,7 +27,7 @@ class ClientRequest(InflightRequest):
     __slots__ = ("client", "credited", "place", "read", "request", "window")
 
     def __init__(
-        self, client: Client, request: Request, submit: m.Submit, place: Place | None
+        self, client: Client, request: Request, submit: m.Submit, place: Range | None
     ) -> None:
         super().__init__(submit)
         self.client = client
@@ -199,7 +199,7 @@ class Client(Process):
         endpoint = self.schedulers.successors.latest(endpoint or self.endpoints.get(model.name, ""))
         if not endpoint or not self.alive:
             return None
-        data: bytes | Place = content
+        data: bytes | Range = content
         if in_arena:
             try:
                 data = self.arena.place(content)
@@ -231,7 +231,7 @@ class Client(Process):
         if before is not None:
             request.before, request.step = before, len(before)
         self.world_ledger.add(request)
-        place = data if isinstance(data, Place) else None
+        place = data if isinstance(data, Range) else None
         pending = ClientRequest(self, request, submit, place)
         self.schedulers.submit(pending, endpoint)
         return pending
@@ -276,7 +276,7 @@ class Client(Process):
         found: dict[str, bytes] = {}
         for tensor in inferred_of(message).outputs:
             data = tensor.data
-            if isinstance(data, Place):
+            if isinstance(data, Range):
                 try:
                     data = self._memory.read(data, self)
                 except ShmserveError:

@@ -9,7 +9,7 @@ from typing import Any
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Range
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
@@ -136,7 +136,7 @@ class _EnsembleMemory(EnsembleMemory):
         super().__init__(lent, lambda memory_id: None)
         self._mappings = memory  # type: ignore[assignment]
 
-    def hold(self, place: Place) -> None:
+    def hold(self, place: Range) -> None:
         """As `EnsembleMemory.hold`."""
         held: Any = self._held.setdefault(place.memory.id, _Held(place.memory))  # type: ignore[arg-type]
         held.users += 1

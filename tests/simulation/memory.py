@@ -10,7 +10,7 @@ import itertools
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.arena import FreeList
-from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Range
 from tests.simulation.world import Process, Violation
 
 
@@ -29,7 +29,7 @@ class SimulatedMemory:
         arena = self._arenas[number] = SimulatedArena(number, owner, capacity)
         return arena
 
-    def read(self, place: Place, who: object) -> bytes:
+    def read(self, place: Range, who: object) -> bytes:
         """The bytes at a place. Raises Violation where they are nobody's any more."""
         arena = self._arenas[place.memory.id]
         data = arena.blocks.get(place.offset)
@@ -39,7 +39,7 @@ class SimulatedMemory:
             raise Violation(f"{who} reads freed memory of {arena.owner} at {place.offset}")
         return bytes(data[: place.byte_size])
 
-    def write(self, place: Place, data: bytes, who: object) -> None:
+    def write(self, place: Range, data: bytes, who: object) -> None:
         """Write at a place. Raises Violation where it is nobody's any more."""
         arena = self._arenas[place.memory.id]
         if arena.owner.alive and place.offset not in arena.blocks:
@@ -57,7 +57,7 @@ class SimulatedMemory:
 
     # What the cores' `Mappings` offer.
 
-    def view(self, place: Place) -> memoryview:
+    def view(self, place: Range) -> memoryview:
         """As `Mappings.view`."""
         return memoryview(self.read(place, "a scheduler"))
 
@@ -87,19 +87,19 @@ class SimulatedArena:
         """Bytes allocated now."""
         return self._list.used
 
-    def allocate(self, byte_size: int) -> Place:
+    def allocate(self, byte_size: int) -> Range:
         """A block; raises Unavailable when the arena is full."""
         offset = None if self.full else self._list.allocate(byte_size)
         if offset is None:
             raise Unavailable("server memory for tensors is full")
         self.blocks[offset] = bytearray(byte_size)
-        return Place(self.memory, offset, byte_size)
+        return Range(self.memory, offset, byte_size)
 
-    def view(self, place: Place) -> memoryview:
+    def view(self, place: Range) -> memoryview:
         """The bytes of a place of this arena, writable."""
         return memoryview(self.blocks[place.offset])[: place.byte_size]
 
-    def place(self, data: bytes) -> Place:
+    def place(self, data: bytes) -> Range:
         """A block with these bytes."""
         place = self.allocate(len(data))
         self.blocks[place.offset][:] = data

@@ -8,7 +8,7 @@ from typing import Any
 from shmserve.errors import ShmserveError
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
@@ -184,7 +184,7 @@ class Worker(Process):
 
     def _read(self, work: m.Work, tensor: TensorRef) -> bytes:
         """A tensor. While the scheduler lives, nobody has taken its memory back."""
-        if not isinstance(tensor.data, Place):
+        if not isinstance(tensor.data, Range):
             return tensor.data
         try:
             return self._memory.read(tensor.data, f"{self} for {work.request_id}")
@@ -279,10 +279,10 @@ class Worker(Process):
         for name, output in given.items():
             if places and name not in places:
                 continue
-            where: bytes | Place = output
+            where: bytes | Range = output
             place = places.get(name)
             if place is not None:
-                where = Place(place.memory, place.offset, len(output))
+                where = Range(place.memory, place.offset, len(output))
                 if self._up is not None and self._up.connected:  # or the place is another's by now
                     self._memory.write(where, output, self)
             elif self.model.large and name == "OUT":

@@ -17,7 +17,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Input:
     datatype: str
     shape: tuple[int, ...]
     raw: Any
-    place: Place | None = None
+    place: Range | None = None
     model: str = ""
     on_device: bool = False
     shared: bool = False
@@ -198,7 +198,7 @@ class Request:
     batch_size: int
     inputs: dict[str, Input]
     requested: dict[str, OutputSchema]
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     known: dict[Any, Any] = field(default_factory=dict)
     aliased: bool = False
@@ -206,7 +206,7 @@ class Request:
     shared: bool = False
     states: tuple[str, ...] = ()
 
-    def returned(self, array: Array) -> Place | None:
+    def returned(self, array: Array) -> Range | None:
         """Return the place of the input whose own array this is; None if there is no such input,
         or an output is written over an input."""
         if self.aliased:

@@ -26,7 +26,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY, STORED
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
 from shmserve.workers.batch.ragged import Ragged
@@ -139,7 +139,7 @@ class Gatherer:
             if place is None or place.offset != end or place.memory.id != first.memory.id:
                 return None
             end += place.byte_size
-        return self._mappings.view(Place(first.memory, first.offset, end - first.offset))
+        return self._mappings.view(Range(first.memory, first.offset, end - first.offset))
 
     def _buffer(self, name: str, byte_size: int, most: int) -> memoryview:
         buffer = self._buffers.get(name)

@@ -24,7 +24,7 @@ from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORED, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.batch.request import Array, Output, Request, Response
@@ -54,7 +54,7 @@ class Ready(NamedTuple):
     shape: tuple[int, ...]
     data: Any
     byte_size: int
-    at: Place | None = None
+    at: Range | None = None
 
 
 class _Inline:
@@ -258,13 +258,13 @@ class Scatterer:
     def _put(
         self,
         item: Ready,
-        place: Place | None,
+        place: Range | None,
         inline: bool,
         client_pid: int,
         taken: list[int],
-    ) -> bytes | Place:
+    ) -> bytes | Range:
         """Write an output; return its bytes or its range."""
-        data: bytes | Place
+        data: bytes | Range
         if item.at is not None:
             data = item.at
         elif place is not None:
@@ -278,7 +278,7 @@ class Scatterer:
             taken.append(data.offset)
         return data
 
-    def _put_in_arena(self, item: Ready, client_pid: int) -> Place:
+    def _put_in_arena(self, item: Ready, client_pid: int) -> Range:
         if isinstance(item.data, np.ndarray) and item.data.flags.c_contiguous:
             address = item.data.__array_interface__["data"][0]
             claimed = self._context.output_memory.claim(client_pid, address, item.byte_size)
@@ -292,7 +292,7 @@ class Scatterer:
             raise
         return place
 
-    def _write_to(self, place: Place, data: Any) -> None:
+    def _write_to(self, place: Range, data: Any) -> None:
         """Write an output to the client's range."""
         context = self._context
         if place.memory.cuda is not None:
@@ -303,7 +303,7 @@ class Scatterer:
         else:
             context.copied.outputs += self._write(context.mappings.view(place), data)
 
-    def _write_to_device(self, place: Place, data: Any, device: int) -> None:
+    def _write_to_device(self, place: Range, data: Any, device: int) -> None:
         destination = self._context.mappings.view(place)
         if not place.byte_size:
             return
@@ -342,7 +342,7 @@ class Scatterer:
             self._context.device_memory.settle()
 
 
-def _fitting(name: str, place: Place, byte_size: int) -> Place:
+def _fitting(name: str, place: Range, byte_size: int) -> Range:
     """Return the part of a client's range that an output of `byte_size` bytes uses.
 
     Raises:
@@ -355,7 +355,7 @@ def _fitting(name: str, place: Place, byte_size: int) -> Place:
         )
     if byte_size == place.byte_size:
         return place
-    return Place(place.memory, place.offset, byte_size)
+    return Range(place.memory, place.offset, byte_size)
 
 
 def _detached(item: Ready, request: Request) -> Ready:
@@ -378,7 +378,7 @@ def _same(one: Array, other: Array) -> bool:
     )
 
 
-def _form(output: Output, place: Place | None) -> Any:
+def _form(output: Output, place: Range | None) -> Any:
     """Return an output as a host array, or as a tensor if its range is on a device."""
     if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
         return _any_tensor(output)

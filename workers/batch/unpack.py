@@ -10,14 +10,14 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.descriptors import Place, unpack_place
+from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema, TensorSchema, overlap
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.batch.request import Copied, Input, Request, never_cancelled
 
-_NO_PLACES: dict[str, Place] = {}
+_NO_PLACES: dict[str, Range] = {}
 
 
 def reshape(
@@ -116,7 +116,7 @@ class Unpacker:
         inputs: dict[str, Input] = {}
         model = self._signature.name
         byte_size = 0
-        shared: list[Place] = []
+        shared: list[Range] = []
         for (name, datatype, shape, expected), raw in zip(kind.inputs, data, strict=False):
             if type(raw) is bytes:
                 # A copy of a few bytes that the model may write into.
@@ -127,7 +127,7 @@ class Unpacker:
                 self._copied.inputs += size
                 inputs[name] = Input(name, datatype, shape, own, None, model)
             else:
-                place = unpack_place(raw)
+                place = unpack_range(raw)
                 size = place.byte_size
                 if expected not in (size, -1):
                     raise self._wrong_size(name, expected, size)
@@ -138,7 +138,7 @@ class Unpacker:
             _check_elements(inputs, kind.strings, work.request_id)
         places, aliased = _NO_PLACES, False
         if kind.placed:
-            outputs = map(unpack_place, data[kind.input_count :])
+            outputs = map(unpack_range, data[kind.input_count :])
             places = dict(zip(kind.placed, outputs, strict=True))
             aliased = overlap(shared, places.values())
         return Request(
@@ -191,9 +191,9 @@ class Unpacker:
             f"Expected {expected}, got {got}"
         )
 
-    def _placed(self, name: str, datatype: str, shape: tuple[int, ...], data: Place) -> Input:
+    def _placed(self, name: str, datatype: str, shape: tuple[int, ...], data: Range) -> Input:
         """Return the input that lies at a place."""
-        place: Place | None = None
+        place: Range | None = None
         on_device = shared = False
         if data.memory.copied:
             raw = self._mappings.read(data)

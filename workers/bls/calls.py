@@ -42,7 +42,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
-from shmserve.ipc.tensors.inference import ResponseSchema, places
+from shmserve.ipc.tensors.inference import ResponseSchema, ranges_of
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
@@ -405,7 +405,7 @@ class CallRouter:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
         outcome = copied(response, self.mappings, call.request.model)
-        self.schedulers.release(call.endpoint, releases(places(data)))
+        self.schedulers.release(call.endpoint, releases(ranges_of(data)))
         return outcome
 
     def invalidate(self, model: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
@@ -29,7 +29,7 @@ class CallInput:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: bytes | memoryview | Place
+    data: bytes | memoryview | Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ def copied(response: Inferred, mappings: Mappings, model: str) -> CallResponse |
 
 def place(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInputs:
     """The inputs as they travel, large ones in `memory`. Raises Unavailable when that is full."""
-    loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Place))
+    loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Range))
     refs: list[TensorRef] = []
     placed = PlacedInputs(refs, [])
     try:
         for item in inputs:
             data = item.data
-            if isinstance(data, Place):
+            if isinstance(data, Range):
                 pass
             elif loose <= INLINE_LIMIT:
                 data = bytes(data)

@@ -18,7 +18,7 @@ from typing import Any
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
-from shmserve.ipc.tensors.descriptors import Place, unpack_place
+from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.workers.links.supervisor import SupervisorLink
 
 # Whether the execution that runs here, a thread's or a coroutine's, has a workspace.
@@ -51,7 +51,7 @@ class Workspace:
         """
         return LeasedWorkspace(self, byte_size, seen_as)
 
-    def ask(self, byte_size: int) -> Place:
+    def ask(self, byte_size: int) -> Range:
         """Wait until the pool has so many bytes.
 
         Raises:
@@ -62,13 +62,13 @@ class Workspace:
             granted = self._control.ask(LeaseWorkspace, self._device, byte_size)
         except InvalidArgument as error:  # the model's fault, and no client's
             raise Internal(error.message) from None
-        return replace(unpack_place(granted["place"]), byte_size=byte_size)
+        return replace(unpack_range(granted["place"]), byte_size=byte_size)
 
-    def view(self, place: Place) -> Any:
+    def view(self, place: Range) -> Any:
         """Return the bytes of a lease."""
         return self._mappings.view(place)
 
-    def release(self, place: Place, used: bool = True) -> None:
+    def release(self, place: Range, used: bool = True) -> None:
         """End a lease.
 
         Raises:
@@ -94,7 +94,7 @@ class LeasedWorkspace:
         self._workspace = workspace
         self._byte_size = byte_size
         self._seen_as = seen_as
-        self._place: Place | None = None
+        self._place: Range | None = None
         self._token: Token[bool] | None = None
         self._in_loop = False
 
@@ -114,7 +114,7 @@ class LeasedWorkspace:
     async def __aenter__(self) -> Any:
         self._check()
         loop = asyncio.get_running_loop()
-        granted: asyncio.Future[Place] = loop.create_future()
+        granted: asyncio.Future[Range] = loop.create_future()
         # A thread for each that waits: no other work of the model's waits behind it.
         threading.Thread(target=self._wait, args=(loop, granted), daemon=True).start()
         try:
@@ -136,7 +136,7 @@ class LeasedWorkspace:
                 "this execution has a workspace already: ask for all that it needs at once"
             )
 
-    def _wait(self, loop: asyncio.AbstractEventLoop, granted: asyncio.Future[Place]) -> None:
+    def _wait(self, loop: asyncio.AbstractEventLoop, granted: asyncio.Future[Range]) -> None:
         try:
             place = self._workspace.ask(self._byte_size)
         except Exception as error:
@@ -146,13 +146,13 @@ class LeasedWorkspace:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the process ends
             loop.call_soon_threadsafe(tell)
 
-    def _granted(self, granted: asyncio.Future[Place], place: Place) -> None:
+    def _granted(self, granted: asyncio.Future[Range], place: Range) -> None:
         if granted.done():  # it was cancelled meanwhile
             self._workspace.release(place, used=False)
         else:
             granted.set_result(place)
 
-    def _entered(self, place: Place, in_loop: bool) -> Any:
+    def _entered(self, place: Range, in_loop: bool) -> Any:
         try:
             view = self._seen_as(self._workspace.view(place))
         except BaseException:
@@ -172,7 +172,7 @@ class LeasedWorkspace:
         self._workspace.release(self._place)
 
 
-def _settle(granted: asyncio.Future[Place], error: Exception) -> None:
+def _settle(granted: asyncio.Future[Range], error: Exception) -> None:
     if not granted.done():
         granted.set_exception(error)
 

@@ -19,7 +19,7 @@ from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import Readers, Token
 from shmserve.ipc.processes import LARGE_COPY
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.batch.request import Array
 
 
@@ -28,7 +28,7 @@ class _Output(Token):
 
     __slots__ = ("_memory", "place", "reader")
 
-    def __init__(self, memory: OutputMemory, place: Place, reader: int) -> None:
+    def __init__(self, memory: OutputMemory, place: Range, reader: int) -> None:
         self._users = 1
         self._memory = memory
         self.place = place
@@ -66,7 +66,7 @@ class OutputMemory:
     def __len__(self) -> int:
         return len(self._readers) + len(self._fresh)
 
-    def allocate(self, reader: int, byte_size: int) -> tuple[Place, memoryview]:
+    def allocate(self, reader: int, byte_size: int) -> tuple[Range, memoryview]:
         """Allocate a block for a process.
 
         Raises:
@@ -93,7 +93,7 @@ class OutputMemory:
         self._reserved[address_of(view)] = self._fresh[place.offset]
         return view
 
-    def claim(self, reader: int, address: int, byte_size: int) -> Place | None:
+    def claim(self, reader: int, address: int, byte_size: int) -> Range | None:
         """Return the reserved block at the address of an output, or None if there is none."""
         output = self._reserved.get(address)
         if output is None or output.place.byte_size != byte_size or output.reader != reader:

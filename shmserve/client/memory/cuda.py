@@ -26,7 +26,7 @@ from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_memory
+from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
 
 CPU, CUDA = 1, 2
 # datatype -> (type code, bits)
@@ -152,10 +152,10 @@ class DeviceSegment:
         """Store the server's description of the memory."""
         self.memory = unpack_memory(memory)
 
-    def place(self, offset: int, byte_size: int) -> Place:
+    def place(self, offset: int, byte_size: int) -> Range:
         """Return the range of these bytes in the form sent to the server."""
         assert self.memory is not None
-        return Place(self.memory, offset, byte_size)
+        return Range(self.memory, offset, byte_size)
 
     def view(
         self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease
@@ -197,7 +197,7 @@ class DeviceView:
         if self.lease.released:
             raise Released("this memory was released: copy what should stay")
 
-    def place(self) -> Place:
+    def place(self) -> Range:
         """Return the tensor's range in the form sent to the server. Raises Released."""
         self._check()
         return self.segment.place(self.offset, self.nbytes)

@@ -14,7 +14,7 @@ from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
@@ -104,7 +104,7 @@ class Region(Mapping[str, Any]):
         template = self._templates[name]
         return template.ref(self.place(name))
 
-    def room(self, name: str, signature: Signature) -> Place:
+    def room(self, name: str, signature: Signature) -> Range:
         """Return the range for an output of a model.
 
         Raises:
@@ -114,11 +114,11 @@ class Region(Mapping[str, Any]):
         check_room(name, self._templates[name].datatype, signature)
         return self.place(name)
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> Range:
         """Return the range of a tensor in the form sent to the server. Raises Released."""
         if self.lease.released:
             raise Released("this region was released")
-        place: Place = self.segment.place(self._offsets[name], self._templates[name].byte_size)
+        place: Range = self.segment.place(self._offsets[name], self._templates[name].byte_size)
         return place
 
     def release(self) -> None:

@@ -29,7 +29,7 @@ from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.messages import control_requests as m
-from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_memory
+from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
 
 ALIGNMENT = 64
 _SMALLEST = 4 * 1024 * 1024
@@ -89,10 +89,10 @@ class Segment:
         """Return the tensor at `offset`."""
         return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
 
-    def place(self, offset: int, byte_size: int) -> Place:
+    def place(self, offset: int, byte_size: int) -> Range:
         """Return the range of these bytes in the form sent to the server."""
         assert self.memory is not None
-        return Place(self.memory, offset, byte_size)
+        return Range(self.memory, offset, byte_size)
 
     def close(self) -> None:
         """Unmap the memory once its last array is gone. This method is idempotent."""

@@ -42,7 +42,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.scheduler_client import ENDED as NOBODY_SERVES
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, explain, unpack_spans
 from shmserve.ipc.transport.dealer import Dealer
@@ -153,7 +153,7 @@ class ClientRequest(InflightRequest):
         """Whether its result is to say where its time went."""
         return (self.built.options.parameters or {}).get("explain") is True
 
-    def copied(self, place: Place) -> bytes:
+    def copied(self, place: Range) -> bytes:
         """A copy of what is in a worker's memory."""
         return self.channel.server.copied(place)
 

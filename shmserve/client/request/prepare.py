@@ -21,7 +21,7 @@ from shmserve.client.request.prepared import Buffer, RequestTemplate, TensorTemp
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     LONGEST_CORRELATION_ID,
@@ -314,7 +314,7 @@ class _Loose:
         self._segments: list[AnySegment] = []
         self._holders: list[Any] = []
         self._templates: list[TensorTemplate] = []
-        self._places: list[Place | None] = []
+        self._places: list[Range | None] = []
         specs = model.signature.inputs
         for index, (name, value) in enumerate(inputs.items()):
             if type(value) is DeviceView:
@@ -330,7 +330,7 @@ class _Loose:
             self._templates.append(TensorTemplate(name, datatype, shape, array.nbytes))
             self._places.append(self._found(value, array))
 
-    def _on_device(self, view: DeviceView) -> Place:
+    def _on_device(self, view: DeviceView) -> Range:
         self._hold(view.segment, view.lease)
         return view.place()
 
@@ -339,7 +339,7 @@ class _Loose:
         self._segments.append(segment)
         self._holders.append(holder)
 
-    def _found(self, value: Any, array: Array) -> Place | None:
+    def _found(self, value: Any, array: Array) -> Range | None:
         """Return the range of an array that lies in the client's memory; otherwise None."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
@@ -378,7 +378,7 @@ class _Loose:
         at = block.offset if block else 0
         refs: list[TensorRef] = []
         for template, array, place in pairs:
-            data: bytes | Place
+            data: bytes | Range
             if place is not None:
                 data = place
             elif block is None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
@@ -43,7 +43,7 @@ class TensorTemplate(NamedTuple):
     shape: tuple[int, ...]
     byte_size: int
 
-    def ref(self, data: bytes | Place) -> TensorRef:
+    def ref(self, data: bytes | Range) -> TensorRef:
         """Return the tensor with this data."""
         return TensorRef(self.name, self.datatype, self.shape, data)
 
@@ -106,7 +106,7 @@ class RequestTemplate:
         """
         self._templates = templates
         self._memories = memories
-        refs = [template.ref(Place(_NOWHERE, 0, template.byte_size)) for template in templates]
+        refs = [template.ref(Range(_NOWHERE, 0, template.byte_size)) for template in templates]
         fit = signature.check("", refs, [RequestedOutput(name) for name in outputs])
         self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         wanted = outputs or tuple(signature.outputs)
@@ -154,11 +154,11 @@ class RequestTemplate:
             arrays.append(
                 np.ndarray(template.shape, dtype_of(template.datatype), segment.bytes, at)
             )
-            inputs.append(pack_place(segment.place(at, template.byte_size)))
+            inputs.append(pack_range(segment.place(at, template.byte_size)))
             at += aligned(template.byte_size)
         outputs: list[Any] = []
         for size in self._rooms.values():
-            outputs.append(pack_place(segment.place(at, size)))
+            outputs.append(pack_range(segment.place(at, size)))
             at += aligned(size)
         return Buffer(self, block, arrays, inputs, outputs)
 

@@ -17,8 +17,8 @@ from shmserve.errors import Internal, Unavailable, Unsupported
 from shmserve.ipc.memory.lent import releases
 from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes
-from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
-from shmserve.ipc.tensors.inference import RequestSchema, TensorSchema, places
+from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
+from shmserve.ipc.tensors.inference import RequestSchema, TensorSchema, ranges_of
 from shmserve.ipc.transport.records import MalformedMessage
 
 
@@ -82,7 +82,7 @@ class Reader(Protocol):
 
     built: PackedRequest
 
-    def copied(self, place: Place) -> bytes:
+    def copied(self, place: Range) -> bytes:
         """Return a copy of a range in a worker's memory."""
 
     def release(self, messages: Iterable[Release]) -> None:
@@ -160,16 +160,16 @@ def _placed(
     datas: Sequence[Any],
     lease: MemoryLease | None,
 ) -> dict[str, Any]:
-    found = [data if type(data) is bytes else unpack_place(data) for data in datas]
+    found = [data if type(data) is bytes else unpack_range(data) for data in datas]
     try:
         return {
             ref.name: _in_memory(reader, lease, ref, data)
-            if isinstance(data, Place)
+            if isinstance(data, Range)
             else _inline(reader.built, ref, data)
             for ref, data in zip(outputs, found, strict=True)
         }
     finally:
-        reader.release(releases(places(datas), own_memories(reader.built)))
+        reader.release(releases(ranges_of(datas), own_memories(reader.built)))
 
 
 def own_memories(built: PackedRequest) -> set[int]:
@@ -177,7 +177,7 @@ def own_memories(built: PackedRequest) -> set[int]:
     return {segment.memory.id for segment in built.segments if segment.memory is not None}
 
 
-def _in_memory(reader: Reader, lease: MemoryLease | None, ref: TensorSchema, place: Place) -> Any:
+def _in_memory(reader: Reader, lease: MemoryLease | None, ref: TensorSchema, place: Range) -> Any:
     """Return an output that lies in memory."""
     built = reader.built
     segment = _segment(built, place.memory)
@@ -203,7 +203,7 @@ def _region_lease(built: PackedRequest, segment: AnySegment) -> MemoryLease:
     return MemoryLease(nothing)
 
 
-def _copied(reader: Reader, place: Place, segment: AnySegment | None) -> bytes:
+def _copied(reader: Reader, place: Range, segment: AnySegment | None) -> bytes:
     if segment is not None:
         if isinstance(segment, DeviceSegment):
             raise Unsupported("strings on a device cannot be read there: give them no place")

@@ -183,7 +183,7 @@ class Inference(GatewayRequest):
     encoded: Any = field(init=False, default=None)
 
     def responded(self, message: Response) -> None:
-        if not self.over:
+        if not self.ended:
             self.discard(message)  # the model has one response
             return
         self.message = message
@@ -221,7 +221,7 @@ class Inference(GatewayRequest):
         message, self.message = self.message, None
         if message is not None:
             self.discard(message)
-        self.give_up()
+        self.abandon()
         if self.built.trace is not None:
             self.built.trace.gone()
 
@@ -256,7 +256,7 @@ class StreamingInference(GatewayRequest):
             packed = (message.schema, message.data)
             message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
         self._unsent += 1
-        if self.over and self.built.trace is not None:
+        if self.ended and self.built.trace is not None:
             self.built.trace.answered(message)
         self.on_response(self, message)
 
@@ -293,7 +293,7 @@ class StreamingInference(GatewayRequest):
     def credit(self, inferred: Inferred | None) -> None:
         """Record that the response with these outputs was sent, and return its credit."""
         self._unsent -= 1
-        if self.over:
+        if self.ended:
             if not self._unsent and self.built.trace is not None:
                 self.built.trace.finish()
             return
@@ -304,8 +304,8 @@ class StreamingInference(GatewayRequest):
 
     def cancel(self) -> None:
         """Cancel the request."""
-        if not self.over:
-            self.give_up()
+        if not self.ended:
+            self.abandon()
         if self.built.trace is not None:
             self.built.trace.gone()
 

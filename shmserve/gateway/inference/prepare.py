@@ -30,7 +30,7 @@ from shmserve.gateway.region_table import GatewayRegion, RegionTable, Uses
 from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place
+from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
@@ -106,7 +106,7 @@ class Resources:
         """The regions that the request uses."""
         return () if self._uses is None else self._uses.regions
 
-    def allocate(self, sizes: list[int]) -> list[Place]:
+    def allocate(self, sizes: list[int]) -> list[Range]:
         """Allocate ranges of these sizes, in bytes, in one arena block.
 
         Raises:
@@ -119,11 +119,11 @@ class Resources:
         block = self._block(starts.pop())
         self._offset = block.offset
         return [
-            Place(block.memory, block.offset + start, size)
+            Range(block.memory, block.offset + start, size)
             for start, size in zip(starts, sizes, strict=True)
         ]
 
-    def _block(self, byte_size: int) -> Place:
+    def _block(self, byte_size: int) -> Range:
         try:
             return self._arena.allocate(byte_size)
         except Unavailable:
@@ -132,7 +132,7 @@ class Resources:
                     return self._arena.allocate(byte_size)
             raise
 
-    def view(self, place: Place) -> memoryview:
+    def view(self, place: Range) -> memoryview:
         """Return the bytes of a range that `allocate` has returned."""
         return self._arena.view(place)
 
@@ -229,7 +229,7 @@ class RequestTemplate:
             places = resources.allocate(self._sizes)
             for place, tensor in zip(places, tensors, strict=True):
                 resources.view(place)[:] = tensor
-            data = list(map(pack_place, places))
+            data = list(map(pack_range, places))
             release = resources.release
         if self._data is not None:
             received, data = data, self._data.copy()
@@ -294,7 +294,7 @@ def _build(
         datas.append(data)
     resources = resources_of(gateway)
     try:
-        stored: Sequence[bytes | Place | None] = datas
+        stored: Sequence[bytes | Range | None] = datas
         if total > INLINE_LIMIT:
             stored = _store(resources, datas)
         return check_request(model, request, stored, resources), resources, datas
@@ -303,7 +303,7 @@ def _build(
         raise
 
 
-def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Place | None]:
+def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Range | None]:
     places = resources.allocate([len(data or b"") for data in datas])
     for data, place in zip(datas, places, strict=True):
         if data:
@@ -314,7 +314,7 @@ def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Plac
 def check_request(
     model: GatewayModel,
     request: InferRequest,
-    stored: Sequence[bytes | Place | None],
+    stored: Sequence[bytes | Range | None],
     resources: Resources,
 ) -> BuiltRequest:
     """Check a request against its model, and against the regions of its inputs and outputs.

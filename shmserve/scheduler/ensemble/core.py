@@ -24,7 +24,7 @@ from shmserve.ipc.messages.publications import ModelPublished, SchedulerLost
 from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.scheduler_client import Links
-from shmserve.ipc.tensors.descriptors import Place, unpack_place
+from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping
@@ -127,12 +127,12 @@ class EnsembleCore(Core[EnsembleRequest]):
             raise MalformedMessage("a request's data do not match its schema")
         inputs: list[tuple[str, Value]] = []
         for (name, kind, is_condition), raw in zip(known.inputs, data, strict=False):
-            where = raw if type(raw) is bytes else unpack_place(raw)
+            where = raw if type(raw) is bytes else unpack_range(raw)
             holds = not is_condition or self._memory.any_true(name, where)
             inputs.append((name, Value(kind, where, None, holds)))
-        places: dict[str, Place] = {}
+        places: dict[str, Range] = {}
         if known.placed:
-            placed = map(unpack_place, data[len(inputs) :])
+            placed = map(unpack_range, data[len(inputs) :])
             places = dict(zip(known.placed, placed, strict=True))
             _check_places(places, inputs, plan, self._graph)
         flow = Flow(plan)
@@ -318,7 +318,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         }
 
 
-def _check_places(places: dict[str, Place], inputs: Tensors, plan: Plan, graph: Graph) -> None:
+def _check_places(places: dict[str, Range], inputs: Tensors, plan: Plan, graph: Graph) -> None:
     """Check that no output is written over an input that another step reads.
 
     Raises:
@@ -328,7 +328,7 @@ def _check_places(places: dict[str, Place], inputs: Tensors, plan: Plan, graph: 
         writer = graph.writers[name].index
         for tensor, value in inputs:
             route = plan.routes.get(tensor)
-            if route is None or not isinstance(value.data, Place):
+            if route is None or not isinstance(value.data, Range):
                 continue
             readers = {reader.index for reader in route.readers} - {writer, RESPONSE}
             if readers and place.overlaps(value.data):

@@ -25,7 +25,7 @@ from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.memory.lent import Block, LentMemory, Token
 from shmserve.ipc.memory.mappings import Mappings, opened
-from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Range
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import agree
 
@@ -90,7 +90,7 @@ class Value(Token):
     def __init__(
         self,
         kind: TensorKind | None,
-        data: bytes | Place,
+        data: bytes | Range,
         memory: Token | None = None,
         holds: bool = True,
         override: dict[str, Any] | None = None,
@@ -111,7 +111,7 @@ class Value(Token):
         """Whether the tensor is inline or in a block of the ensemble, which may be kept longer."""
         return isinstance(self.data, bytes) or isinstance(self.memory, Block)
 
-    def block_at(self, place: Place) -> Block | None:
+    def block_at(self, place: Range) -> Block | None:
         """Return the ensemble's block that holds the tensor if it is at `place`."""
         block = self.memory
         return block if isinstance(block, Block) and block.place == place else None
@@ -189,7 +189,7 @@ class EnsembleMemory:
         for block in blocks:
             block.release()
 
-    def hold(self, place: Place) -> None:
+    def hold(self, place: Range) -> None:
         """Keep a worker's arena open until `let_go`, even if the worker exits.
 
         Raises:
@@ -201,19 +201,19 @@ class EnsembleMemory:
             held = self._held[memory.id] = _HeldArena(memory)
         held.users += 1
 
-    def let_go(self, place: Place) -> None:
+    def let_go(self, place: Range) -> None:
         """Release a range that `hold` kept."""
         held = self._held[place.memory.id]
         held.users -= 1
         if held.gone and not held.users:
             self._close(place.memory.id)
 
-    def passed_on(self, place: Place) -> Place:
+    def passed_on(self, place: Range) -> Range:
         """Return a range so that another worker can read it even if its writer has exited."""
         held = self._held.get(place.memory.id)
         return place if held is None else replace(place, memory=held.memory)
 
-    def copy(self, place: Place) -> Block:
+    def copy(self, place: Range) -> Block:
         """Return a block of the arena with the bytes of a worker's arena that is held.
 
         Raises:
@@ -235,7 +235,7 @@ class EnsembleMemory:
         self._mappings.drop(memory_id)
         self._on_dropped(memory_id)
 
-    def any_true(self, name: str, data: bytes | Place) -> bool:
+    def any_true(self, name: str, data: bytes | Range) -> bool:
         """Return whether an element of the BOOL tensor `name` is true.
 
         Raises:
@@ -305,13 +305,13 @@ class DeviceBlocks:
             if segment.device == device:
                 offset = segment.free.allocate(byte_size)
                 if offset is not None:
-                    return Block(self.free, Place(segment.memory, offset, byte_size))
+                    return Block(self.free, Range(segment.memory, offset, byte_size))
         made = self._grow(device, byte_size)
         if made is None:
             return None
         offset = made.free.allocate(byte_size)
         assert offset is not None
-        return Block(self.free, Place(made.memory, offset, byte_size))
+        return Block(self.free, Range(made.memory, offset, byte_size))
 
     def _grow(self, device: int, byte_size: int) -> _Segment | None:
         had = sum(s.free.capacity for s in self._segments.values() if s.device == device)
@@ -329,7 +329,7 @@ class DeviceBlocks:
         self._segments[made.memory.id] = made
         return made
 
-    def free(self, place: Place) -> None:
+    def free(self, place: Range) -> None:
         """Free a block; called by `Block.release`."""
         self._segments[place.memory.id].free.free(place.offset)
 

@@ -28,7 +28,7 @@ from shmserve.ipc.messages.inference import (
     Settled,
     Submit,
 )
-from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place
+from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
@@ -135,7 +135,7 @@ class EnsembleRequest:
     client: Client[EnsembleRequest]
     submit: Submit
     known: KnownRequest
-    places: dict[str, Place]
+    places: dict[str, Range]
     flow: Flow
     lookup: Lookup | None
     arrived_ns: int
@@ -386,8 +386,8 @@ class EnsembleRequests:
             if type(where) is bytes:
                 data.append(where)
                 continue
-            assert isinstance(where, Place)
-            data.append(pack_place(where))
+            assert isinstance(where, Range)
+            data.append(pack_range(where))
             if name not in request.places:
                 value.acquire()
                 self._memory.lent.lend(request.client.pid, where, value)

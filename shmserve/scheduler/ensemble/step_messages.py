@@ -27,7 +27,7 @@ from shmserve.ipc.messages.inference import (
     correlation_fields,
 )
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
-from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place, unpack_place
+from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range, unpack_range
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     RequestedOutput,
@@ -185,13 +185,13 @@ class StepMessages:
         override: dict[str, Any] | None = None
         for value in firing.inputs.values():
             where = value.data
-            data.append(where if type(where) is bytes else pack_place(memory.passed_on(where)))  # type: ignore[arg-type]
+            data.append(where if type(where) is bytes else pack_range(memory.passed_on(where)))  # type: ignore[arg-type]
             if value.override:
                 override = {**(override or {}), **value.override}
         schema = kind.schema
         for name, tensor in kind.placed:
             block = blocks.get(name)
-            data.append(pack_place(request.places[tensor] if block is None else block.place))
+            data.append(pack_range(request.places[tensor] if block is None else block.place))
         # A client's memory must not keep an output, because the client may write to it.
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_or_input
@@ -279,7 +279,7 @@ class StepMessages:
         raw = message.data
         if len(raw) != len(response.outputs):
             raise MalformedMessage("a response's data do not match its schema")
-        data = [each if type(each) is bytes else unpack_place(each) for each in raw]
+        data = [each if type(each) is bytes else unpack_range(each) for each in raw]
         if request.state is not RUNNING or (step.answered and not planned.decoupled):
             if more_follow:
                 self._schedulers.credit(step, 1)
@@ -293,7 +293,7 @@ class StepMessages:
         self,
         step: StepRequest,
         response: StepResponse,
-        data: list[bytes | Place],
+        data: list[bytes | Range],
         more_follow: bool,
     ) -> Tensors:
         """Return the tensors that a response has made, or is lacking."""
@@ -325,8 +325,8 @@ class StepMessages:
         return made
 
     def _keep(
-        self, step: StepRequest, name: str, place: Place, for_client: bool
-    ) -> tuple[Place, Token | None]:
+        self, step: StepRequest, name: str, place: Range, for_client: bool
+    ) -> tuple[Range, Token | None]:
         """Return where an output may stay, and the token that keeps its memory.
 
         The worker that made an output reuses its memory when this process exits. The client may
@@ -351,25 +351,25 @@ class StepMessages:
         self._let_go(step.endpoint, place)
         return block.place, block
 
-    def _let_go(self, endpoint: str, place: Place) -> None:
+    def _let_go(self, endpoint: str, place: Range) -> None:
         self._memory.let_go(place)
         release = Release(place.memory.pid, [place.offset], place.memory.id)
         self._schedulers.release(endpoint, (release,))
 
     def _discard(
-        self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Place]
+        self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Range]
     ) -> None:
         """Release outputs that are in their workers' memory."""
         ours = step.kind.to_client | step.blocks.keys()
         places = [
             where
             for output, where in zip(outputs, data, strict=True)
-            if isinstance(where, Place) and output.name not in ours
+            if isinstance(where, Range) and output.name not in ours
         ]
         self._schedulers.release(step.endpoint, releases(places))
 
 
-def _returned(step: StepRequest, place: Place, block: Block) -> Block:
+def _returned(step: StepRequest, place: Range, block: Block) -> Block:
     """Return the block that keeps an output at `place`.
 
     The model may have returned an input in place. Otherwise the output is in `block`.

@@ -25,7 +25,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
-from shmserve.ipc.tensors.descriptors import Memory, Place, unpack_place
+from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
@@ -195,16 +195,16 @@ class LocalClientRules:
             return _LocalSchema(schema, fits=False)
         return _LocalSchema(schema, fits=True)
 
-    def _checked_place(self, number: int, given: Any) -> Place:
+    def _checked_place(self, number: int, given: Any) -> Range:
         """Return a place in memory that the client has shared."""
         try:
-            place = unpack_place(given)
+            place = unpack_range(given)
         except (TypeError, ValueError) as error:
             raise MalformedMessage(f"not a place: {error}") from error
         self._check_owner(number, place)
         return place
 
-    def _check_owner(self, number: int, place: Place) -> None:
+    def _check_owner(self, number: int, place: Range) -> None:
         key = (number, place.memory)
         if key in self._memories:
             return

@@ -25,7 +25,7 @@ from shmserve.common.peers import Ownership
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages.publications import RegionPublished, RegionRegistered
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, pack_place
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, pack_range
 from shmserve.supervisor.host.handover_link import HandoverLink
 from shmserve.supervisor.host.service_manager import ServiceManager
 
@@ -93,7 +93,7 @@ class OpenRegion:
 
     def published(self, acknowledge: int) -> RegionPublished:
         """Return the message that publishes the region to gateways."""
-        place = list(pack_place(Place(self._memory(), self.offset, self.byte_size)))
+        place = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
         owner = self.owner
         return RegionPublished(self.name, self.key, place, owner.uid, owner.group, acknowledge)
 

@@ -37,7 +37,7 @@ from shmserve.ipc.messages.supervision import (
     WorkspaceStart,
     decode_start,
 )
-from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
+from shmserve.ipc.tensors.descriptors import Memory, Range, pack_range
 from shmserve.ipc.transport.dealer import Dealer
 
 
@@ -228,7 +228,7 @@ class Workspaces:
     def _send_granted(self, pool: _Pool, granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
             assert pool.memory is not None
-            place = pack_place(Place(pool.memory, offset, 0))
+            place = pack_range(Range(pool.memory, offset, 0))
             self._send(owner, Answered(ticket, {"place": place}))
 
 

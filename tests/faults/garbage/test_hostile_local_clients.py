@@ -20,7 +20,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Refused, ShareMemory, WithdrawMemory
 from shmserve.ipc.messages.supervision import Acknowledged
-from shmserve.ipc.tensors.descriptors import Place, TensorRef, unpack_memory
+from shmserve.ipc.tensors.descriptors import Range, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames, zmtp
 from tests.faults.conftest import make_repository
@@ -384,8 +384,8 @@ def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
         memory = unpack_memory(
             local_client.ask(ShareMemory(1, 2 * size, False), fd).payload["memory"]
         )
-        tensor = TensorRef("INPUT0", "FP32", (size // 4,), Place(memory, 0, size))
-        output = RequestedOutput("OUTPUT0", Place(memory, size, size))
+        tensor = TensorRef("INPUT0", "FP32", (size // 4,), Range(memory, 0, size))
+        output = RequestedOutput("OUTPUT0", Range(memory, size, size))
         for number in range(50):
             link.send(submit((tensor,), number, (output,)))
             punch(fd, 2 * size)
@@ -403,7 +403,7 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
                 local_client.ask(ShareMemory(number, 4096, False), fd).payload["memory"]
             )
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
-            place = Place(memory, 0, 16)
+            place = Range(memory, 0, 16)
             for work in (
                 submit((TensorRef("INPUT0", "FP32", (4,), place),)),
                 submit((small(),), outputs=(RequestedOutput("OUTPUT0", place),)),

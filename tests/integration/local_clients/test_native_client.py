@@ -18,7 +18,7 @@ import shmserve.client
 from shmserve.client import aio
 from shmserve.client.request.arrays import dtype_of
 from shmserve.ipc.messages.inference import Finished
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.transport.dealer import Dealer
 from tests.rigs.local_clients import answer, submit
 from tests.support import repositories
@@ -443,7 +443,7 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
     copied, lost = connection.copied, [1]
 
-    def gone(place: Place) -> bytes:
+    def gone(place: Range) -> bytes:
         if lost[0]:
             lost[0] -= 1
             raise shmserve.client.Unavailable("the memory of a tensor is gone")

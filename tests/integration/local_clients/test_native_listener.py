@@ -23,7 +23,7 @@ from shmserve.ipc.messages.inference import Failed, Finished, Submit
 from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
 from shmserve.ipc.messages.supervision import Stop
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, unpack_memory
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
 from tests.rigs.local_clients import Guest, answer, memfd, small, submit
@@ -87,8 +87,8 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
             local_client.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
         )
         os.pwrite(fd, b"\1\0\0\0" * 4, 0)
-        tensor = TensorRef("INPUT0", "FP32", (4,), Place(memory, 0, 16))
-        output = RequestedOutput("OUTPUT0", Place(memory, 64, 16))
+        tensor = TensorRef("INPUT0", "FP32", (4,), Range(memory, 0, 16))
+        output = RequestedOutput("OUTPUT0", Range(memory, 64, 16))
         link.send(submit((tensor,), 1, (output,)))
         assert isinstance(answer(link), Finished)
         assert os.pread(fd, 16, 64) == b"\1\0\0\0" * 4
@@ -97,9 +97,9 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
         link.send(submit((tensor,)))
         assert "has not shared" in answer(link).message
         made_up = Memory(memory.id, memory.pid, memory.fd, memory.inode, 8192, True)
-        link.send(submit((TensorRef("INPUT0", "FP32", (4,), Place(made_up, 0, 16)),)))
+        link.send(submit((TensorRef("INPUT0", "FP32", (4,), Range(made_up, 0, 16)),)))
         assert "has not shared" in answer(link).message
-        link.send(submit((small(),), 1, (RequestedOutput("OUTPUT0", Place(memory, 0, 16)),)))
+        link.send(submit((small(),), 1, (RequestedOutput("OUTPUT0", Range(memory, 0, 16)),)))
         assert "has not shared" in answer(link).message
 
 

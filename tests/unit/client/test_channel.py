@@ -28,7 +28,7 @@ from shmserve.ipc.messages.control_requests import Welcome
 from shmserve.ipc.messages.inference import Cancel
 from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Range
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.router import MOST_ELEMENTS, UntrustedRouter
 from tests.support.waiting import until
@@ -243,7 +243,7 @@ def test_answers_are_copied_by_several_at_a_time(
     fd = os.memfd_create("answers")
     try:
         os.write(fd, bytes(4095) + b"!")
-        place = Place(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
+        place = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
         gc.collect()  # or it does in the middle: what tests before this one have left
         before = len(os.listdir("/proc/self/fd"))
         copy()

@@ -33,7 +33,7 @@ from shmserve.ipc.messages.control_requests import ShareDeviceMemory
 from shmserve.ipc.messages.publications import HealthChanged, MemoryDropped, ModelPublished
 from shmserve.ipc.messages.supervision import CheckMemory
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.hosting.local_clients import LocalClientListener
@@ -340,7 +340,7 @@ def test_pinned_host_memory(
             client.allocate(TENSORS, pin=True)
         forged = dataclasses.replace(region.place("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Place(forged, 0, 16))
+            host.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Range(forged, 0, 16))
     until("workers are told", lambda: bool(host.processes.workers))
     host.drop()
     assert not cuda.pinned
@@ -427,7 +427,7 @@ def test_a_local_client_uses_no_handle_that_it_did_not_share(
     ):
         assert not SEALS.owns(number, forged)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.listener._rules._check_owner(number, Place(forged, 0, 16))
+            host.listener._rules._check_owner(number, Range(forged, 0, 16))
 
 
 def test_the_same_handle_shared_again_is_another_memory() -> None:

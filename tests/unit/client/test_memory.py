@@ -29,7 +29,7 @@ from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.inference import Finished
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -365,7 +365,7 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
         result = read(reader, message)
         return {**result, **result.parameters}
 
-    place = Place(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
+    place = Range(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
     for n in range(4):
         number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
         text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
@@ -502,4 +502,4 @@ def test_local_clients_cannot_make_up_who_they_are_or_what_is_theirs() -> None:
     mine = Memory(capabilities.memory_id(FIRST, *rest, False), *rest)
     assert capabilities.owns(FIRST, mine) and not capabilities.owns(FIRST + 1, mine)
     assert not capabilities.owns(FIRST, Memory(mine.id, 7, 8, 9, 8192, True))
-    assert Place(mine, 0, 1)
+    assert Range(mine, 0, 1)

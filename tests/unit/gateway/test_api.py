@@ -23,7 +23,7 @@ from shmserve.ipc.messages.publications import (
     RegionPublished,
     RegionWithdrawn,
 )
-from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
+from shmserve.ipc.tensors.descriptors import Memory, Range, pack_range
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, raw_connection
@@ -389,7 +389,7 @@ def test_registrations_are_checked(
 
 def region(name: str, memory_id: int, offset: int) -> Callable[[int], RegionPublished]:
     memory = Memory(memory_id, os.getpid(), 3, 4, 10_000, sealed=False)
-    place = list(pack_place(Place(memory, offset, 100)))
+    place = list(pack_range(Range(memory, offset, 100)))
     return lambda number: RegionPublished(name, f"/{name}", place, os.getuid(), -1, number)
 
 

@@ -20,7 +20,7 @@ from shmserve.gateway.http.infer import HttpInference
 from shmserve.gateway.inference.inference import Inference, submit
 from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
 
@@ -84,7 +84,7 @@ async def held(condition: Callable[[], bool]) -> None:
 
 
 def answer(number: int = 1) -> m.Finished:
-    output = TensorRef("OUT", "INT8", (64,), Place(WORKER, 4096, 64))
+    output = TensorRef("OUT", "INT8", (64,), Range(WORKER, 4096, 64))
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 
 
@@ -168,7 +168,7 @@ def test_any_number_of_responses(tmp_path: Path) -> None:
             rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.credit(request, 4)
             if number == 2:
-                request.give_up()
+                request.abandon()
             rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.take(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
@@ -192,7 +192,7 @@ def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
         await held(lambda: not rig.schedulers)
         assert [type(message) for message in first.heard] == [m.Failed]
         assert [type(message) for message in second.heard] == [m.Finished]
-        assert first.over and second.over
+        assert first.ended and second.ended
 
     run(tmp_path, story)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import Arena, FreeList
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.tensors.descriptors import Place, unpack_place
+from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.ipc.transport.records import MalformedMessage
 
 
@@ -92,11 +92,11 @@ def test_a_place_outside_its_memory_is_refused() -> None:
     good = arena.allocate(64)
     for offset, byte_size in ((1 << 16, 1), (-1, 1), (0, (1 << 16) + 1), (1, -1)):
         with pytest.raises(MalformedMessage, match="outside"):
-            unpack_place((good.memory.packed, offset, byte_size))
+            unpack_range((good.memory.packed, offset, byte_size))
     with pytest.raises(Unavailable):
-        reader.view(Place(dataclasses.replace(good.memory, id=1, inode=1), 0, 1))
+        reader.view(Range(dataclasses.replace(good.memory, id=1, inode=1), 0, 1))
     with pytest.raises(Unavailable):
-        reader.view(Place(dataclasses.replace(good.memory, id=2, fd=9999), 0, 1))
+        reader.view(Range(dataclasses.replace(good.memory, id=2, fd=9999), 0, 1))
     reader.drop(good.memory.id)
     arena.close()
 

@@ -8,7 +8,7 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.lent import Block, Holding, LentMemory, Readers, releases, unread
 from shmserve.ipc.messages.inference import Release
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.support import tokens
 
@@ -89,9 +89,9 @@ def test_a_token_that_is_dropped_unsettled_is_told_of() -> None:
     assert len(tokens.LOST) == 1 and "Holding was dropped unsettled" in tokens.LOST.pop()
 
 
-def place(memory_id: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False) -> Place:
+def place(memory_id: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False) -> Range:
     handle = CudaHandle(b"h" * 64, 0) if cuda else None
-    return Place(Memory(memory_id, pid, 3, 4, 1 << 20, sealed, cuda=handle), offset, 8)
+    return Range(Memory(memory_id, pid, 3, 4, 1 << 20, sealed, cuda=handle), offset, 8)
 
 
 def test_releases_name_each_process_once_and_no_client() -> None:

@@ -17,7 +17,7 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import LoadFailed
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, unpack_place
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, unpack_range
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -114,7 +114,7 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
 def test_frames_that_were_changed_on_the_way() -> None:
     """R2: a message, schema or memory with changed or lost bytes is another or malformed."""
     chance = random.Random(3)
-    place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    place = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
     request, data = pack_inference(Inference(tensors, (RequestedOutput("c"),)))
     response, _ = pack_inferred(Inferred(tensors, {"x": "y"}))
@@ -124,7 +124,7 @@ def test_frames_that_were_changed_on_the_way() -> None:
     kinds += [
         (lambda schema: unpack_inference(schema, data), request),
         (lambda schema: unpack_inferred(schema, data), response),
-        (lambda memory: unpack_place([memory, 10, 20]), place.memory.packed),
+        (lambda memory: unpack_range([memory, 10, 20]), place.memory.packed),
     ] * 20
     malformed = 0
     for number in range(_CHANGES):
@@ -164,7 +164,7 @@ def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
 
 
 def test_a_request_and_its_answer_survive_the_wire() -> None:
-    place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    place = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (), b"\0\0\0\0"))
     request = Inference(tensors, (RequestedOutput("c", place), RequestedOutput("d")), {"k": 1})
     assert unpack_inference(*pack_inference(request)) == request
@@ -173,7 +173,7 @@ def test_a_request_and_its_answer_survive_the_wire() -> None:
 
 
 def test_a_place_outside_its_memory_is_malformed() -> None:
-    bad = Place(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
+    bad = Range(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
     with pytest.raises(MalformedMessage):
         unpack_inference(*pack_inference(Inference((TensorRef("a", "FP32", (5,), bad),))))
 

@@ -14,7 +14,7 @@ import pytest
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.descriptors import Memory, Range
 
 KEY = f"/test-{os.getpid()}-posix"
 
@@ -119,7 +119,7 @@ def test_nobody_waits_for_a_lease_on_what_a_program_shares() -> None:
     fd = os.memfd_create("leased")
     try:
         os.ftruncate(fd, 4096)
-        place = Place(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096)
+        place = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096)
         with leased(f"/proc/self/fd/{fd}"), pytest.raises(Unavailable, match="is gone"):
             Mappings().view(place)
         assert len(Mappings().view(place)) == 4096

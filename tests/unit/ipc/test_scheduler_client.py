@@ -21,7 +21,7 @@ from shmserve.ipc.scheduler_client import (
     SchedulerClient,
     Successors,
 )
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, Packed, pack_inferred
 from tests.rigs.scheduler_rig import work_in_place
 
@@ -124,7 +124,7 @@ def responded(number: int = 1, *, final: bool = False) -> m.Responded:
 
 def lent(number: int = 1, *, offset: int = 4096) -> m.Finished:
     """A response with an output in a worker's memory."""
-    output = TensorRef("OUT", "INT8", (64,), Place(WORKER, offset, 64))
+    output = TensorRef("OUT", "INT8", (64,), Range(WORKER, offset, 64))
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.tensors import descriptors
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef, unpack_place
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRef, unpack_range
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.inference import (
     inline_size_of,
     pack_inference,
     pack_inferred,
-    places,
+    ranges_of,
     unpack_inference,
     unpack_inferred,
 )
@@ -30,7 +30,7 @@ MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
 SIZES = st.lists(st.integers(0, 300), min_size=1, max_size=4)
 
 
-def tensors(datas: list[bytes | Place]) -> tuple[TensorRef, ...]:
+def tensors(datas: list[bytes | Range]) -> tuple[TensorRef, ...]:
     return tuple(
         TensorRef(f"T{n}", "UINT8", (len(d) if isinstance(d, bytes) else d.byte_size,), d)
         for n, d in enumerate(datas)
@@ -46,13 +46,13 @@ def test_requests_of_one_kind_have_one_schema(
 ) -> None:
     def drawn() -> Inference:
         placed = st.integers(0, 1000)
-        datas: list[bytes | Place] = [
+        datas: list[bytes | Range] = [
             data.draw(st.binary(min_size=size, max_size=size))
             if data.draw(st.booleans())
-            else Place(MEMORY, data.draw(placed), size)
+            else Range(MEMORY, data.draw(placed), size)
             for size in sizes
         ]
-        place = Place(MEMORY, data.draw(placed), 64)
+        place = Range(MEMORY, data.draw(placed), 64)
         outputs = (RequestedOutput("A"), RequestedOutput("B", place, or_input=True))
         return Inference(tensors(datas), outputs, parameters)
 
@@ -83,7 +83,7 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
         Inference(tensors([b"123"])),
         Inference(tensors([b"1234"]), parameters={"a": 1}),
         Inference(tensors([b"1234"]), (RequestedOutput("OUT"),)),
-        Inference(tensors([b"1234"]), (RequestedOutput("OUT", Place(MEMORY, 0, 64)),)),
+        Inference(tensors([b"1234"]), (RequestedOutput("OUT", Range(MEMORY, 0, 64)),)),
         Inference((TensorRef("T0", "INT8", (4,), b"1234"),)),
         Inference((TensorRef("T1", "UINT8", (4,), b"1234"),)),
         Inference(tensors([b"1234", b""])),
@@ -104,7 +104,7 @@ def test_data_that_do_not_match_their_schema_are_malformed(data: list[Any]) -> N
 
 
 def test_a_placed_output_requires_a_place() -> None:
-    placed = RequestedOutput("OUT", Place(MEMORY, 0, 64))
+    placed = RequestedOutput("OUT", Range(MEMORY, 0, 64))
     schema, data = pack_inference(Inference(tensors([b"1"]), (placed,)))
     assert unpack_inference(schema, data).outputs == (placed,)
     with pytest.raises(MalformedMessage):
@@ -119,9 +119,9 @@ def test_bytes_that_are_no_schema_are_malformed(packed: bytes) -> None:
 
 
 def test_sizes_count_inline_bytes_and_places() -> None:
-    place = Place(MEMORY, 4096, 100)
+    place = Range(MEMORY, 4096, 100)
     _, data = pack_inferred(Inferred(tensors([b"abc", place])))
-    assert (byte_size_of(data), inline_size_of(data), places(data)) == (103, 3, [place])
+    assert (byte_size_of(data), inline_size_of(data), ranges_of(data)) == (103, 3, [place])
 
 
 # --- Schemas
@@ -203,7 +203,7 @@ def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:
 @pytest.mark.parametrize("wrong", [1.0, True, "1", None])
 def test_a_place_of_other_numbers_is_malformed_also_when_an_equal_one_is_known(wrong: Any) -> None:
     packed = Memory(1, 2, 3, 4, 100, sealed=True).packed
-    assert unpack_place([packed, 1, 1]).offset == 1
+    assert unpack_range([packed, 1, 1]).offset == 1
     for raw in (
         [packed, wrong, 1],
         [packed, 1, wrong],
@@ -212,15 +212,15 @@ def test_a_place_of_other_numbers_is_malformed_also_when_an_equal_one_is_known(w
         [packed, 100, 1],
     ):
         with pytest.raises(MalformedMessage):
-            unpack_place(raw)
+            unpack_range(raw)
 
 
 def test_a_memory_of_many_bytes_is_malformed_and_not_kept() -> None:
     longest = Memory.on_device(1, 100, CudaHandle(b"h" * 64, 2**31, b"u" * 16), 2**31)
-    assert unpack_place([longest.packed, 0, 1]).memory == longest
-    kept = len(descriptors._PLACES), len(descriptors._MEMORIES)
+    assert unpack_range([longest.packed, 0, 1]).memory == longest
+    kept = len(descriptors._RANGES), len(descriptors._MEMORIES)
     for handle in (b"h" * 256, b"h" * 1_000_000):
         packed = Memory.on_device(1, 100, CudaHandle(handle, 0)).packed
         with pytest.raises(MalformedMessage):
-            unpack_place([packed, 0, 1])
-    assert (len(descriptors._PLACES), len(descriptors._MEMORIES)) == kept
+            unpack_range([packed, 0, 1])
+    assert (len(descriptors._RANGES), len(descriptors._MEMORIES)) == kept

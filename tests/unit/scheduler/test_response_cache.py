@@ -16,7 +16,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import CacheStart, ResizeCache, StatisticsSnapshot
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -60,23 +60,23 @@ def cached(
     return Rig(dynamic, cache=cache, **server)
 
 
-def released(place: Place) -> m.Release:
+def released(place: Range) -> m.Release:
     """What gives a place back."""
     return m.Release(place.memory.pid, [place.offset], place.memory.id)
 
 
-def work(data: bytes | Place = b"x", output: Place | None = None, **fields: Any) -> Packed:
+def work(data: bytes | Range = b"x", output: Range | None = None, **fields: Any) -> Packed:
     shape = (len(data) if isinstance(data, bytes) else data.byte_size,)
     outputs = () if output is None else (RequestedOutput("O", output),)
     return pack_inference(Inference((TensorRef("I", "INT8", shape, data),), outputs, **fields))
 
 
-def body(data: bytes | Place) -> Packed:
+def body(data: bytes | Range) -> Packed:
     shape = (len(data) if isinstance(data, bytes) else data.byte_size,)
     return pack_inferred(Inferred((TensorRef("O", "INT8", shape, data),), {"p": 1}))
 
 
-def placed(arena: Arena, data: bytes) -> Place:
+def placed(arena: Arena, data: bytes) -> Range:
     place = arena.allocate(len(data))
     arena.view(place)[:] = data
     return place
@@ -173,7 +173,7 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
     arena.view(made)[:] = b"!" * LARGE  # the worker may use it again
     for _ in range(30):  # 3 MB through an arena of 1 MB
         (output,) = inferred_of(hit(rig, work())).outputs
-        assert isinstance(output.data, Place)
+        assert isinstance(output.data, Range)
         view = Mappings().view(output.data)
         assert bytes(view) == b"l" * LARGE
         view[:] = b"?" * LARGE
@@ -196,7 +196,7 @@ def test_what_a_reader_was_not_lent_it_cannot_give_back(arena: Arena) -> None:
     peer = rig.start()
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
     (output,) = inferred_of(hit(rig, work())).outputs
-    assert isinstance(output.data, Place)
+    assert isinstance(output.data, Range)
     rig.client(released(output.data), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
 
@@ -238,10 +238,10 @@ def regions(arena: Arena) -> dict[str, Packed]:
     copied = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
     unsealed = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
     return {
-        "a client's region": work(Place(held, place.offset, 64)),
-        "an untrusted client's": work(Place(copied, place.offset, 64)),
-        "an object that may shrink": work(Place(unsealed, place.offset, 64)),
-        "an output's place": work(b"x", Place(held, place.offset, 64)),
+        "a client's region": work(Range(held, place.offset, 64)),
+        "an untrusted client's": work(Range(copied, place.offset, 64)),
+        "an object that may shrink": work(Range(unsealed, place.offset, 64)),
+        "an output's place": work(b"x", Range(held, place.offset, 64)),
     }
 
 
@@ -336,7 +336,7 @@ def key(
     schema, _ = pack_inference(request)
     head = cache_head(model, version, RequestSchema(schema))
     datas = [request.inputs[index].data for index in head.order]
-    read = [b"12345678" if isinstance(data, Place) else data for data in datas]
+    read = [b"12345678" if isinstance(data, Range) else data for data in datas]
     return cache_key(head.prefix, sequence, read)
 
 
@@ -377,7 +377,7 @@ def test_another_model_or_version_has_another_key() -> None:
     "fields",
     [
         {"inputs": (B, A)},
-        {"inputs": (replace(A, data=Place(Memory(1, 2, 3, 4, 8, True), 0, 8)), B)},
+        {"inputs": (replace(A, data=Range(Memory(1, 2, 3, 4, 8, True), 0, 8)), B)},
     ],
 )
 def test_requests_that_ask_the_same_have_the_same_key(fields: dict[str, Any]) -> None:

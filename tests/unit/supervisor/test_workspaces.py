@@ -18,7 +18,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.messages.supervision import Stop, WorkspaceAllocated, WorkspaceStart, decode_start
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_place
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_range
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.kept import WorkspaceHolders
 from shmserve.supervisor.resources.workspaces import GrantedLease, WorkspacePool, Workspaces, hold
@@ -50,7 +50,7 @@ class Told:
         found = []
         for pid, message in self.messages:
             assert isinstance(message, m.Answered)
-            place = unpack_place(list(message.payload["place"]))
+            place = unpack_range(list(message.payload["place"]))
             assert place.memory == memory_of(place.memory.id)
             found.append((pid, message.id, place.memory.id, place.offset))
         self.messages.clear()
@@ -124,7 +124,7 @@ def test_a_holder_that_dies_is_started_again() -> None:
         await turns()
         first, second = processes.started
         ((_, message),) = told.messages
-        place = unpack_place(list(message.payload["place"]))
+        place = unpack_range(list(message.payload["place"]))
         assert place.memory.pid == second.pid != first.pid
         assert place.memory.cuda == CudaHandle(bytes(64), 1, bytes(16))
         holders.retire()

@@ -18,7 +18,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Output, Request, Response
@@ -261,7 +261,7 @@ def test_an_input_that_is_returned_stays_where_it_is(
         (reply,) = worker.batch(inference(tensor("X", data, given), outputs=[wanted]))
         assert reply.answer is not None
         (output,) = reply.answer.outputs
-        assert isinstance(output.data, Place)
+        assert isinstance(output.data, Range)
         assert output.data.offset == (0 if returned else 8 * MIB)
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
 
@@ -291,7 +291,7 @@ def test_what_is_written_over_an_input_changes_no_other_output(
     def answers(**places: int | None) -> dict[str, list[float]]:
         inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
         wanted = [
-            RequestedOutput(name, None if at is None else Place(memory, 4 * at * size, 4 * size))
+            RequestedOutput(name, None if at is None else Range(memory, 4 * at * size, 4 * size))
             for name, at in places.items()
         ]
         (reply,) = worker.batch(inference(*inputs, outputs=wanted))
@@ -668,9 +668,9 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
     """What a client of another user has shared is copied, and the host may be short of memory."""
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=8))
     data = np.ones((1, 4), F32)
-    copied = Place(replace(region.memory, copied=True), 0, data.nbytes)
+    copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
-    def full(place: Place) -> memoryview:
+    def full(place: Range) -> memoryview:
         raise MemoryError
 
     monkeypatch.setattr(worker.context.mappings, "read", full)

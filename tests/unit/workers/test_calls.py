@@ -22,7 +22,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import FindModel, Refused
 from shmserve.ipc.messages.publications import ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import WorkerStarted
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
@@ -72,7 +72,7 @@ def values(reply: CallResponse) -> list[float]:
     return output.numpy().ravel().tolist()
 
 
-def doubled(submit: m.Submit, place: Place | None = None) -> m.Finished:
+def doubled(submit: m.Submit, place: Range | None = None) -> m.Finished:
     (given,) = work(submit).inputs
     assert isinstance(given.data, bytes)
     array = np.frombuffer(given.data, np.float32).reshape(given.shape)
@@ -173,7 +173,7 @@ def test_large_tensors_lie_in_memory(calls: CallRouter, others: Others) -> None:
             others.found("s1")
         submit = scheduler.next(m.Submit)
         (given,) = work(submit).inputs
-        assert isinstance(given.data, Place)
+        assert isinstance(given.data, Range)
         assert given.data.offset == 0  # free again after each call
         taken = np.frombuffer(mappings.view(given.data), np.float32)
         assert (taken == big).all()
@@ -211,7 +211,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
             others.found("s1")
         submit = scheduler.next(m.Submit)
         place = work(submit).inputs[0].data
-        assert isinstance(place, Place)
+        assert isinstance(place, Range)
         scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "too late", 0, True))
         with pytest.raises(Unavailable):
             running.result(10)

@@ -15,7 +15,7 @@ import pytest
 
 from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.python.execution import thread_ended
@@ -201,7 +201,7 @@ def test_large_responses_go_through_the_arena_and_come_back(model: Model) -> Non
         for seen in model.seen
         if isinstance(seen, m.ExecutionResponded) and seen.schema
         for output in inferred_of(seen).outputs
-        if isinstance(output.data, Place)
+        if isinstance(output.data, Range)
     ]
     model.rig.release(offsets)
     model.rig.instance.link.pump()

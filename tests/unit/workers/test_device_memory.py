@@ -20,7 +20,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Driver
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.supervision import CheckMemory
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef, unpack_place
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRef, unpack_range
 from shmserve.ipc.tensors.inference import (
     Inference,
     RequestedOutput,
@@ -86,19 +86,19 @@ def twice(worker: Rig, most: int = 8, body: str = "        return x * 2\n") -> R
 
 def at(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
     """The input x in device memory."""
-    return tensor("x", rows, Place(memory, offset, rows.nbytes))
+    return tensor("x", rows, Range(memory, offset, rows.nbytes))
 
 
 def out(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
     """The output y in device memory."""
-    return (RequestedOutput("y", Place(memory, offset, byte_size)),)
+    return (RequestedOutput("y", Range(memory, offset, byte_size)),)
 
 
 # --- handles and bounds
 
 
 def view(memory: DeviceMemory, region: Memory, offset: int, size: int) -> torch.Tensor:
-    found: torch.Tensor = Mappings(memory.open).view(unpack_place((region.packed, offset, size)))
+    found: torch.Tensor = Mappings(memory.open).view(unpack_range((region.packed, offset, size)))
     return found
 
 
@@ -108,9 +108,9 @@ def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
     exported = cuda.export(64)
     first, second = exported.memory(), exported.memory(32)
     exported.write(0, np.arange(64, dtype=np.uint8))
-    assert mappings.view(Place(first, 60, 4)).tolist() == [60, 61, 62, 63]
-    assert mappings.view(Place(second, 8, 2)).tolist() == [8, 9]
-    mappings.view(Place(first, 0, 1)).fill_(99)
+    assert mappings.view(Range(first, 60, 4)).tolist() == [60, 61, 62, 63]
+    assert mappings.view(Range(second, 8, 2)).tolist() == [8, 9]
+    mappings.view(Range(first, 0, 1)).fill_(99)
     assert exported.content[0] == 99
     assert cuda.asked == [("open", 0)]
     mappings.drop(first.id)
@@ -124,7 +124,7 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     mappings = Mappings(memory.open)
     region = cuda.export(64).memory()
-    kept = mappings.view(Place(region, 8, 8)).view(torch.float32)
+    kept = mappings.view(Range(region, 8, 8)).view(torch.float32)
     mappings.drop(region.id)
     assert (cuda.opened, memory.handles) == (1, 1)
     # The last reference goes in a thread of the model's: the device's own thread closes.
@@ -150,7 +150,7 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
     for _ in range(1000):
         mappings = Mappings(memory.open)
         region = exported.memory()
-        mappings.view(Place(region, 0, 8))
+        mappings.view(Range(region, 0, 8))
         mappings.drop(region.id)
     assert cuda.opened == 0
     assert memory.handles == 0
@@ -229,7 +229,7 @@ def test_what_a_worker_says_of_a_handle(cuda: FakeCuda) -> None:
 def test_without_cuda() -> None:
     region = FakeCuda().export(64).memory()
     with pytest.raises(Unavailable, match="not used here"):
-        Mappings().view(Place(region, 0, 1))
+        Mappings().view(Range(region, 0, 1))
     if not torch.cuda.is_available():
         with pytest.raises(Unavailable, match="CUDA shared memory needs"):
             DeviceMemory().open(region)
@@ -281,8 +281,8 @@ def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: Fa
 def test_places_on_devices_travel() -> None:
     memory = Memory.on_device(2**61, 4096, CudaHandle(secrets.token_bytes(64), 3, bytes(16)))
     sent = Inference(
-        (TensorRef("x", "FP32", (4,), Place(memory, 16, 16)),),
-        (RequestedOutput("y", Place(memory, 32, 16)),),
+        (TensorRef("x", "FP32", (4,), Range(memory, 16, 16)),),
+        (RequestedOutput("y", Range(memory, 32, 16)),),
     )
     assert unpack_inference(*pack_inference(sent)) == sent
 
@@ -290,14 +290,14 @@ def test_places_on_devices_travel() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        Place(Memory.on_device(1, 64, CudaHandle(bytes(64), 0)), 60, 5),
-        Place(Memory.on_device(1, 64, CudaHandle(bytes(64), 0)), -1, 5),
-        Place(Memory.on_device(1, 64, CudaHandle(bytes(64), "0")), 0, 5),  # type: ignore[arg-type]
-        Place(Memory.on_device(1, 64, CudaHandle("0" * 64, 0)), 0, 5),  # type: ignore[arg-type]
-        Place(Memory.on_device(1, 64, CudaHandle(bytes(64), 0, 5)), 0, 5),  # type: ignore[arg-type]
+        Range(Memory.on_device(1, 64, CudaHandle(bytes(64), 0)), 60, 5),
+        Range(Memory.on_device(1, 64, CudaHandle(bytes(64), 0)), -1, 5),
+        Range(Memory.on_device(1, 64, CudaHandle(bytes(64), "0")), 0, 5),  # type: ignore[arg-type]
+        Range(Memory.on_device(1, 64, CudaHandle("0" * 64, 0)), 0, 5),  # type: ignore[arg-type]
+        Range(Memory.on_device(1, 64, CudaHandle(bytes(64), 0, 5)), 0, 5),  # type: ignore[arg-type]
     ],
 )
-def test_malformed_places(place: Place) -> None:
+def test_malformed_places(place: Range) -> None:
     with pytest.raises(MalformedMessage):
         unpack_inference(*pack_inference(Inference((TensorRef("x", "FP32", (1,), place),))))
 
@@ -317,7 +317,7 @@ def test_a_batch_of_one_is_computed_on_the_device(
         (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
         assert reply.code == "", reply.message
         assert reply.answer is not None
-        assert reply.answer.outputs[0].data == Place(memory, 32, 16)
+        assert reply.answer.outputs[0].data == Range(memory, 32, 16)
         assert (exported.read(32, ROW) == (ROW + turn) * 2).all()
         # The answer leaves after the device has done what it says.
         assert cuda.asked[-1] == ("synchronize", 0)
@@ -530,7 +530,7 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
     words = np.array([b"one", b"three"], dtype=np.object_)
     wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
     exported.write(0, wire)
-    given = tensor("x", words, Place(memory, 0, wire.nbytes))
+    given = tensor("x", words, Range(memory, 0, wire.nbytes))
     (reply,) = worker.batch(inference(given, outputs=out(memory, 32, 20)))
     assert reply.code == "", reply.message
     assert (exported.read(32, wire) == wire).all()
@@ -587,7 +587,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     memory = exported.memory()
     exported.write(0, ROW)
     name = config["output"][0]["name"]
-    wanted = (RequestedOutput(name, Place(memory, 32, 16)),)
+    wanted = (RequestedOutput(name, Range(memory, 32, 16)),)
     (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=wanted))
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
@@ -613,11 +613,11 @@ def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unma
     mappings = Mappings(None, partial(cuda.device_memory().pin, device=1))
     region = Region(8192)
     memory = pinned(region)
-    kept = mappings.view(Place(memory, 4096, 8))
-    mappings.view(Place(memory, 0, 8192))
+    kept = mappings.view(Range(memory, 4096, 8))
+    mappings.view(Range(memory, 0, 8192))
     assert list(cuda.pinned.values()) == [8192] and cuda.asked == [("pin", 1)]
     plain = Region(4096)
-    mappings.view(Place(plain.memory, 0, 8))
+    mappings.view(Range(plain.memory, 0, 8))
     assert len(cuda.pinned) == 1, "nobody asked for it"
     mappings.drop(memory.id)
     assert not cuda.pinned and bytes(kept) == bytes(8), "a view of it stays valid"
@@ -639,7 +639,7 @@ def test_what_cannot_be_pinned_is_used_all_the_same(cuda: FakeCuda) -> None:
     for memory in (cuda.device_memory(), DeviceMemory(nobody)):
         mappings = Mappings(None, partial(memory.pin, device=0))
         region = Region(4096)
-        assert len(mappings.view(Place(pinned(region), 0, 8))) == 8
+        assert len(mappings.view(Range(pinned(region), 0, 8))) == 8
         mappings.drop_all()
         region.close()
     assert not cuda.asked
@@ -649,7 +649,7 @@ def test_memory_that_is_not_mapped_is_not_pinned(cuda: FakeCuda) -> None:
     mappings = Mappings(None, partial(cuda.device_memory().pin, device=0))
     region = Region(4096)
     copied = dataclasses.replace(region.memory, pinned=True, copied=True)
-    assert len(mappings.read(Place(copied, 0, 8))) == 8
+    assert len(mappings.read(Range(copied, 0, 8))) == 8
     assert not cuda.asked
     mappings.drop_all()
     region.close()

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import RequestedOutput, RequestSchema, pack_inference
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import unpack
@@ -106,7 +106,7 @@ def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) 
         (reply,) = worker.batch(inference(sent, outputs=asked))
         assert reply.answer is not None, reply.message
         (output,) = reply.answer.outputs
-        assert isinstance(output.data, Place)
+        assert isinstance(output.data, Range)
         expected = numbers if way in ("returned", "owned") else numbers * 2
         expected = expected[: 2 if way == "shorter" else 4]
         stays = way == "returned" and or_input

@@ -19,7 +19,7 @@ from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.inference import Failed, Finished, Submit
 from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.python.execution import thread_ended
@@ -88,7 +88,7 @@ class Model:
         ]
 
 
-def x(values: Any, place: Place | None = None) -> TensorRef:
+def x(values: Any, place: Range | None = None) -> TensorRef:
     return tensor("X", np.atleast_1d(np.asarray(values, dtype=np.float32)), place)
 
 

@@ -19,7 +19,7 @@ import torch
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.tensors.arrays import STORED
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.device import Device
 from shmserve.workers.memory.tensors import as_torch
@@ -102,12 +102,12 @@ class HostBinding:
         except ShmserveError:
             return None  # if it stays full, writing the output fails the request
 
-    def _region(self, place: Place | None, size: int, datatype: str) -> memoryview | None:
+    def _region(self, place: Range | None, size: int, datatype: str) -> memoryview | None:
         if place is None or place.memory.cuda is not None or datatype not in _FLOATS:
             return None
         if place.byte_size < size:
             return None  # writing the output fails the request, as intended
-        view: memoryview = self._context.mappings.view(Place(place.memory, place.offset, size))
+        view: memoryview = self._context.mappings.view(Range(place.memory, place.offset, size))
         return view
 
     def _run_bound(
@@ -241,7 +241,7 @@ def _text(name: str, array: Array) -> Array:
     return made.reshape(array.shape)
 
 
-def _free_places(request: Request, least: int) -> dict[str, Place]:
+def _free_places(request: Request, least: int) -> dict[str, Range]:
     """Return the output ranges with at least `least` bytes that overlap nothing in the request."""
     found = {
         name: place

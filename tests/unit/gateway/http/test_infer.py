@@ -27,7 +27,7 @@ from shmserve.ipc.messages.publications import (
     SchedulerLost,
 )
 from shmserve.ipc.messages.supervision import Drain, Drained, Stop
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
     SIMPLE,
@@ -362,7 +362,7 @@ def test_a_model_that_moved_is_called_where_it_is(gateway: Rig, simple: Schedule
 
 def content(place: Any) -> bytes:
     """What a worker would read at a place."""
-    assert isinstance(place, Place)
+    assert isinstance(place, Range)
     fd = os.open(f"/proc/{place.memory.pid}/fd/{place.memory.fd}", os.O_RDONLY)
     try:
         assert os.fstat(fd).st_ino == place.memory.inode
@@ -437,9 +437,9 @@ def large_body(size: int) -> tuple[bytes, dict[str, str]]:
     return header + bytes(size), {"Inference-Header-Content-Length": str(len(header))}
 
 
-def place_of(submit: Submit) -> Place:
+def place_of(submit: Submit) -> Range:
     place = inference_of(submit).inputs[0].data
-    assert isinstance(place, Place)
+    assert isinstance(place, Range)
     return place
 
 
@@ -523,7 +523,7 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-def answer_from(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[Inferred, Place]:
+def answer_from(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[Inferred, Range]:
     place = arena.allocate(len(data))
     arena.view(place)[:] = data
     return Inferred((TensorRef("OUT", datatype, (len(data) // 4,), place),)), place
@@ -627,7 +627,7 @@ def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
 
 def region(name: str, memory_id: int, byte_size: int = 1000, offset: int = 4096) -> Any:
     memory = Memory(memory_id, os.getpid(), 3, 77, offset + byte_size, sealed=False)
-    place = list(pack_place(Place(memory, offset, byte_size)))
+    place = list(pack_range(Range(memory, offset, byte_size)))
     return lambda number: m.RegionPublished(name, "/key", place, os.getuid(), -1, number)
 
 
@@ -661,7 +661,7 @@ def test_tensors_in_regions_are_passed_on_as_places(
     (submit,) = through_regions.submits
     inference = inference_of(submit)
     for place, offset in ((inference.inputs[0].data, 8), (inference.outputs[0].place, 96)):
-        assert isinstance(place, Place)
+        assert isinstance(place, Range)
         assert (place.offset, place.byte_size) == (4096 + offset, 40)
         memory = place.memory
         assert (memory.id, memory.pid, memory.fd, memory.inode) == (5, os.getpid(), 3, 77)

@@ -8,7 +8,7 @@ from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import Drain, Drained
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
@@ -314,7 +314,7 @@ def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
     elements = 10_000
     rig = EnsembleRig(CHAIN, [model(name, dims=(elements,)) for name in "ab"], dims=(elements,))
     memory = Memory(id=7, pid=7000, fd=3, inode=1, byte_size=1 << 20, sealed=True)
-    tensor = TensorRef("IN", "FP32", (elements,), Place(memory, 0, 4 * elements))
+    tensor = TensorRef("IN", "FP32", (elements,), Range(memory, 0, 4 * elements))
     work = pack_inference(Inference((tensor,)))
     rig.client_says(m.Submit(1, *work, rig.now_ns, 0, 0, 0))
     ((_, first),) = rig.sent()
@@ -347,12 +347,12 @@ def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
             assert output.place is not None
             rig.step_says("a", m.Finished(submit.id, *placed(output.place)))
         (read,) = inferred_of(only(rig.told(), m.Finished)).outputs
-        assert isinstance(read.data, Place) and rig.memory.used
+        assert isinstance(read.data, Range) and rig.memory.used
         rig.client_says(m.Release(read.data.memory.pid, [read.data.offset], read.data.memory.id))
         assert rig.memory.used == 0
 
 
-def placed(place: Place) -> Packed:
+def placed(place: Range) -> Packed:
     tensor = TensorRef("Y", "FP32", (place.byte_size // 4,), place)
     return pack_inferred(Inferred((tensor,)))
 

@@ -9,7 +9,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.memory.cuda_ipc import Exporting
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from shmserve.scheduler.ensemble.memory import DeviceBlocks
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
@@ -36,14 +36,14 @@ def on_cpu(name: str) -> dict[str, Any]:
     return on_gpu(name, instance_group=[{"kind": "KIND_CPU", "count": 1, "gpus": []}])
 
 
-def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Place | None]:
+def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
     """The step that was sent last, and where its output is to go."""
     ((endpoint, submit),) = rig.sent()
     (output,) = inference_of(submit).outputs
     return endpoint, submit, output.place
 
 
-def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, place: Place) -> None:
+def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, place: Range) -> None:
     """The step has written where it was told."""
     made = TensorRef("Y", "FP32", (SIZE,), place)
     rig.step_says(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((made,)))))

@@ -7,7 +7,7 @@ from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
 from tests.support.messages import inferred_of
@@ -67,7 +67,7 @@ def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
     """A worker died right after it had responded: the ensemble goes on."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
-    tensor = TensorRef("Y", "FP32", (1,), Place(GONE, 0, 4))
+    tensor = TensorRef("Y", "FP32", (1,), Range(GONE, 0, 4))
     rig.step_says("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert failed(rig).code == "UNAVAILABLE"
     assert (rig.ensemble.live, rig.memory.held) == (0, 0)
@@ -92,7 +92,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     rig = EnsembleRig([STREAM[0], second], [model("a"), model("b")], conditions={1: "m"})
     rig.submit()
     unsealed = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
-    tensor = TensorRef("Y", "BOOL", (4,), Place(unsealed, 0, 4))
+    tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed, 0, 4))
     rig.step_says("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert failed(rig).code == "INVALID_ARG"
     assert rig.ensemble.live == 0
@@ -150,7 +150,7 @@ def test_what_a_client_reads_is_the_ensembles_own() -> None:
     elsewhere.reuse()
     (finished,) = rig.told()
     (output,) = inferred_of(finished).outputs
-    assert isinstance(output.data, Place)
+    assert isinstance(output.data, Range)
     assert output.data.memory.id != elsewhere.place.memory.id
     mappings = Mappings()
     assert bytes(mappings.view(output.data)) == b"abcd" * 5000
