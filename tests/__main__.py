@@ -7,8 +7,6 @@ the end, with what it said first. The last line counts the tests of all; exit st
 failed twice.
 """
 
-from __future__ import annotations
-
 import compileall
 import contextlib
 import signal

@@ -2,12 +2,14 @@
 of one that fails.
 """
 
-from __future__ import annotations
-
+import asyncio
 import contextlib
 import functools
+import inspect
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -21,6 +23,8 @@ if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
 from tests.support import leaks, servers, tokens
+from tests.support.crowd import Crowd, crowd
+from tests.support.wire.raw_http import Http
 
 # How long an example takes is the machine's affair, and who else is busy on it.
 hypothesis.settings.register_profile(
@@ -48,10 +52,7 @@ def _start_what_stays() -> None:
     with contextlib.suppress(ImportError):
         import grpc
 
-        with (
-            grpc.insecure_channel("127.0.0.1:1") as channel,
-            contextlib.suppress(grpc.RpcError),
-        ):
+        with grpc.insecure_channel("127.0.0.1:1") as channel, contextlib.suppress(grpc.RpcError):
             channel.unary_unary("/nobody/answers")(b"", timeout=1)
 
 
@@ -68,6 +69,42 @@ def _start_cuda() -> None:
         pointer = driver.allocate(1, 0)
         driver.export(pointer, 0)
         driver.free(pointer, 0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an empty model repository that the tests of a module share."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[servers.Start]:
+    """Start servers that the tests of a module share, ready on return; see `servers.running`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(servers.running(*args, **options))
+
+
+@pytest.fixture
+def http(server: servers.Server) -> Iterator[Http]:
+    """A connection to the server of the test."""
+    with server.http() as connection:
+        yield connection
+
+
+@pytest.fixture
+def people(server: servers.Server) -> Iterator[Crowd]:
+    """Requests to the server of the test; all have their answers when it ends."""
+    with crowd(server) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A folder for sockets, whose paths are short, that every user may enter."""
+    made = Path(tempfile.mkdtemp(prefix="st-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +134,16 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     if isinstance(val, bytes) and len(val) > _LONGEST_SHOWN:
         return f"{argname} of {len(val)} bytes"
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

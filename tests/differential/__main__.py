@@ -4,8 +4,6 @@ against shmserve and a real Triton, and say where they differ.
 Exit status 0: nowhere, but where it is known. Without a Triton it is skipped, with status 0, too.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Requests over gRPC, and what came back, as values that can be compared."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Plays a script against one server, and writes down what happened."""
 
-from __future__ import annotations
-
 import re
 import time
 import urllib.request
@@ -10,16 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.differential.calls import Call, Caller
-from tests.differential.script import (
-    Ask,
-    Cancel,
-    Drain,
-    Elapse,
-    Release,
-    Responded,
-    Script,
-    Step,
-)
+from tests.differential.script import Ask, Cancel, Drain, Elapse, Release, Responded, Script, Step
 from tests.support.gates import Gate, Visit
 
 _PATIENCE_S = 20.0

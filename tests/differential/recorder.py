@@ -1,7 +1,5 @@
 """The text of every script's Python model."""
 
-from __future__ import annotations
-
 import textwrap
 
 from tests.differential.script import Model

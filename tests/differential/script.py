@@ -1,7 +1,5 @@
 """Scripts: models, and what happens to them, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Both servers: a group of scripts is played against each, one after the other."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import textwrap

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
-from tests.support.crowd import ConnectionLimits, crowd
+from tests.support.crowd import Crowd, crowd
 from tests.support.leaks import resident_bytes, server_descriptors, unix_sockets
 from tests.support.load import Load
 from tests.support.servers import Server, lasting
@@ -105,7 +105,7 @@ class Scene:
     """What a crime gets to see."""
 
     server: Server
-    people: ConnectionLimits
+    people: Crowd
     load: Load
     http: Http
 

@@ -1,11 +1,6 @@
 """Two minutes of `python -m bench.chaos`: random load, random faults, no wrong or lost answer."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
-from tests.support.servers import ROOT
+from tests.support.servers import run_python
 
 _MINUTES = 2
 _PATIENCE_S = 420
@@ -13,8 +8,6 @@ _PATIENCE_S = 420
 
 def test_chaos() -> None:
     """Its faults and clients are drawn by a seed; what they meet is not."""
-    command = [sys.executable, "-m", "bench.chaos", f"--minutes={_MINUTES}", "--seed=1"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
-    )
+    command = ("-m", "bench.chaos", f"--minutes={_MINUTES}", "--seed=1")
+    done = run_python(*command, timeout_s=_PATIENCE_S)
     assert done.returncode == 0, done.stdout[-30_000:] + done.stderr[-10_000:]

@@ -1,7 +1,5 @@
 """The end of the supervisor, run directories that are used again, and servers beside each other."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import signal

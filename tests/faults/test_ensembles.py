@@ -9,15 +9,14 @@ import fcntl
 import http.client
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.faults.scene import RECOVERY_S, State, assert_is_as_it_was, wait_replaced
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
-from tests.support.servers import Server, running
+from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
 
@@ -52,29 +51,23 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
     add_model(repository, "second", ONE, *fixed)
     add_model(repository, "third", ONE)
-    steps = [
-        step("first", {"X": "IN"}, {"Y": "a"}),
-        step("second", {"X": "a"}, {"Y": "b"}),
-        step("third", {"X": "b"}, {"Y": "OUT"}),
-    ]
+    steps = [xy("first", "IN", "a"), xy("second", "a", "b"), xy("third", "b", "OUT")]
     add_ensemble(repository, "pipe", steps)
     add_model(repository, "grows", ONE)
-    add_ensemble(repository, "last", [step("grows", {"X": "IN"}, {"Y": "OUT"})])
+    add_ensemble(repository, "last", [xy("grows", "IN", "OUT")])
     return repository
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path, go: Path) -> Iterator[Server]:
-    with running(repository, environment={"GO": str(go)}) as started:
-        yield started
+def server(repository: Path, go: Path, start: Start) -> Server:
+    return start(repository, environment={"GO": str(go)})
 
 
 @pytest.fixture(scope="module")
-def separate(repository: Path, go: Path) -> Iterator[Server]:
+def separate(repository: Path, go: Path, start: Start) -> Server:
     """Each model is scheduled in a process of its own."""
     flag = "--ensemble-scheduling=separate"
-    with running(repository, flag, environment={"GO": str(go)}) as started:
-        yield started
+    return start(repository, flag, environment={"GO": str(go)})
 
 
 class Asking:

@@ -2,8 +2,6 @@
 and all is as before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -465,10 +463,7 @@ CRIMES: dict[str, Crime] = {
     "stop the zygote of the workers": Crime(stop_a_zygote("worker zygote", "worker gated.0")),
     "stop the zygote of the others": Crime(stop_a_zygote("front zygote", "scheduler gated")),
     "stop everyone but the supervisor": Crime(
-        stop_all_but_the_supervisor,
-        within_s=10.0,
-        connections=True,
-        more_memory=TORCH_BYTES,
+        stop_all_but_the_supervisor, within_s=10.0, connections=True, more_memory=TORCH_BYTES
     ),
     "stop a worker for a moment": Crime(stop_briefly("worker simple.0")),
     "an error for one of a batch": Crime(model_does("error", "as you wished")),

@@ -2,8 +2,6 @@
 answered, and what is said of the model is so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -19,8 +17,8 @@ import pytest
 from shmserve.ipc.messages import publications as m
 from tests.rigs.local_clients import Guest
 from tests.support import repositories
-from tests.support.crowd import ConnectionLimits, crowd, values
-from tests.support.servers import Server, running
+from tests.support.crowd import Crowd, crowd, values
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
 
@@ -42,16 +40,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Server]:
+def server(repository: Path, start: Start) -> Server:
     """A server with a gateway of each kind: both must know of a change."""
     flags = ("--model-control-mode=explicit", "--load-model=simple")
-    with running(repository, *flags, grpc=True) as started:
-        yield started
+    return start(repository, *flags, grpc=True)
 
 
-def change(
-    people: ConnectionLimits, name: str, verb: str = "load", body: Any = None
-) -> Future[Reply]:
+def change(people: Crowd, name: str, verb: str = "load", body: Any = None) -> Future[Reply]:
     """Ask for a load, or an unload."""
     return people.do(lambda http: http.post(f"/v2/repository/models/{name}/{verb}", body))
 
@@ -91,107 +86,106 @@ def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
 
 
 @pytest.mark.parametrize("verb", ["load", "unload"])
-def test_a_worker_that_dies_while_its_generation_drains(server: Server, verb: str) -> None:
+def test_a_worker_that_dies_while_its_generation_drains(
+    server: Server, people: Crowd, verb: str
+) -> None:
     """What it had is executed by another one, and then the generation ends."""
-    with crowd(server) as people:
-        change(people, "gated").result().ok()
-        asked = people.number("gated", 7)
-        visit = server.gate.next()
-        change(people, "gated", verb).result().ok()
-        os.kill(visit.pid, signal.SIGKILL)
+    change(people, "gated").result().ok()
+    asked = people.number("gated", 7)
+    visit = server.gate.next()
+    change(people, "gated", verb).result().ok()
+    os.kill(visit.pid, signal.SIGKILL)
+    again = server.gate.next()
+    assert again.pid != visit.pid
+    again.release()
+    assert values(asked.result()) == [7]
+    change(people, "gated", "unload").result().ok()
+    until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
+    assert not server.find("scheduler gated")
+
+
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_a_scheduler_that_dies_while_its_generation_drains(
+    server: Server, people: Crowd, verb: str
+) -> None:
+    """What it had goes to the new generation, or is refused where there is none."""
+    change(people, "gated").result().ok()
+    asked = people.number("gated", 7)
+    visit = server.gate.next()
+    dying = server.one("scheduler gated")
+    change(people, "gated", verb).result().ok()
+    dying.kill()
+    if verb == "load":
         again = server.gate.next()
         assert again.pid != visit.pid
         again.release()
         assert values(asked.result()) == [7]
-        change(people, "gated", "unload").result().ok()
-        until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
-        assert not server.find("scheduler gated")
+    else:
+        assert asked.result().status == 503
+    change(people, "gated", "unload").result().ok()
+    until("it has ended", lambda: not server.find("scheduler gated"))
 
 
-@pytest.mark.parametrize("verb", ["load", "unload"])
-def test_a_scheduler_that_dies_while_its_generation_drains(server: Server, verb: str) -> None:
-    """What it had goes to the new generation, or is refused where there is none."""
-    with crowd(server) as people:
-        change(people, "gated").result().ok()
-        asked = people.number("gated", 7)
-        visit = server.gate.next()
-        dying = server.one("scheduler gated")
-        change(people, "gated", verb).result().ok()
-        dying.kill()
-        if verb == "load":
-            again = server.gate.next()
-            assert again.pid != visit.pid
-            again.release()
-            assert values(asked.result()) == [7]
-        else:
-            assert asked.result().status == 503
-        change(people, "gated", "unload").result().ok()
-        until("it has ended", lambda: not server.find("scheduler gated"))
-
-
-def test_an_instance_that_dies_while_another_loads(server: Server) -> None:
+def test_an_instance_that_dies_while_another_loads(server: Server, people: Crowd) -> None:
     """It starts again, and the load succeeds with both."""
-    with crowd(server) as people:
-        asked = change(people, "twin")
-        first, second = server.gate.next(), server.gate.next()
-        before = attached(server)
-        first.release()
-        until("the first offers itself to its scheduler", lambda: attached(server) > before)
-        state(server, "twin")  # the supervisor has heard of it, too
-        os.kill(first.pid, signal.SIGKILL)
-        server.gate.next().release()
-        second.release()
-        asked.result().ok()
-        assert server.answers("/v2/models/twin/ready")
-        until("both are there", lambda: len(server.find("worker twin")) == 2)
-        change(people, "twin", "unload").result().ok()
+    asked = change(people, "twin")
+    first, second = server.gate.next(), server.gate.next()
+    before = attached(server)
+    first.release()
+    until("the first offers itself to its scheduler", lambda: attached(server) > before)
+    state(server, "twin")  # the supervisor has heard of it, too
+    os.kill(first.pid, signal.SIGKILL)
+    server.gate.next().release()
+    second.release()
+    asked.result().ok()
+    assert server.answers("/v2/models/twin/ready")
+    until("both are there", lambda: len(server.find("worker twin")) == 2)
+    change(people, "twin", "unload").result().ok()
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_an_unload_gives_up_a_load_that_hangs(server: Server, served: bool) -> None:
+def test_an_unload_gives_up_a_load_that_hangs(server: Server, people: Crowd, served: bool) -> None:
     """It does not wait for it, nor does what comes next."""
-    with crowd(server) as people:
-        if served:
-            first = change(people, "slow")
-            server.gate.next().release()
-            first.result().ok()
-        asked = change(people, "slow")
-        hanging = server.gate.next()
-        change(people, "slow", "unload").result().ok()
-        reply = asked.result()
-        assert reply.status == 400
-        assert reply.json()["error"] == "failed to load 'slow', no version is available"
-        until("it is unloaded", lambda: state(server, "slow") == "UNAVAILABLE")
-        assert not server.find("worker slow")
-        again = change(people, "slow")
-        loading = server.gate.next()
-        assert loading.pid != hanging.pid
-        loading.release()
-        again.result().ok()
-        change(people, "slow", "unload").result().ok()
-
-
-def test_a_load_while_the_last_generation_drains(server: Server) -> None:
-    """What ends does not make what begins look unloaded."""
-    with crowd(server) as people:
-        change(people, "slow")
+    if served:
+        first = change(people, "slow")
         server.gate.next().release()
-        until("it is there", lambda: server.answers("/v2/models/slow/ready"))
-        asked = people.number("slow", 7)
-        executing = server.gate.next()
-        change(people, "slow", "unload").result().ok()
-        assert state(server, "slow") == "UNLOADING"
-        loaded = change(people, "slow")
-        loading = server.gate.next()
-        executing.release()
-        assert values(asked.result()) == [7]
-        until("the old one has ended", lambda: len(server.find("scheduler slow")) == 1)
-        assert state(server, "slow") == "LOADING"
-        loading.release()
-        loaded.result().ok()
-        assert server.answers("/v2/models/slow/ready")
-        assert state(server, "slow") == "READY"
-        change(people, "slow", "unload").result().ok()
+        first.result().ok()
+    asked = change(people, "slow")
+    hanging = server.gate.next()
+    change(people, "slow", "unload").result().ok()
+    reply = asked.result()
+    assert reply.status == 400
+    assert reply.json()["error"] == "failed to load 'slow', no version is available"
+    until("it is unloaded", lambda: state(server, "slow") == "UNAVAILABLE")
+    assert not server.find("worker slow")
+    again = change(people, "slow")
+    loading = server.gate.next()
+    assert loading.pid != hanging.pid
+    loading.release()
+    again.result().ok()
+    change(people, "slow", "unload").result().ok()
+
+
+def test_a_load_while_the_last_generation_drains(server: Server, people: Crowd) -> None:
+    """What ends does not make what begins look unloaded."""
+    change(people, "slow")
+    server.gate.next().release()
+    until("it is there", lambda: server.answers("/v2/models/slow/ready"))
+    asked = people.number("slow", 7)
+    executing = server.gate.next()
+    change(people, "slow", "unload").result().ok()
+    assert state(server, "slow") == "UNLOADING"
+    loaded = change(people, "slow")
+    loading = server.gate.next()
+    executing.release()
+    assert values(asked.result()) == [7]
+    until("the old one has ended", lambda: len(server.find("scheduler slow")) == 1)
+    assert state(server, "slow") == "LOADING"
+    loading.release()
+    loaded.result().ok()
+    assert server.answers("/v2/models/slow/ready")
+    assert state(server, "slow") == "READY"
+    change(people, "slow", "unload").result().ok()
 
 
 def test_a_version_gives_way_to_another_while_models_change(
@@ -216,56 +210,58 @@ def test_a_version_gives_way_to_another_while_models_change(
     until("it is ready", lambda: server.answers("/v2/health/ready"))
 
 
-def test_a_model_that_broke_is_loaded_again(server: Server, repository: Path) -> None:
+def test_a_model_that_broke_is_loaded_again(
+    server: Server, people: Crowd, repository: Path
+) -> None:
     """It is ready, and so is the server."""
     code = repository / "once" / "1" / "model.py"
     good = code.read_text()
-    with crowd(server) as people:
-        change(people, "once").result().ok()
-        code.write_text("raise SystemError('not again')")
-        server.one("worker once").kill()
-        until("it has failed", lambda: state(server, "once") == "UNAVAILABLE", 20)
-        assert not server.answers("/v2/health/ready")
-        code.write_text(good)
-        change(people, "once").result().ok()
-        assert state(server, "once") == "READY"
-        assert server.answers("/v2/models/once/ready")
-        assert server.answers("/v2/health/ready")
-        change(people, "once", "unload").result().ok()
+    change(people, "once").result().ok()
+    code.write_text("raise SystemError('not again')")
+    server.one("worker once").kill()
+    until("it has failed", lambda: state(server, "once") == "UNAVAILABLE", 20)
+    assert not server.answers("/v2/health/ready")
+    code.write_text(good)
+    change(people, "once").result().ok()
+    assert state(server, "once") == "READY"
+    assert server.answers("/v2/models/once/ready")
+    assert server.answers("/v2/health/ready")
+    change(people, "once", "unload").result().ok()
 
 
-def test_a_generation_that_breaks_as_it_takes_over(server: Server, repository: Path) -> None:
+def test_a_generation_that_breaks_as_it_takes_over(
+    server: Server, people: Crowd, repository: Path
+) -> None:
     """The load fails, and the old one serves as it did."""
     code = repository / "slow" / "1" / "model.py"
     good = code.read_text()
-    with crowd(server) as people:
-        loading = change(people, "slow")
-        old = server.gate.next()
-        old.release()
-        loading.result().ok()
-        loading = change(people, "slow")
-        new = server.gate.next()
-        code.write_text("raise SystemError('not again')")
-        with silent_local_client(server) as changes:  # what it does not know yet is not so
-            new.release()
-            changes("slow")
-            asked = people.number("slow", 7)
-            assert server.gate.next().pid == new.pid
-            os.kill(new.pid, signal.SIGKILL)
-            until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
-        reply = loading.result()
-        assert reply.status == 400, "all know it, and the model is broken"
-        assert asked.result().status == 503
-        assert state(server, "slow") == "READY"
-        assert server.answers("/v2/models/slow/ready")
-        asked = people.number("slow", 8)
-        visit = server.gate.next()
-        assert visit.pid == old.pid
-        visit.release()
-        assert values(asked.result()) == [8]
-        code.write_text(good)
-        change(people, "slow", "unload").result().ok()
-        until("both have ended", lambda: not server.find("scheduler slow"))
+    loading = change(people, "slow")
+    old = server.gate.next()
+    old.release()
+    loading.result().ok()
+    loading = change(people, "slow")
+    new = server.gate.next()
+    code.write_text("raise SystemError('not again')")
+    with silent_local_client(server) as changes:  # what it does not know yet is not so
+        new.release()
+        changes("slow")
+        asked = people.number("slow", 7)
+        assert server.gate.next().pid == new.pid
+        os.kill(new.pid, signal.SIGKILL)
+        until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
+    reply = loading.result()
+    assert reply.status == 400, "all know it, and the model is broken"
+    assert asked.result().status == 503
+    assert state(server, "slow") == "READY"
+    assert server.answers("/v2/models/slow/ready")
+    asked = people.number("slow", 8)
+    visit = server.gate.next()
+    assert visit.pid == old.pid
+    visit.release()
+    assert values(asked.result()) == [8]
+    code.write_text(good)
+    change(people, "slow", "unload").result().ok()
+    until("both have ended", lambda: not server.find("scheduler slow"))
 
 
 def test_a_request_that_arrives_slowly_while_its_model_is_loaded_again(server: Server) -> None:

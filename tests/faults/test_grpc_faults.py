@@ -1,10 +1,7 @@
 """What happens to gRPC clients when a process of the server dies."""
 
-from __future__ import annotations
-
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, running, stopped, wait_gone
+from tests.support.servers import Server, Start, stopped, wait_gone
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
@@ -21,12 +18,9 @@ WITHIN_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("grpc-faults") / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple", "gated")
-    with running(repository, grpc=True) as started:
-        yield started
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, "simple", "gated")
+    return start(models, grpc=True)
 
 
 def answers(call: Any) -> bool:

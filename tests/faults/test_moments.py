@@ -1,9 +1,6 @@
 """Processes that die at a bad moment: while a model loads or reloads, or the server drains."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -11,10 +8,10 @@ import pytest
 
 from tests.faults.scene import RECOVERY_S, wait_replaced
 from tests.support import repositories
-from tests.support.crowd import ConnectionLimits, crowd, values
+from tests.support.crowd import Crowd, crowd, values
 from tests.support.gates import Visit
 from tests.support.load import Load
-from tests.support.servers import Server, running, wait_gone
+from tests.support.servers import Server, Start, wait_gone
 from tests.support.waiting import until
 
 LOADING = ("worker", "scheduler", "gateway http 0", "worker zygote", "front zygote")
@@ -32,11 +29,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Server]:
+def server(repository: Path, start: Start) -> Server:
     """A server whose slow model is loaded by hand."""
     flags = ("--model-control-mode=explicit", "--load-model=simple", "--load-model=gated")
-    with running(repository, *flags) as started:
-        yield started
+    return start(repository, *flags)
 
 
 @pytest.mark.parametrize("victim", LOADING)
@@ -49,7 +45,7 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
             assert ask_slow(server, people, 1) == [1]
         else:
             unload_slow(people)
-        asked = people.do(lambda http: http.post("/v2/repository/models/slow/load"))
+        asked = people.do(lambda http: http.load("slow"))
         visit = server.gate.next()
         dying = find(server, victim, visit)
         dying.kill()
@@ -101,20 +97,20 @@ def until_ready(server: Server) -> None:
     until("the model is there", ready)
 
 
-def load_slow(server: Server, people: ConnectionLimits) -> None:
+def load_slow(server: Server, people: Crowd) -> None:
     """Load the slow model, and let it."""
-    asked = people.do(lambda http: http.post("/v2/repository/models/slow/load"))
+    asked = people.do(lambda http: http.load("slow"))
     while not asked.done():
         server.gate.let_through(0.02)
     asked.result().ok()
 
 
-def unload_slow(people: ConnectionLimits) -> None:
+def unload_slow(people: Crowd) -> None:
     """Unload the slow model."""
-    people.do(lambda http: http.post("/v2/repository/models/slow/unload")).result().ok()
+    people.do(lambda http: http.unload("slow")).result().ok()
 
 
-def ask_slow(server: Server, people: ConnectionLimits, value: int) -> list[int]:
+def ask_slow(server: Server, people: Crowd, value: int) -> list[int]:
     """What the slow model answers."""
     asked = people.number("slow", value)
     while not asked.done():

@@ -1,7 +1,5 @@
 """Readiness tells the truth: a model is ready when, and only when, a request would be answered."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,5 +127,5 @@ def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, m
             assert http.get("/v2/models/bad/ready").status == 400
             code.write_text(good)
             if mode == "explicit":
-                http.post("/v2/repository/models/bad/load").ok()
+                http.load("bad").ok()
             until("it serves", lambda: http.infer("bad", request).status == 200, 10)

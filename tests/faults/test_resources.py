@@ -1,7 +1,5 @@
 """What models share misbehaves, or who holds it dies."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

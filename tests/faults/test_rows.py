@@ -2,15 +2,11 @@
 what is done about each here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +18,10 @@ import pytest
 import shmserve.client
 from tests.faults.full.small_shm import can_mount, fill_shared_memory
 from tests.support import repositories
-from tests.support.crowd import ConnectionLimits, crowd
+from tests.support.crowd import Crowd, crowd
 from tests.support.leaks import descriptors, made_since
 from tests.support.regions import SharedObject
-from tests.support.servers import ROOT, Server, kill_together, running
+from tests.support.servers import Server, kill_together, run_python, running
 from tests.support.users import ALICE, as_user
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, UnixHttp, in_region, json_input, shm_input
@@ -33,14 +29,6 @@ from tests.support.wire.raw_http import Http, UnixHttp, in_region, json_input, s
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
 PAGE = os.sysconf("SC_PAGESIZE")
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="sr-"))
-    made.chmod(0o711)
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +51,7 @@ class Stage:
 
     server: Server
     http: Http
-    people: ConnectionLimits
+    people: Crowd
     socket: Path
     models: Path
 
@@ -171,8 +159,7 @@ made.path.unlink()
 def client_crashes_and_returns(stage: Stage) -> None:
     """The same program works at once after it was killed: with the old object, and with a new."""
     for how in ("first", "again", "anew", "last"):
-        program = [sys.executable, "-c", PROGRAM, str(stage.server.http_port), str(os.getpid())]
-        ran = subprocess.run([*program, how], cwd=ROOT, capture_output=True, text=True, check=False)
+        ran = run_python("-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), how)
         assert ran.stdout.strip() == "200", (how, ran.stderr)
 
 

@@ -102,11 +102,7 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     before = State.of(server)
     with shmserve.client.connect(server.run_dir) as connected:
         yield connected
-    until(
-        "all is as it was",
-        lambda: not before.differences(State.of(server), MEMORY),
-        within_s=20,
-    )
+    until("all is as it was", lambda: not before.differences(State.of(server), MEMORY), within_s=20)
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
 

@@ -1,15 +1,14 @@
 """Whatever ends in the middle of a stream: its requests end with a clear error, others go on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.streams import ask_repeat, ended, failed, stream
 
@@ -17,24 +16,20 @@ LONG = [0] * 3000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """One for all of these; the last test stops it."""
-    folder = tmp_path_factory.mktemp("streams")
-    repositories.add(folder, "repeat")
+    repositories.add(models, "repeat")
     flags = ("--model-control-mode=explicit", "--exit-timeout-secs=1")
-    with running(folder, *flags, grpc=True) as started:
-        yield started
+    return start(models, *flags, grpc=True)
 
 
 @pytest.fixture
 def repeating(server: Server) -> Iterator[Server]:
     """A server of a model that repeats each element of its input as a response."""
-    with server.http() as http:
-        http.post("/v2/repository/models/repeat/load").ok()
+    server.load("repeat")
     yield server
     if server.process.poll() is None:
-        with server.http() as http:
-            http.post("/v2/repository/models/repeat/unload").ok()
+        server.unload("repeat")
 
 
 def live(server: Server) -> float:
@@ -97,7 +92,7 @@ def test_unloading_waits_for_the_last_response(repeating: Server) -> None:
     with stream(repeating) as (client, told), repeating.http() as http:
         ask_repeat(client, list(range(60)), delay_ms=10)
         told.get(timeout=30)
-        http.post("/v2/repository/models/repeat/unload").ok()
+        http.unload("repeat").ok()
         assert ended(told) == 59
     until("its worker is gone", lambda: not repeating.find("worker repeat.0"))
 

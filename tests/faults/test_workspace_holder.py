@@ -1,7 +1,5 @@
 """The holder of a workspace lease dies, in the middle of a load: who waits for it is served."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

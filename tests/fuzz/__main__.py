@@ -6,8 +6,6 @@ current folder; exit status 0: nothing was found. Needs atheris (pip install -e 
 inputs by chance.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

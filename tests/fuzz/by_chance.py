@@ -1,8 +1,6 @@
 """Inputs by chance, without a look at which lines they reach: many more of them in the same time,
 for targets to which nearly all bytes mean something."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -4,8 +4,6 @@ What a handler is given is what its client has sent, and what it answers comes b
 logged as a fault, and when the connection is over nothing is left: no call, no task, no memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import logging

@@ -1,8 +1,6 @@
 """`python -m tests.generation CHECK [--size N] [--first SEED]`: a long check of text generation, as
 large as one wants it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

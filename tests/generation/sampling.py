@@ -1,8 +1,6 @@
 """Sampling beside transformers: from one prompt, as many texts of ours as of `generate`, which are
 to be distributed alike (a chi-square test of two samples over joint tokens)."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from pathlib import Path

@@ -5,8 +5,6 @@ The engine plans, and a worker's engine computes, as in a server. Nothing is com
 recompute, no drafts): what is, has other rows beside it in its own sequence, and is close only.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import random

@@ -1,8 +1,6 @@
 """Structured output: schemas of mixed depth, to each of which a model that says anything at random
 answers with JSON that is valid."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

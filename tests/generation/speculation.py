@@ -4,8 +4,6 @@ Two Markov chains speak, one of which proposes for the other; the joint distribu
 tokens is known.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -16,13 +14,7 @@ import torch
 from scipy.stats import chisquare
 
 from shmserve.workers.backends.llm.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sampler import (
-    PROPOSAL,
-    SampledRow,
-    distribution,
-    pick,
-    sample,
-)
+from shmserve.workers.backends.llm.sampler import PROPOSAL, SampledRow, distribution, pick, sample
 from shmserve.workers.backends.llm.speculation import Check, Proposal, verify
 
 SYMBOLS, LENGTH = 5, 2

@@ -5,8 +5,6 @@ A step's best two logits may come out the other way round where they are closer 
 does: nowhere else may a text differ.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import sys

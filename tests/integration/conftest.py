@@ -1,7 +1,5 @@
 """One server for all tests that only ask, and a way to start one for those that need their own."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,7 +10,6 @@ import pytest
 
 from tests.support import repositories
 from tests.support.servers import Server, running, unload_all
-from tests.support.wire.raw_http import Http
 
 SHARED = (
     "simple",
@@ -44,13 +41,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def http(server: Server) -> Iterator[Http]:
-    """A connection to the shared server."""
-    with server.http() as connection:
-        yield connection
-
-
-@pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """An empty model repository."""
     folder = tmp_path / "models"
@@ -79,9 +69,7 @@ def host(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Serv
         names = sorted(path.name for path in repository.iterdir())
         for name in names:
             shutil.move(repository / name, folder / name)
-        with server.http() as http:
-            for name in names:
-                http.post(f"/v2/repository/models/{name}/load").ok()
+        server.load(*names)
         return server
 
     yield load

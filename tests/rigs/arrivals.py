@@ -1,7 +1,5 @@
 """Waiting for messages at a socket."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -5,8 +5,6 @@ adaptive batcher makes of them, beside the best that a fixed size and delay can.
 curves and on those drawn from the seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The other side of a model's calls: a supervisor and schedulers that say what the test says."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real browser, Chromium without a window, driven over a pipe by its DevTools protocol."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,8 +1,6 @@
 """A stand-in for pyACL: records every call, keeps the device's memory in the host's, and runs files
 that say in JSON what a model's tensors are. It doubles: output i is twice input i."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

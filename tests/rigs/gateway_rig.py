@@ -1,7 +1,5 @@
 """A real gateway process between a supervisor and schedulers that are played by the test."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """A connection of gRPC and its calls, without a socket."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
@@ -110,9 +108,7 @@ class Scene:
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
         client = SimpleNamespace(gone=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
-            connection_made=lambda _: client,
-            connection_lost=self._lost,
-            settled=lambda _: None,
+            connection_made=lambda _: client, connection_lost=self._lost, settled=lambda _: None
         )
         self.connection = GrpcConnection(owner, front)
         self.transport = Transport()

@@ -1,8 +1,6 @@
 """A generative worker in one process, and its scheduler played by hand: greedy admission, one step
 at a time, blocks as a test wants them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -2,8 +2,6 @@
 as a scheduler counts, and what became of each request.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

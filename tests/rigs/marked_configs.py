@@ -1,7 +1,5 @@
 """Configurations with marks in them, for tests of what is said about which place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from shmserve.errors import InvalidArgument

@@ -1,7 +1,5 @@
 """Ensembles for tests, and the models of their steps, written on the spot."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,6 +75,11 @@ def step(
         for key, value in items.items()
     )
     return f'{{ model_name: "{model}" model_version: {version} {maps} }}'
+
+
+def xy(model: str, given: str, made: str) -> str:
+    """Return a step from X, of the ensemble's tensor `given`, to Y, its tensor `made`."""
+    return step(model, {"X": given}, {"Y": made})
 
 
 def add_ensemble(

@@ -1,7 +1,5 @@
 """Simulated processes, whose messages reach the supervisor in the order that a test chooses."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import signal

@@ -8,8 +8,6 @@ It prints "ready" once both nodes serve, kills the second one at the word "kill"
 environment as NODE is the node's name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

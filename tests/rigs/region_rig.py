@@ -1,7 +1,5 @@
 """A registry of regions with one gateway, whose messages are recorded, and access policies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

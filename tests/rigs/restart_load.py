@@ -7,8 +7,6 @@ One is `registering` regions all the time, where that is said. Servers that are 
 they were asked with them: who uses HTTP or gRPC asks again until it is answered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

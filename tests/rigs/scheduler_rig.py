@@ -1,7 +1,5 @@
 """A scheduler without process, socket or clock: messages in, messages out, time by hand."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

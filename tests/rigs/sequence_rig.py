@@ -1,7 +1,5 @@
 """A scheduler of sequences without process, socket or clock: which rows its instances are given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shmserve.ipc.messages import inference as m

@@ -1,8 +1,6 @@
 """A service manager's end of a server, in a test: what it hears, what it keeps, the sockets that it
 gives."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -89,11 +87,7 @@ def managed() -> Iterator[Manager]:
 
 
 def start(
-    given: Sequence[int],
-    names: str,
-    repository: Path,
-    folder: Path,
-    **environment: str,
+    given: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
     """A server that finds these from descriptor 3 on."""
 

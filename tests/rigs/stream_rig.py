@@ -1,7 +1,5 @@
 """A decoupled model in an instance, asked by a scheduler that the test plays."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """A real systemd as the system's manager, in namespaces of its own: process 1 of a system that has
 this one's files, with /etc to write on, and whose /run, /tmp, /dev/shm and /var/lib are empty."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

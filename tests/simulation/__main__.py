@@ -2,8 +2,6 @@
 (of the schedulers, or of the lifecycle of models); the first that breaks a rule is shown with its
 last 200 events."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,19 +1,11 @@
 """What a seed draws: models, and the requests that clients make of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from random import Random
 from typing import Any
 
-from shmserve.ipc.engine_settings import (
-    GENERATIVE,
-    PARAMETER,
-    POLICIES,
-    PREEMPTION,
-    EngineSettings,
-)
+from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, POLICIES, PREEMPTION, EngineSettings
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
@@ -131,10 +123,7 @@ def _queue(random: Random, name: str) -> Model:
 
 
 def _ordered(random: Random, name: str) -> Model:
-    dynamic = {
-        "preserve_ordering": True,
-        "max_queue_delay_microseconds": random.choice((0, 300)),
-    }
+    dynamic = {"preserve_ordering": True, "max_queue_delay_microseconds": random.choice((0, 300))}
     config = _config(name, 4, dynamic_batching=dynamic)
     return Model(name, config, _limits(random), **_behaviour(random))
 

@@ -1,8 +1,6 @@
 """A simulated worker of a generative model: histories in the place of keys and values, and texts in
 a thread of their own."""
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from collections.abc import Callable

@@ -173,10 +173,7 @@ class Model:
         return values["IN"] + which if values.keys() == {"IN"} else None
 
 
-_ALONE = {
-    "input_map": {"IN": "IN", "IN2": "IN2"},
-    "output_map": {"OUT": "OUT", "WHO": "WHO"},
-}
+_ALONE = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", "WHO": "WHO"}}
 
 
 def joined(one: bytes, other: bytes) -> bytes:

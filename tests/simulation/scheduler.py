@@ -102,13 +102,7 @@ class SchedulerProcess(Process):
         self.malformed = 0
         self.hosts = hosts
         self.hosted = cores.Scheduler(
-            model,
-            version,
-            self,
-            memory,
-            (self._clients, self._peers(), self),
-            kept,
-            alive,
+            model, version, self, memory, (self._clients, self._peers(), self), kept, alive
         )
         host.neighbours.enter(self.endpoint, self._from_neighbour)
         host.schedulers.append(self)

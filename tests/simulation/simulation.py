@@ -1,7 +1,5 @@
 """One run: a server of drawn models under drawn requests and faults, then quiet, and the checks."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A simulated supervisor: it starts processes, tells of their ends, and replaces them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

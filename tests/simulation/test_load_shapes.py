@@ -2,8 +2,6 @@
 come and go.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from random import Random

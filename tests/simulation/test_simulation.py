@@ -1,7 +1,5 @@
 """The simulation in the tests: seeds that once failed, and as many others as fit in a minute."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

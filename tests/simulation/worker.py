@@ -1,7 +1,5 @@
 """A simulated worker: it reads what it is given, takes a while, and returns what can be checked."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from dataclasses import replace

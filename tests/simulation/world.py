@@ -3,8 +3,6 @@
 Nothing here is random but `World.random`, which one seed begins: the same seed gives the same run.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

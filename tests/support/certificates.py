@@ -1,7 +1,5 @@
 """Keys and certificates for tests of TLS, by openssl."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

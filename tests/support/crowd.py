@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ConnectionLimits:
+class Crowd:
     """Sends requests and does not wait for their answers."""
 
     def __init__(self, server: Server, pool: ThreadPoolExecutor) -> None:
@@ -61,10 +61,10 @@ class ConnectionLimits:
 
 
 @contextlib.contextmanager
-def crowd(server: Server, most: int = 64) -> Iterator[ConnectionLimits]:
+def crowd(server: Server, most: int = 64) -> Iterator[Crowd]:
     """A crowd of at most that many requests at a time; at the end all have their answers."""
     with ThreadPoolExecutor(most) as pool:
-        people = ConnectionLimits(server, pool)
+        people = Crowd(server, pool)
         try:
             yield people
         finally:

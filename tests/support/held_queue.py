@@ -1,19 +1,17 @@
 """A model that is held at the gate while its queue fills as a test wants it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from tests.support.crowd import ConnectionLimits
+from tests.support.crowd import Crowd
 from tests.support.servers import Server
 
 
 class Queue:
     """A model whose only instance is held at the gate by request 0: what comes queues up."""
 
-    def __init__(self, server: Server, people: ConnectionLimits, model: str) -> None:
+    def __init__(self, server: Server, people: Crowd, model: str) -> None:
         self.server, self.people, self.model = server, people, model
         self.first = people.number(model, 0)
         self.holder = server.gate.next()

@@ -5,8 +5,6 @@ Weights are drawn with a standard deviation of 0.2: with the 0.02 of fresh model
 same whatever it is given.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

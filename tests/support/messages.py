@@ -1,15 +1,8 @@
 """Requests and responses in the messages that carry them."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from shmserve.ipc.tensors.inference import (
-    Inference,
-    Inferred,
-    unpack_inference,
-    unpack_inferred,
-)
+from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference, unpack_inferred
 
 
 def inference_of(message: Any) -> Inference:

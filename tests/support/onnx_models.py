@@ -1,7 +1,5 @@
 """ONNX files, written on the spot."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An endpoint of OTLP over HTTP that keeps what it is sent."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import threading

@@ -9,8 +9,6 @@
 ```sh, ```python, ...    to read; flags of `shmserve` are checked all the same
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The processes of this host and who started whom, in one look: psutil takes a look at all of them
 for each question, which a test asks many times."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Configurations of models with sequences."""
 
-from __future__ import annotations
-
 IDLE = "max_sequence_idle_microseconds: 60000000"
 
 

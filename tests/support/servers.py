@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -123,6 +124,17 @@ class Server:
         """A connection of its own."""
         with contextlib.closing(Http(self.http_port, timeout_s)) as http:
             yield http
+
+    def load(self, *models: str) -> None:
+        """Load models one after the other; each load must succeed."""
+        with self.http() as http:
+            for model in models:
+                http.load(model).ok()
+
+    def unload(self, model: str) -> None:
+        """Unload a model."""
+        with self.http() as http:
+            http.unload(model).ok()
 
     # --- waiting ---
 
@@ -354,7 +366,7 @@ def unload_all(server: Server, repository: Path) -> None:
     returns once their processes have ended."""
     with server.http() as http:
         for model in http.post("/v2/repository/index").ok().json():
-            http.post(f"/v2/repository/models/{model['name']}/unload").ok()
+            http.unload(model["name"]).ok()
     for folder in repository.iterdir():
         shutil.rmtree(folder)
     hosts = ("scheduler", "ensemble")  # the last of a model's processes to end
@@ -389,20 +401,24 @@ def running(
         server.stop()
 
 
+# The type of `running` as a fixture: the server lives as long as the fixture.
+Start = Callable[..., Server]
+
+
 def run_command(
     *arguments: str, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m shmserve ...` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "shmserve", *arguments],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        **options,  # type: ignore[call-overload]
-    )
+    return run_python("-m", "shmserve", *arguments, timeout_s=timeout_s, **options)
+
+
+def run_python(
+    *arguments: str | Path, timeout_s: float = 60.0, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments to its end, in the project's root; return what it printed."""
+    given: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **given)
 
 
 def runs(process: psutil.Process) -> bool:

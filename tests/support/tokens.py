@@ -1,7 +1,5 @@
 """Memory that was forgotten: tokens that the server's code has dropped before they were settled."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Linux keeps credentials by thread, and only the C library hides that: so another
 that has asked the kernel itself. What it connects, creates and opens is that user's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Waiting for what has no event of its own, with a deadline and a reason."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Models that work in the shared workspace, and say whether it was theirs alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,15 +1,13 @@
 """Who may import whom: rooms depend on each other one way, and nothing heavy loads by accident."""
 
-from __future__ import annotations
-
 import ast
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.servers import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 # What of ours the files in a folder may import.
@@ -97,27 +95,17 @@ def test_nothing_pickles() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "shmserve",
-        "shmserve.ipc.messages",
-        "shmserve.model",
-        "shmserve.cli.client",
-        "shmserve.cli",
-    ],
+    ["shmserve", "shmserve.ipc.messages", "shmserve.model", "shmserve.cli.client", "shmserve.cli"],
 )
 def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
     program = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
-    )
+    done = run_python("-c", program, check=True)
     assert not {"torch", "aiohttp"} & set(done.stdout.split())
 
 
 def test_the_grpc_gateway_does_without_aiohttp() -> None:
     program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
-    )
+    done = run_python("-c", program, check=True)
     loaded = done.stdout.split()
     assert [name for name in loaded if within(name, {"aiohttp", "shmserve.gateway.http"})] == []
 

@@ -1,7 +1,5 @@
 """Which room (a folder of code) may import which; and that no modules import one another."""
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Iterator
@@ -14,24 +12,15 @@ FOLDERS["bench"] = "bench"  # no room of the server's, but without circles, too
 # What every room may import; they import nothing of ours themselves.
 LEAVES = {"shmserve", "shmserve.errors", "shmserve.logs", "shmserve.model"}
 # What a process is told at its start: the records that whoever starts it makes.
-STARTS = {
-    "shmserve.gateway.settings",
-    "shmserve.scheduler.settings",
-}
+STARTS = {"shmserve.gateway.settings", "shmserve.scheduler.settings"}
 
 # room -> the rooms it may import besides itself; "x.*" is x and every room in it. From below to
 # above: a room that is not listed may import nothing, and nobody may import it.
 LAYERS: dict[str, tuple[str, ...]] = {
     # the words and the memory that processes share
     "ipc.transport": (),
-    "ipc.messages": (
-        "ipc",
-        "ipc.transport",
-    ),
-    "ipc.tensors": (
-        "ipc",
-        "ipc.transport",
-    ),
+    "ipc.messages": ("ipc", "ipc.transport"),
+    "ipc.tensors": ("ipc", "ipc.transport"),
     "ipc.memory": ("ipc.messages", "ipc.tensors", "ipc.transport"),
     "ipc": ("ipc.*",),
     # a worker's process

@@ -1,7 +1,5 @@
 """Log lines, what the settings show, and the file that they go to."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
@@ -9,8 +7,6 @@ import logging
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +16,7 @@ from shmserve import logs
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.supervisor.host.console import written_to
+from tests.support.servers import run_python
 
 LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
@@ -132,9 +129,7 @@ def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
             print("printed", flush=True)
         print("after", file=sys.stderr)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", program, check=True)
     assert path.read_text() == "before\nours\ntheirs\n"
     assert (done.stdout, done.stderr) == ("printed\n", "after\n")
 

@@ -1,7 +1,5 @@
 """The generated protobuf code is that of the schemas beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """All scripts, by scheduler; a group shares one start of each server."""
 
-from __future__ import annotations
-
 from tests.differential.scripts import (
     cached,
     cancelled,

@@ -1,7 +1,5 @@
 """The response cache."""
 
-from __future__ import annotations
-
 from tests.differential.script import Ask, Drain, Group, Known, Model, Script, recorder
 from tests.differential.scripts.ensembles import ADD, FAIL, ensemble, one_by_one, through
 

@@ -1,7 +1,5 @@
 """Clients that give up: a request that waits, one that executes, in a stream, in an ensemble."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.differential.script import (

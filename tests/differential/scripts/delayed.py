@@ -2,8 +2,6 @@
 the same, too, where no policy keeps Triton from forming them before they can run.
 """
 
-from __future__ import annotations
-
 from tests.differential.script import Ask, Drain, Group, Script, Step, recorder
 from tests.differential.scripts.sequences import Asking, model
 

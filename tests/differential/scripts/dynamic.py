@@ -1,7 +1,5 @@
 """The dynamic batcher, with a queue policy, so that no batch is formed before it can run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.differential.script import (
@@ -125,11 +123,7 @@ SCRIPTS = [
     Script(
         "cancelled_in_the_queue",
         [model("cancelled")],
-        [
-            *queued("cancelled", 1, 1, 1)[:-1],
-            Cancel("r2"),
-            Drain(),
-        ],
+        [*queued("cancelled", 1, 1, 1)[:-1], Cancel("r2"), Drain()],
     ),
     Script(
         "wrong_requests_are_not_counted",
@@ -149,11 +143,7 @@ SCRIPTS = [
         [model("ordered", "preserve_ordering: true", max_batch_size=1, instances=1)],
         queued("ordered", 1, 1, 1),
     ),
-    Script(
-        "no_batcher",
-        [recorder("default")],
-        queued("default", 2, 1, 1),
-    ),
+    Script("no_batcher", [recorder("default")], queued("default", 2, 1, 1)),
     Script(
         "no_batch_dimension",
         [recorder("plain", max_batch_size=0, inputs=[tensor("INPUT0", dims=[1, 1])])],

@@ -1,7 +1,5 @@
 """Ensembles: order, pruning, errors, optional tensors, decoupled steps, what is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.differential.script import Ask, Drain, Group, Known, Model, Script, recorder, tensor

@@ -1,7 +1,5 @@
 """The rate limiter: models that share resources, per device and global, and priorities."""
 
-from __future__ import annotations
-
 from tests.differential.script import (
     Ask,
     Drain,

@@ -1,7 +1,5 @@
 """Priority levels and queue policies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.differential.script import (
@@ -59,19 +57,10 @@ SCRIPTS = [
         ask("c_too", 3),
     ),
     scene(
-        "a_batch_spans_levels",
-        LEVELS,
-        *(ask(f"r{level}", level) for level in (3, 2, 1)),
-        size=2,
+        "a_batch_spans_levels", LEVELS, *(ask(f"r{level}", level) for level in (3, 2, 1)), size=2
     ),
     scene(
-        "a_level_is_full",
-        LEVELS,
-        ask("b"),
-        ask("b_too", 2),
-        ask("full"),
-        ask("a", 1),
-        known=FULL,
+        "a_level_is_full", LEVELS, ask("b"), ask("b_too", 2), ask("full"), ask("a", 1), known=FULL
     ),
     scene(
         "rejected",
@@ -88,12 +77,7 @@ SCRIPTS = [
         ask("b", timeout_us=SHORT),
         OVER,
     ),
-    scene(
-        "an_override_is_longer",
-        REJECT % (SHORT, "true"),
-        ask("b", timeout_us=FOREVER),
-        OVER,
-    ),
+    scene("an_override_is_longer", REJECT % (SHORT, "true"), ask("b", timeout_us=FOREVER), OVER),
     scene(
         "an_override_without_a_default",
         REJECT % (0, "true"),
@@ -125,14 +109,7 @@ SCRIPTS = [
         ask("late", 1, timeout_us=SHORT),
         OVER,
     ),
-    scene(
-        "cancelled_in_its_level",
-        LEVELS,
-        ask("c", 3),
-        ask("b"),
-        ask("a", 1),
-        Cancel("b"),
-    ),
+    scene("cancelled_in_its_level", LEVELS, ask("c", 3), ask("b"), ask("a", 1), Cancel("b")),
     Script(
         "no_queue_policy_without_a_batcher",
         [recorder("unbatched")],

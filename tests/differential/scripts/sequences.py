@@ -1,7 +1,5 @@
 """Sequences: both strategies, backlog, restart, controls, state in the model, iterations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.differential.script import (
@@ -52,13 +50,7 @@ class Asking:
         count = self._count[sequence] = self._count.get(sequence, 0) + 1
         label = f"{sequence}{'abcdefgh'[count - 1]}"
         return Ask(
-            label,
-            self._name,
-            count,
-            sequence=sequence,
-            start=start,
-            end=end,
-            timeout_us=timeout_us,
+            label, self._name, count, sequence=sequence, start=start, end=end, timeout_us=timeout_us
         )
 
 

@@ -1,7 +1,5 @@
 """Decoupled models, sequences that iterate, and warm-up."""
 
-from __future__ import annotations
-
 from tests.differential.script import Ask, Drain, Group, Known, Script, recorder, tensor
 from tests.differential.scripts.ensembles import COUNT, MANY
 

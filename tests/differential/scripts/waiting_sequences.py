@@ -2,8 +2,6 @@
 backlog.
 """
 
-from __future__ import annotations
-
 from tests.differential.script import Ask, Cancel, Drain, Elapse, Group, Known, Script, Step
 from tests.differential.scripts.sequences import DIRECT, OLDEST, Asking, model, scene
 

@@ -1,7 +1,5 @@
 """A server whose /dev/shm is small, and a program beside it that fills it up."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

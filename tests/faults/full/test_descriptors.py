@@ -2,8 +2,6 @@
 burns.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import stat
@@ -18,7 +16,7 @@ from tests.faults.scene import RECOVERY_S, State, assert_recovers, scene, wait_r
 from tests.support import repositories
 from tests.support.leaks import cpu_seconds
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request, stub
 
@@ -30,15 +28,12 @@ _SOCKETS = ("http", "unix http", "metrics", "grpc", "control", "door", "guests",
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, folder: Path, start: Start) -> Server:
     """A server whose processes may have few descriptors."""
-    folder = tmp_path_factory.mktemp("descriptors")
-    (folder / "models").mkdir()
-    repositories.add(folder / "models", "simple", "identity")
+    repositories.add(models, "simple", "identity")
     limit = ["prlimit", f"--nofile={_LIMIT}:{_LIMIT}"]
     flags = [f"--http-unix-socket={folder / 'socket'}"]
-    with running(folder / "models", *flags, grpc=True, prefix=limit) as started:
-        yield started
+    return start(models, *flags, grpc=True, prefix=limit)
 
 
 def address(server: Server, name: str) -> tuple[int, int, str | tuple[str, int]]:

@@ -2,8 +2,6 @@
 test_rows.py).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future

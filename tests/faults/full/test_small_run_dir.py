@@ -1,7 +1,5 @@
 """A run directory on a file system without room, and processes that may open next to nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Garbage on gRPC: an error for its sender, or a closed connection, and nothing for others."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

@@ -1,7 +1,5 @@
 """Garbage on HTTP: an error for its sender, or a closed connection, and nothing for others."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Garbage on every ZeroMQ socket in the run directory: dropped, and nothing else happens."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -123,10 +121,7 @@ OUR_OWN = b"%d.%d" % (os.getpid(), os.getpid())
 
 @pytest.mark.parametrize(
     "identity",
-    [
-        *(OUR_OWN, None, b"x", b"gateway.0.1", b"worker.1.0.1", b"0.1", b"99999.abc"),
-        b"\xff" * 200,
-    ],
+    [*(OUR_OWN, None, b"x", b"gateway.0.1", b"worker.1.0.1", b"0.1", b"99999.abc"), b"\xff" * 200],
 )
 def test_frames(server: Server, identity: bytes | None) -> None:
     """Who has the pid that it claims is listened to, and its frames are dropped one by one; with

@@ -1,7 +1,5 @@
 """Programs that use the native listener and mean no good: what they do costs themselves alone."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

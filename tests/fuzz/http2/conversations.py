@@ -3,8 +3,6 @@
 Most of it is by the rules, so that it goes on; a part of the frames is then broken in one place.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar

@@ -1,8 +1,6 @@
 """Where the engines differ, and why that is right: both may be, by the RFC, or it is the other's
 choice. What is not in the table is a finding."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 
@@ -208,9 +206,7 @@ KNOWN = [
         "8.2.1: it takes names that are none by RFC 9110, 5.1",
     ),
     Known(
-        "",
-        r"\w+ resets: 1 of .*te=(?i:trailers).* \| -",
-        "8.2.2: it takes the word in capitals",
+        "", r"\w+ resets: 1 of .*te=(?i:trailers).* \| -", "8.2.2: it takes the word in capitals"
     ),
     Known(
         "ngh2", r"\w+ resets: - \| 1 of .*\\x([01].|7f).*", "8.2.1: it takes no control characters"

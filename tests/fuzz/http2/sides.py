@@ -1,7 +1,5 @@
 """The three engines, as far as they are compared: each takes frames and server's deeds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The target: a conversation, played to all; where they differ without a reason it fails."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import ngh2

@@ -1,8 +1,5 @@
 """Steps of an ensemble on one real device: what is between them stays there."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +7,8 @@ import pytest
 import torch
 
 import shmserve.client
-from tests.support import servers
-from tests.support.servers import Server
+from tests.support import repositories
+from tests.support.servers import Server, Start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,15 +39,11 @@ NAMES = ("one", "two", "three")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("gpu") / "models"
+def server(models: Path, start: Start) -> Server:
     for name in NAMES:
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "1" / "model.py").write_text(MODEL)
-        (repository / name / "config.pbtxt").write_text(CONFIG + STEP)
-    write_ensemble(repository)
-    with servers.running(repository, gpu=True) as made:
-        yield made
+        repositories.write(models, name, CONFIG + STEP, MODEL)
+    write_ensemble(models)
+    return start(models, gpu=True)
 
 
 def copied(server: Server, model: str, direction: str) -> float:

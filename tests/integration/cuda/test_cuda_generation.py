@@ -1,10 +1,7 @@
 """Text generation on a real device: the texts of transformers, whatever else is generated."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.hf_folders import write_folder
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,16 +38,14 @@ _LENIENT = ("--exit-on-error=false", "--strict-readiness=false")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A server of MODELS, all on the device."""
-    repository = tmp_path_factory.mktemp("generating") / "models"
     for name, engine in MODELS.items():
-        write_folder(repository / name / "1")
-        (repository / name / "config.pbtxt").write_text(CONFIG)
+        write_folder(models / name / "1")
+        (models / name / "config.pbtxt").write_text(CONFIG)
         if engine:
-            (repository / name / "engine.yaml").write_text(engine)
-    with running(repository, gpu=True) as started:
-        yield started
+            (models / name / "engine.yaml").write_text(engine)
+    return start(models, gpu=True)
 
 
 @pytest.fixture(scope="module")

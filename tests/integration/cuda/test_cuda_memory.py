@@ -3,14 +3,13 @@
 Exporters are other processes than the workers, as CUDA wants it: this one, and children of it.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,11 @@ import torch
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.support import servers
+from tests.support import repositories, servers
 from tests.support.gates import WAITING, holding
-from tests.support.servers import Server
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,13 +65,9 @@ def shm() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("gpu") / "models"
-    (repository / "twice" / "1").mkdir(parents=True)
-    (repository / "twice" / "1" / "model.py").write_text(MODEL)
-    (repository / "twice" / "config.pbtxt").write_text(CONFIG)
-    with servers.running(repository, gpu=True) as made:
-        yield made
+def server(models: Path, start: Start) -> Server:
+    repositories.write(models, "twice", CONFIG, MODEL)
+    return start(models, gpu=True)
 
 
 @pytest.fixture
@@ -182,7 +178,7 @@ def test_what_is_refused(client: triton.InferenceServerClient, shm: Any, region:
     infer(client)
 
 
-def test_the_device_is_checked_by_its_uuid(server: Server, shm: Any, region: Any) -> None:
+def test_the_device_is_checked_by_its_uuid(http: Http, shm: Any, region: Any) -> None:
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     body = {
         "raw_handle": {"b64": shm.get_raw_handle(region).decode()},
@@ -190,12 +186,11 @@ def test_the_device_is_checked_by_its_uuid(server: Server, shm: Any, region: Any
         "byte_size": SIZE,
     }
     path = "/v2/cudasharedmemory/region/u/register"
-    with server.http() as http:
-        wrong = "GPU-00000000-0000-0000-0000-000000000000"
-        reply = http.post(path, {**body, "device_uuid": wrong})
-        assert (reply.status, "'device_uuid'" in reply.error) == (400, True)
-        http.post(path, {**body, "device_uuid": uuid}).ok()
-        http.post("/v2/cudasharedmemory/unregister").ok()
+    wrong = "GPU-00000000-0000-0000-0000-000000000000"
+    reply = http.post(path, {**body, "device_uuid": wrong})
+    assert (reply.status, "'device_uuid'" in reply.error) == (400, True)
+    http.post(path, {**body, "device_uuid": uuid}).ok()
+    http.post("/v2/cudasharedmemory/unregister").ok()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no second CUDA device here")

@@ -2,13 +2,12 @@
 scattered on it, every kind of backend, the order of streams, and models that fail on it.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 import shmserve.client
-from tests.support import servers
+from tests.support import repositories
 from tests.support.gates import WAITING, holding
-from tests.support.servers import ROOT, Server
+from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
 
 pytestmark = [
@@ -141,14 +140,10 @@ client.infer("twice", region)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("gpu") / "models"
+def server(models: Path, start: Start) -> Server:
     for name, (text, config) in MODELS.items():
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "1" / "model.py").write_text(text)
-        (repository / name / "config.pbtxt").write_text(config)
-    with servers.running(repository, grpc=True, gpu=True) as made:
-        yield made
+        repositories.write(models, name, config, text)
+    return start(models, grpc=True, gpu=True)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 The program that allocates is this process, or a child of it; workers are others, as CUDA wants it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -12,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -20,10 +19,10 @@ import torch
 
 import shmserve.client
 from shmserve.client import aio
-from tests.support import servers
+from tests.support import repositories, servers
 from tests.support.gates import WAITING, holding
 from tests.support.regions import SharedObject
-from tests.support.servers import ROOT, Server
+from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
 
 pytestmark = [
@@ -71,14 +70,10 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("gpu") / "models"
+def server(models: Path, start: Start) -> Server:
     for name, text, given in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "1" / "model.py").write_text(text)
-        (repository / name / "config.pbtxt").write_text(CONFIG % given)
-    with servers.running(repository, gpu=True) as made:
-        yield made
+        repositories.write(models, name, CONFIG % given, text)
+    return start(models, gpu=True)
 
 
 @pytest.fixture

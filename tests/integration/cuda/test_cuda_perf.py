@@ -1,7 +1,5 @@
 """`shmserve perf` with tensors on a real device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

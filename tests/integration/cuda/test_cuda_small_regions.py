@@ -1,13 +1,12 @@
 """CUDA shared memory in small pieces, of programs that stop or free it; a device that is full."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ import torch
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.support import servers
-from tests.support.servers import Server
+from tests.support import repositories
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 
 pytestmark = [
@@ -73,14 +72,10 @@ def shm() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("hw") / "models"
+def server(models: Path, start: Start) -> Server:
     for name, (text, config) in MODELS.items():
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "1" / "model.py").write_text(text)
-        (repository / name / "config.pbtxt").write_text(config)
-    with servers.running(repository, gpu=True) as made:
-        yield made
+        repositories.write(models, name, config, text)
+    return start(models, gpu=True)
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Implicit state of models on a real device: it is there from request to request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 import shmserve.client
-from tests.support import servers
-from tests.support.servers import Server
+from tests.support import repositories
+from tests.support.servers import Server, Start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,14 +50,10 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("gpu") / "models"
+def server(models: Path, start: Start) -> Server:
     for name, (step, how) in MODELS.items():
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "1" / "model.py").write_text(MODEL.format(step=step))
-        (repository / name / "config.pbtxt").write_text(CONFIG % how)
-    with servers.running(repository, gpu=True) as made:
-        yield made
+        repositories.write(models, name, CONFIG % how, MODEL.format(step=step))
+    return start(models, gpu=True)
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """A workspace pool on a real device: models whose needs add up to more than it has, all serve."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,7 +12,7 @@ import torch
 
 import shmserve.client
 from tests.support import repositories, servers
-from tests.support.servers import Server
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 
 pytestmark = [
@@ -71,15 +69,13 @@ output [ { name: "output" data_type: TYPE_INT64 dims: [ 1 ] } ]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """14 MB of plans, twice over, on 12 MB."""
-    repository = tmp_path_factory.mktemp("gpu") / "models"
     source = NATIVE.replace("SIZE", str(6 * MB))
-    repositories.write(repository, "small", 'backend: "native"\n' + GROUP, source)
+    repositories.write(models, "small", 'backend: "native"\n' + GROUP, source)
     source = PYTHON.replace("SIZE", str(8 * MB))
-    repositories.write(repository, "large", CONFIG + GROUP, source)
-    with servers.running(repository, f"--workspace-byte-size=cuda:0={12 * MB}", gpu=True) as made:
-        yield made
+    repositories.write(models, "large", CONFIG + GROUP, source)
+    return start(models, f"--workspace-byte-size=cuda:0={12 * MB}", gpu=True)
 
 
 def wrong(server: Server, model: str, count: int) -> list[int]:

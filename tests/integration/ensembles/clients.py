@@ -1,7 +1,5 @@
 """Clients of ensembles, as users write them."""
 
-from __future__ import annotations
-
 import queue
 from typing import Any
 

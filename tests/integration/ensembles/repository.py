@@ -1,10 +1,8 @@
 """The models and ensembles of these tests, one for each rule."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
 
 LARGE = 300_000  # elements: 1.2 MB
 MANY = "model_transaction_policy { decoupled: true }"
@@ -20,11 +18,6 @@ TELL = """
             request.parameters(), request.priority() if hasattr(request, "priority") else ""]
     return self.response(Y=np.array([repr(said)], object))
 """
-
-
-def xy(model: str, given: str, made: str) -> str:
-    """A step from X to Y."""
-    return step(model, {"X": given}, {"Y": made})
 
 
 def write(repository: Path) -> None:

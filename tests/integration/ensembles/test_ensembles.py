@@ -1,9 +1,8 @@
 """Ensembles as their users call them, rule by rule (section 3.7)."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,15 @@ import shmserve.client
 from tests.integration.ensembles.clients import floats, infer, inputs, stream
 from tests.integration.ensembles.repository import LARGE, write
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.raw_http import in_region, json_input, shm_input
+from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("ensembles") / "models"
-    write(repository)
-    with running(repository, grpc=True) as started:
-        yield started
+def server(models: Path, start: Start) -> Server:
+    write(models)
+    return start(models, grpc=True)
 
 
 def error(server: Server, model: str, /, **arrays: np.ndarray) -> str:
@@ -86,13 +83,12 @@ def test_a_nested_ensemble(server: Server) -> None:
         assert (infer(server, "outer", IN=large).as_numpy("OUT") == 4).all()
 
 
-def test_steps_that_no_requested_output_needs_do_not_run(server: Server) -> None:
+def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
     """Section 3.7: pruning."""
     given = [json_input("IN", floats(1))]
-    with server.http() as http:
-        wanted = {"inputs": given, "outputs": [{"name": "GOOD"}]}
-        assert http.infer("pruned", wanted).tensors()["GOOD"].tolist() == [2]
-        assert http.infer("pruned", {"inputs": given}).status == 500
+    wanted = {"inputs": given, "outputs": [{"name": "GOOD"}]}
+    assert http.infer("pruned", wanted).tensors()["GOOD"].tolist() == [2]
+    assert http.infer("pruned", {"inputs": given}).status == 500
 
 
 def test_batch_dimensions_are_added_and_taken_away(server: Server) -> None:

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, step
+from tests.rigs.pipelines import add_ensemble, add_model, xy
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 
 ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 PATIENCE_S = 20.0
-
-
-def xy(name: str, given: str, made: str) -> str:
-    return step(name, {"X": given}, {"Y": made})
 
 
 def fill(repository: Path) -> None:
@@ -39,12 +35,6 @@ def schedulers(server: Server) -> list[str]:
     """The titles of the processes that host schedulers."""
     titles = server.titles().elements()
     return sorted(title for title in titles if title.startswith(("scheduler ", "ensemble ")))
-
-
-def load(server: Server, name: str, what: str = "load") -> None:
-    with server.http() as http:
-        reply = http.post(f"/v2/repository/models/{name}/{what}")
-        assert reply.status == 200, reply.body
 
 
 class Asking:
@@ -128,32 +118,32 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not
     server: Server,
 ) -> None:
     for name in ("a", "b", "c", "alone"):
-        load(server, name)
+        server.load(name)
     separate = [f"scheduler {name}" for name in ("a", "alone", "b", "c")]
     assert schedulers(server) == separate
     with Asking(server, "a", "b", "c", "alone") as asking:
         for _ in range(2):
-            load(server, "first")
+            server.load("first")
             shared = ["ensemble first", "scheduler alone", "scheduler c"]
             until("a and b move", lambda: schedulers(server) == shared, PATIENCE_S)  # noqa: B023
-            load(server, "second")
+            server.load("second")
             all_shared = ["ensemble first", "scheduler alone"]
             until("c moves", lambda: schedulers(server) == all_shared, PATIENCE_S)  # noqa: B023
             seen = asking.right
             until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)  # noqa: B023
-            load(server, "second", "unload")
+            server.unload("second")
             until("c moves", lambda: len(schedulers(server)) == 3, PATIENCE_S)
-            load(server, "first", "unload")
+            server.unload("first")
             until("all are alone", lambda: len(schedulers(server)) == 4, PATIENCE_S)
     assert asking.wrong == []
 
 
 def test_components_that_an_ensemble_connects_become_one(server: Server) -> None:
-    load(server, "first")
-    load(server, "third")
+    server.load("first")
+    server.load("third")
     assert schedulers(server) == ["ensemble first", "ensemble third"]
     with Asking(server, "a", "c", "d") as asking:
-        load(server, "second")
+        server.load("second")
         until("all are in one", lambda: len(schedulers(server)) == 1, PATIENCE_S)
         seen = asking.right
         until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)
@@ -163,12 +153,12 @@ def test_components_that_an_ensemble_connects_become_one(server: Server) -> None
 def test_a_step_is_reloaded_beside_its_ensemble(
     server: Server, explicit: tuple[Server, Path]
 ) -> None:
-    load(server, "first")
+    server.load("first")
     code = explicit[1] / "a" / "1" / "model.py"
     with Asking(server, "a", "b") as asking:
         for number in range(3):
             code.write_text(code.read_text() + f"\n# {number}\n")
-            load(server, "a")
+            server.load("a")
             assert schedulers(server) == ["ensemble first"]
         seen = asking.right
         until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)

@@ -1,14 +1,12 @@
 """Ensembles and the models they need: loaded together, unloaded in order, ready when all are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
 from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
@@ -26,7 +24,7 @@ def repository(explicit: tuple[Server, Path]) -> Path:
 def server(explicit: tuple[Server, Path], repository: Path) -> Server:
     add_model(repository, "add", ADD)
     add_model(repository, "other", ADD)
-    two = [step("add", {"X": "IN"}, {"Y": "m"}), step("other", {"X": "m"}, {"Y": "OUT"})]
+    two = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
     add_ensemble(repository, "inner", two)
     add_ensemble(repository, "outer", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})])
     return explicit[0]
@@ -37,91 +35,76 @@ def states(http: Http) -> dict[str, str]:
     return {row["name"]: row["state"] for row in rows if "state" in row and row["name"] in ALL}
 
 
-def load(http: Http, name: str, **body: Any) -> Any:
-    return http.post(f"/v2/repository/models/{name}/load", body)
-
-
-def unload(http: Http, name: str, dependents: bool = False) -> None:
-    body = {"parameters": {"unload_dependents": dependents}}
-    http.post(f"/v2/repository/models/{name}/unload", body).ok()
-
-
 def ask(http: Http, model: str) -> Any:
     return http.infer(model, {"inputs": [json_input("IN", np.array([1], np.float32))]})
 
 
-def test_its_models_are_loaded_with_it_and_unloaded_with_them(server: Server) -> None:
+def test_its_models_are_loaded_with_it_and_unloaded_with_them(http: Http) -> None:
     """Section 1.8: loading an ensemble loads what it needs, unloading that unloads the ensemble,
     and loading it again brings it back."""
-    with server.http() as http:
-        load(http, "outer").ok()
-        assert states(http) == dict.fromkeys(ALL, "READY")
-        assert (ask(http, "outer").ok().tensors()["OUT"] == 3).all()
-        unload(http, "add")
-        gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "outer": "UNAVAILABLE"}
-        until("they are unloaded", lambda: states(http) == {**gone, "other": "READY"})
-        assert ask(http, "outer").status == 404
-        assert http.get("/v2/models/outer/ready").status == 400
-        load(http, "add").ok()
-        assert states(http) == dict.fromkeys(ALL, "READY")
-        assert (ask(http, "outer").ok().tensors()["OUT"] == 3).all()
+    http.load("outer").ok()
+    assert states(http) == dict.fromkeys(ALL, "READY")
+    assert (ask(http, "outer").ok().tensors()["OUT"] == 3).all()
+    http.unload("add").ok()
+    gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "outer": "UNAVAILABLE"}
+    until("they are unloaded", lambda: states(http) == {**gone, "other": "READY"})
+    assert ask(http, "outer").status == 404
+    assert http.get("/v2/models/outer/ready").status == 400
+    http.load("add").ok()
+    assert states(http) == dict.fromkeys(ALL, "READY")
+    assert (ask(http, "outer").ok().tensors()["OUT"] == 3).all()
 
 
-def test_unload_dependents(server: Server) -> None:
+def test_unload_dependents(http: Http) -> None:
     """Section 1.8: without it the composing models stay, with it those go that were loaded for the
     ensemble alone."""
-    with server.http() as http:
-        load(http, "other").ok()
-        load(http, "inner").ok()
-        unload(http, "inner")
-        until("it is unloaded", lambda: states(http)["inner"] == "UNAVAILABLE")
-        assert states(http)["add"] == states(http)["other"] == "READY"
-        load(http, "inner").ok()
-        unload(http, "inner", dependents=True)
-        gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "other": "READY"}
-        until("what was its own is unloaded", lambda: gone.items() <= states(http).items())
+    http.load("other").ok()
+    http.load("inner").ok()
+    http.unload("inner").ok()
+    until("it is unloaded", lambda: states(http)["inner"] == "UNAVAILABLE")
+    assert states(http)["add"] == states(http)["other"] == "READY"
+    http.load("inner").ok()
+    http.unload("inner", unload_dependents=True).ok()
+    gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "other": "READY"}
+    until("what was its own is unloaded", lambda: gone.items() <= states(http).items())
 
 
-def test_a_model_in_another_shape(server: Server, repository: Path) -> None:
+def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
     """A step's model that is loaded again: the ensemble goes on with it, or, where it does not fit
     any more, serves no more."""
-    with server.http() as http:
-        load(http, "inner").ok()
-        code = repository / "add" / "1" / "model.py"
-        code.write_text(code.read_text().replace("+ 1", "+ 10"))
-        load(http, "add").ok()
-        assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
-        path = repository / "add" / "config.pbtxt"
-        good = path.read_text()
-        path.write_text(good.replace("TYPE_FP32", "TYPE_INT32"))
-        load(http, "add").ok()
-        until("it does not serve", lambda: states(http)["inner"] == "UNAVAILABLE")
-        path.write_text(good)
-        load(http, "add").ok()
-        assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
+    http.load("inner").ok()
+    code = repository / "add" / "1" / "model.py"
+    code.write_text(code.read_text().replace("+ 1", "+ 10"))
+    http.load("add").ok()
+    assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
+    path = repository / "add" / "config.pbtxt"
+    good = path.read_text()
+    path.write_text(good.replace("TYPE_FP32", "TYPE_INT32"))
+    http.load("add").ok()
+    until("it does not serve", lambda: states(http)["inner"] == "UNAVAILABLE")
+    path.write_text(good)
+    http.load("add").ok()
+    assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
 
 
-def test_what_cannot_be_loaded(server: Server, repository: Path) -> None:
-    add_ensemble(repository, "lacks", [step("nosuch", {"X": "IN"}, {"Y": "OUT"})])
+def test_what_cannot_be_loaded(http: Http, repository: Path) -> None:
+    add_ensemble(repository, "lacks", [xy("nosuch", "IN", "OUT")])
     add_ensemble(repository, "one", [step("two", {"IN": "IN"}, {"OUT": "OUT"})])
     add_ensemble(repository, "two", [step("one", {"IN": "IN"}, {"OUT": "OUT"})])
-    add_ensemble(
-        repository, "typed", [step("add", {"X": "IN"}, {"Y": "OUT"})], [tensor("IN", "INT32")]
+    add_ensemble(repository, "typed", [xy("add", "IN", "OUT")], [tensor("IN", "INT32")])
+    lacks = http.load("lacks")
+    assert lacks.status == 400
+    assert lacks.error == (
+        "load failed for model 'lacks': lacks/config.pbtxt:7:32: "
+        "ensemble_scheduling.step[0].model_name: ensemble lacks contains models that are not "
+        "available or ambiguous: nosuch\n"
     )
-    with server.http() as http:
-        lacks = load(http, "lacks")
-        assert lacks.status == 400
-        assert lacks.error == (
-            "load failed for model 'lacks': lacks/config.pbtxt:7:32: "
-            "ensemble_scheduling.step[0].model_name: ensemble lacks contains models that are not "
-            "available or ambiguous: nosuch\n"
-        )
-        circle = load(http, "one")
-        assert circle.status == 400
-        assert circle.error == "circular dependency between ensembles: one -> two -> one"
-        assert load(http, "typed").error == (
-            "load failed for model 'typed': typed/config.pbtxt:7:68: "
-            'ensemble_scheduling.step[0].input_map["X"]: in ensemble typed, ensemble tensor IN: '
-            "inconsistent data type: TYPE_INT32 is inferred from model typed while TYPE_FP32 is "
-            "inferred from model add\n"
-        )
+    circle = http.load("one")
+    assert circle.status == 400
+    assert circle.error == "circular dependency between ensembles: one -> two -> one"
+    assert http.load("typed").error == (
+        "load failed for model 'typed': typed/config.pbtxt:7:68: "
+        'ensemble_scheduling.step[0].input_map["X"]: in ensemble typed, ensemble tensor IN: '
+        "inconsistent data type: TYPE_INT32 is inferred from model typed while TYPE_FP32 is "
+        "inferred from model add\n"
+    )

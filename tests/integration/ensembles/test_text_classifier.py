@@ -1,7 +1,5 @@
 """The example with real weights; skipped where these are not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

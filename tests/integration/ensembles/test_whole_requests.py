@@ -2,8 +2,6 @@
 time, its cancellation, its limits, and what its steps say of a sequence (section 3.7).
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json
@@ -16,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.integration.ensembles.clients import floats, stream
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
 from tests.support import repositories
-from tests.support.crowd import crowd, values
-from tests.support.servers import Server, running
+from tests.support.crowd import Crowd, values
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
@@ -50,21 +48,15 @@ COUNT = """
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("ensembles") / "models"
-    add_model(repository, "same", 'return self.response(Y=self.input(request, "X"))')
-    _sequences(repository)
-    _gated(repository)
-    add_model(repository, "watches", WATCH)
-    add_model(repository, "behind", 'return self.response(Y=self.input(request, "X"))')
+def server(models: Path, start: Start) -> Server:
+    add_model(models, "same", 'return self.response(Y=self.input(request, "X"))')
+    _sequences(models)
+    _gated(models)
+    add_model(models, "watches", WATCH)
+    add_model(models, "behind", 'return self.response(Y=self.input(request, "X"))')
     steps = [xy("same", "IN", "a"), xy("watches", "a", "b"), xy("behind", "b", "OUT")]
-    add_ensemble(repository, "watched", steps)
-    with running(repository, grpc=True) as started:
-        yield started
-
-
-def xy(model: str, given: str, made: str) -> str:
-    return step(model, {"X": given}, {"Y": made})
+    add_ensemble(models, "watched", steps)
+    return start(models, grpc=True)
 
 
 def _sequences(repository: Path) -> None:
@@ -157,29 +149,27 @@ def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
 # --- time and cancellation ------------------------------------------------------------------------
 
 
-def test_a_timeout_expires_in_the_queue_of_a_step(server: Server) -> None:
+def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, people: Crowd) -> None:
     """The client is told at once, and the step's model never sees the request."""
-    with crowd(server) as people:
-        first = people.number("waits", 1)
-        visit = server.gate.next()
-        late = people.number("waits", 2, timeout=300_000).result()
-        assert (late.status, late.error) == (503, "in ensemble 'waits', Request timeout expired")
-        visit.release()
-        assert values(first.result()) == [1]
-        assert server.gate.is_idle()
+    first = people.number("waits", 1)
+    visit = server.gate.next()
+    late = people.number("waits", 2, timeout=300_000).result()
+    assert (late.status, late.error) == (503, "in ensemble 'waits', Request timeout expired")
+    visit.release()
+    assert values(first.result()) == [1]
+    assert server.gate.is_idle()
 
 
-def test_a_timeout_expires_while_a_step_runs(server: Server) -> None:
+def test_a_timeout_expires_while_a_step_runs(server: Server, people: Crowd) -> None:
     """Its client is told at once; what the step returns then is nobody's."""
-    with crowd(server) as people:
-        late = people.number("waits", 1, timeout=1_000_000)
-        visit = server.gate.next()
-        told = late.result()
-        assert (told.status, told.error) == (503, "in ensemble 'waits', Request timeout expired")
-        visit.release()
-        after = people.number("waits", 2)
-        server.gate.next().release()
-        assert values(after.result()) == [2]
+    late = people.number("waits", 1, timeout=1_000_000)
+    visit = server.gate.next()
+    told = late.result()
+    assert (told.status, told.error) == (503, "in ensemble 'waits', Request timeout expired")
+    visit.release()
+    after = people.number("waits", 2)
+    server.gate.next().release()
+    assert values(after.result()) == [2]
 
 
 def test_a_client_that_leaves_cancels_the_step_under_way(server: Server) -> None:

@@ -1,7 +1,5 @@
 """One server with models that generate text, and what transformers says they are to say."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support import repositories
 from tests.support.hf_folders import write_folder
 from tests.support.servers import Server, running
 
@@ -64,9 +63,7 @@ def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository.mkdir()
     for name, engine in MODELS.items():
         add_model(repository, name, engine)
-    (repository / "embedder" / "1").mkdir(parents=True)
-    (repository / "embedder" / "config.pbtxt").write_text(EMBEDDER_CONFIG)
-    (repository / "embedder" / "1" / "model.py").write_text(EMBEDDER)
+    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER)
     with running(repository, grpc=True) as started:
         yield started
 

@@ -1,7 +1,5 @@
 """Text through every door: OpenAI's client, generate, gRPC's streams, the native client."""
 
-from __future__ import annotations
-
 import json
 import queue
 import socket
@@ -38,8 +36,7 @@ def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> lis
 
 
 @pytest.mark.parametrize(
-    ("model", "modes"),
-    [("tiny", []), ("tight", ["swap"]), ("crowded", ["swap", "recompute"])],
+    ("model", "modes"), [("tiny", []), ("tight", ["swap"]), ("crowded", ["swap", "recompute"])]
 )
 def test_side_by_side_the_tokens_are_those_of_transformers(
     generative: Server, greedy: Greedy, model: str, modes: list[str]
@@ -302,11 +299,7 @@ def test_a_beam_search_finds_what_transformers_finds(
     client: openai.OpenAI, beams: Beams, prompt: str
 ) -> None:
     found = client.completions.create(
-        model="tiny",
-        prompt=prompt,
-        max_tokens=COUNT,
-        n=3,
-        extra_body={"use_beam_search": True},
+        model="tiny", prompt=prompt, max_tokens=COUNT, n=3, extra_body={"use_beam_search": True}
     )
     assert [choice.text for choice in found.choices] == beams(prompt, COUNT, 3)
 

@@ -1,7 +1,5 @@
 """`shmserve perf --openai` against models that generate text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,9 +1,6 @@
 """Generation where workers and schedulers die: a client sees a pause, and the tokens that it would
 have had."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ import openai
 import pytest
 
 from tests.integration.generation.conftest import add_model, client_of
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 
 ASKED: dict[str, Any] = {
@@ -25,13 +22,10 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A server of one model, whose processes are killed."""
-    repository: Path = tmp_path_factory.mktemp("survival") / "models"
-    repository.mkdir()
-    add_model(repository, "tiny")
-    with running(repository) as started:
-        yield started
+    add_model(models, "tiny")
+    return start(models)
 
 
 def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]:

@@ -2,8 +2,6 @@
 with bytes as they are sent, and cut at random places.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket

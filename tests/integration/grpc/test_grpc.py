@@ -1,10 +1,9 @@
 """gRPC with Triton's own clients: everything that they can ask."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import ml_dtypes
@@ -20,7 +19,7 @@ import shmserve
 from shmserve.gateway.api.management import EXTENSIONS
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import A, B, is_right, place, simple_request, stub
 from tests.support.wire.raw_http import in_region, shm_input
@@ -29,13 +28,10 @@ MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("grpc") / "models"
-    repository.mkdir()
-    repositories.add(repository, *MODELS)
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, *MODELS)
     explicit = ("--model-control-mode=explicit", "--load-model=*")
-    with running(repository, "--id=both", *explicit, grpc=True) as started:
-        yield started
+    return start(models, "--id=both", *explicit, grpc=True)
 
 
 @pytest.fixture
@@ -119,20 +115,16 @@ def test_callbacks(client: triton.InferenceServerClient) -> None:
     assert answers == [None] * 8
 
 
-def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
+async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
     """The rest wait at the client; none is refused, however fast one comes after the other."""
+    async with grpc.aio.insecure_channel(server.grpc_url) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
-    async def ask() -> None:
-        async with grpc.aio.insecure_channel(server.grpc_url) as channel:
-            call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        async def again() -> None:
+            for _ in range(3):
+                assert is_right(await call.ModelInfer(simple_request(), timeout=60))
 
-            async def again() -> None:
-                for _ in range(3):
-                    assert is_right(await call.ModelInfer(simple_request(), timeout=60))
-
-            await asyncio.gather(*(again() for _ in range(3000)))
-
-    asyncio.run(ask())
+        await asyncio.gather(*(again() for _ in range(3000)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])

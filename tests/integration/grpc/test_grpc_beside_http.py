@@ -1,11 +1,7 @@
 """gRPC beside HTTP, with tritonclient: the same models, the same regions, the same rules."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from shmserve.gateway.grpc.service import RPCS
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.users import ALICE, BOB, needs_users, tunnel
 from tests.support.wire.grpc_calls import place, request_of, stub
 from tests.support.wire.raw_http import Http, in_region, shm_input
@@ -34,13 +30,11 @@ DISABLED = "Client shared memory is disabled"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("grpc") / "models"
-    repositories.add(repository, "identity", "simple", "text", "gated")
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, "identity", "simple", "text", "gated")
     flags = ["--model-control-mode=explicit", "--shm-overlap=error"]
     flags += [f"--load-model={name}" for name in ("identity", "simple", "text", "gated")]
-    with running(repository, *flags, grpc=True) as started:
-        yield started
+    return start(models, *flags, grpc=True)
 
 
 @pytest.fixture(scope="module")
@@ -276,14 +270,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="sg-"))
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture(scope="module")
-def guarded(folder: Path) -> Iterator[Server]:
+def guarded(folder: Path, start: Start) -> Server:
     """A server that listens for everybody who has a token."""
     repositories.add(folder / "models", "identity")
     tokens = folder / "tokens"
@@ -294,8 +281,7 @@ def guarded(folder: Path) -> Iterator[Server]:
         f"--auth-token-file={tokens}",
         "--grpc-restricted-protocol=model-repository,model-config:admin-key=let-me",
     ]
-    with running(folder / "models", *flags, grpc=True) as started:
-        yield started
+    return start(folder / "models", *flags, grpc=True)
 
 
 @pytest.fixture(scope="module")

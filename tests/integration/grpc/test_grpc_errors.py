@@ -1,8 +1,7 @@
 """What is wrong with a request over gRPC, case by case: the status and Triton's words for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,19 +10,16 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.wire.grpc_calls import refusal, simple_request, stub
 
 BAD = "INVALID_ARGUMENT"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("errors") / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple")
-    with running(repository, grpc=True) as started:
-        yield started
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, "simple")
+    return start(models, grpc=True)
 
 
 @pytest.fixture(scope="module")
@@ -189,11 +185,7 @@ CASES: dict[str, tuple[Callable[[Any], object], str, str]] = {
         "Got input(s) ['INPUT0'], but missing required input(s) ['INPUT1']. "
         "Please provide all required input(s).",
     ),
-    "output": (
-        of_output("FOO"),
-        BAD,
-        "unexpected inference output 'FOO' for model 'simple'",
-    ),
+    "output": (of_output("FOO"), BAD, "unexpected inference output 'FOO' for model 'simple'"),
     "input region": (
         of_input(shared_memory_region=REGION, shared_memory_byte_size=SIZE),
         "NOT_FOUND",

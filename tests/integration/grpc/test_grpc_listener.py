@@ -1,7 +1,5 @@
 """The gRPC listener as a process: TLS, compression, drain, ports, and a server without it."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os
@@ -25,7 +23,7 @@ from tritonclient.grpc import service_pb2_grpc
 from shmserve.cli import client
 from shmserve.ipc import endpoints
 from tests.support import certificates, repositories
-from tests.support.servers import Server, refuses, run_command, running, title
+from tests.support.servers import Server, Start, refuses, run_command, running, title
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
 from tests.support.wire.http2 import (
@@ -59,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mutual(keys: Path, models: Path) -> Iterator[Server]:
+def mutual(keys: Path, models: Path, start: Start) -> Server:
     flags = (
         "--grpc-use-ssl-mutual",
         f"--grpc-server-cert={keys}/server.pem",
@@ -68,8 +66,7 @@ def mutual(keys: Path, models: Path) -> Iterator[Server]:
         "--grpc-infer-response-compression-level=high",
         "--grpc-keepalive-time=10000",
     )
-    with running(models, *flags, grpc=True) as started:
-        yield started
+    return start(models, *flags, grpc=True)
 
 
 def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:

@@ -1,7 +1,5 @@
 """R15: who keeps the gRPC gateway waiting, at the beginning or for a request, is shown out."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess

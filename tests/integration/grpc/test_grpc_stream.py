@@ -1,7 +1,5 @@
 """ModelStreamInfer: order, errors in the stream, strict mode, cancellation."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,11 +20,9 @@ STRICT = (("triton_grpc_error", "true"),)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
-    repository = tmp_path_factory.mktemp("stream") / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple", "gated", "crimes")
-    return host(repository)
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
+    repositories.add(models, "simple", "gated", "crimes")
+    return host(models)
 
 
 def gated(value: int) -> Any:

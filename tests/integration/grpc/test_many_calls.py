@@ -61,22 +61,17 @@ def test_ten_thousand_calls_on_a_connection(plain: Way) -> None:
         assert proxy.connections == 1
 
 
-def test_a_thousand_connections(plain: Way) -> None:
-    async def ask() -> None:
-        channels = [
-            grpc.aio.insecure_channel(plain.target, OWN_CONNECTION) for _ in range(CONNECTIONS)
-        ]
-        try:
-            await asyncio.gather(*(channel.channel_ready() for channel in channels))
-            (gateway,) = plain.server.find("gateway grpc")
-            found = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
-            assert len(found) >= CONNECTIONS
-            asked = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
-            assert all(map(is_answer, await asyncio.gather(*asked)))
-        finally:
-            await asyncio.gather(*(channel.close() for channel in channels))
-
-    asyncio.run(ask())
+async def test_a_thousand_connections(plain: Way) -> None:
+    channels = [grpc.aio.insecure_channel(plain.target, OWN_CONNECTION) for _ in range(CONNECTIONS)]
+    try:
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        (gateway,) = plain.server.find("gateway grpc")
+        found = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
+        assert len(found) >= CONNECTIONS
+        asked = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
+        assert all(map(is_answer, await asyncio.gather(*asked)))
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
 
 
 def test_a_long_stream(plain: Way) -> None:

@@ -1,14 +1,10 @@
 """Several gRPC gateways at one port and one unix socket: deaths, titles, and who is known there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
-import shutil
 import socket
 import stat
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -47,15 +43,6 @@ TOKEN = "0123456789abcdef-all"
 DEATHS, CALLERS = 10, 6
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """A folder that every user may enter."""
-    made = Path(tempfile.mkdtemp(prefix="sg-"))
-    made.chmod(0o711)
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="module")

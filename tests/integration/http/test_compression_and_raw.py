@@ -1,7 +1,5 @@
 """Compressed requests and responses, and requests whose whole body is one tensor."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

@@ -2,8 +2,6 @@
 it gets.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -2,8 +2,6 @@
 up.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Generator
@@ -14,7 +12,7 @@ import pytest
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.crowd import crowd, values
+from tests.support.crowd import Crowd, crowd, values
 from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
@@ -23,67 +21,62 @@ BATCHING = "dynamic_batching { }"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """The gated model, with and without batching."""
-    repository = tmp_path_factory.mktemp("deadlines")
-    repositories.add_as(repository, "plain", "gated")
-    repositories.add_as(repository, "batching", "gated", BATCHING)
-    return host(repository)
+    repositories.add_as(models, "plain", "gated")
+    repositories.add_as(models, "batching", "gated", BATCHING)
+    return host(models)
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_timeout_holds_while_executing(server: Server, model: str) -> None:
-    with crowd(server) as people:
-        began = time.monotonic()
-        late = people.number(model, 1, timeout=1_000_000)  # it is to begin within that
-        visit = server.gate.next()
-        reply = late.result()
-        assert 1 <= time.monotonic() - began < 3
-        assert reply.status == 503
-        assert reply.error.endswith("Request timeout expired")
-        visit.release()
-        after = people.number(model, 2)
-        server.gate.next().release()
-        assert values(after.result()) == [2]
+def test_a_timeout_holds_while_executing(server: Server, people: Crowd, model: str) -> None:
+    began = time.monotonic()
+    late = people.number(model, 1, timeout=1_000_000)  # it is to begin within that
+    visit = server.gate.next()
+    reply = late.result()
+    assert 1 <= time.monotonic() - began < 3
+    assert reply.status == 503
+    assert reply.error.endswith("Request timeout expired")
+    visit.release()
+    after = people.number(model, 2)
+    server.gate.next().release()
+    assert values(after.result()) == [2]
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_timeout_holds_in_the_queue(server: Server, model: str) -> None:
-    with crowd(server) as people:
-        first = people.number(model, 1)
-        visit = server.gate.next()
-        began = time.monotonic()
-        late = people.number(model, 2, timeout=150_000)
-        reply = late.result()
-        assert 0.15 <= time.monotonic() - began < 2
-        assert reply.status == 503
-        assert reply.error.endswith("Request timeout expired")
-        visit.release()
-        assert values(first.result()) == [1]
-        assert server.gate.is_idle()
+def test_a_timeout_holds_in_the_queue(server: Server, people: Crowd, model: str) -> None:
+    first = people.number(model, 1)
+    visit = server.gate.next()
+    began = time.monotonic()
+    late = people.number(model, 2, timeout=150_000)
+    reply = late.result()
+    assert 0.15 <= time.monotonic() - began < 2
+    assert reply.status == 503
+    assert reply.error.endswith("Request timeout expired")
+    visit.release()
+    assert values(first.result()) == [1]
+    assert server.gate.is_idle()
 
 
-def test_a_timeout_that_is_not_reached(server: Server) -> None:
-    with crowd(server) as people:
-        answer = people.number("plain", 1, timeout=20_000_000)
-        server.gate.next().release()
-        assert values(answer.result()) == [1]
+def test_a_timeout_that_is_not_reached(server: Server, people: Crowd) -> None:
+    answer = people.number("plain", 1, timeout=20_000_000)
+    server.gate.next().release()
+    assert values(answer.result()) == [1]
 
 
-def test_a_late_batch_mate_does_not_touch_the_others(server: Server) -> None:
-    with crowd(server) as people:
-        first = people.number("batching", 1)
-        holder = server.gate.next()
-        late = people.number("batching", 2, timeout=1_500_000)
-        good = people.number("batching", 3)
-        server.wait_pending("batching", 2)
-        holder.release()
-        visit = server.gate.next()
-        assert sorted(visit.batch) == [2, 3]
-        assert late.result().status == 503
-        visit.release()
-        assert values(good.result()) == [3]
-        assert values(first.result()) == [1]
+def test_a_late_batch_mate_does_not_touch_the_others(server: Server, people: Crowd) -> None:
+    first = people.number("batching", 1)
+    holder = server.gate.next()
+    late = people.number("batching", 2, timeout=1_500_000)
+    good = people.number("batching", 3)
+    server.wait_pending("batching", 2)
+    holder.release()
+    visit = server.gate.next()
+    assert sorted(visit.batch) == [2, 3]
+    assert late.result().status == 503
+    visit.release()
+    assert values(good.result()) == [3]
+    assert values(first.result()) == [1]
 
 
 def hang_up_after(server: Server, model: str, value: int) -> Generator[None]:
@@ -97,44 +90,40 @@ def hang_up_after(server: Server, model: str, value: int) -> Generator[None]:
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_client_that_leaves_the_queue(server: Server, model: str) -> None:
-    with crowd(server) as people:
-        first = people.number(model, 1)
-        visit = server.gate.next()
-        leaving = hang_up_after(server, model, 2)
-        next(leaving)
-        server.wait_pending(model, 1)
-        staying = people.number(model, 3)
-        server.wait_pending(model, 2)
-        leaving.close()
-        server.wait_pending(model, 1)
-        visit.release()
-        other = server.gate.next()
-        assert other.batch == [3]
-        other.release()
-        assert values(staying.result()) == [3]
-        assert values(first.result()) == [1]
-        until(
-            "the cancellation is counted",
-            lambda: (
-                server.metric("nv_inference_request_failure", model=model, reason="CANCELED") >= 1
-            ),
-        )
+def test_a_client_that_leaves_the_queue(server: Server, people: Crowd, model: str) -> None:
+    first = people.number(model, 1)
+    visit = server.gate.next()
+    leaving = hang_up_after(server, model, 2)
+    next(leaving)
+    server.wait_pending(model, 1)
+    staying = people.number(model, 3)
+    server.wait_pending(model, 2)
+    leaving.close()
+    server.wait_pending(model, 1)
+    visit.release()
+    other = server.gate.next()
+    assert other.batch == [3]
+    other.release()
+    assert values(staying.result()) == [3]
+    assert values(first.result()) == [1]
+    until(
+        "the cancellation is counted",
+        lambda: server.metric("nv_inference_request_failure", model=model, reason="CANCELED") >= 1,
+    )
 
 
-def test_a_client_that_leaves_while_executing(server: Server) -> None:
-    with crowd(server) as people:
-        leaving = hang_up_after(server, "batching", 1)
-        next(leaving)
-        visit = server.gate.next()
-        leaving.close()
-        after = people.number("batching", 2)
-        server.wait_pending("batching", 1)
-        visit.release()
-        other = server.gate.next()
-        assert other.batch == [2]
-        other.release()
-        assert values(after.result()) == [2]
+def test_a_client_that_leaves_while_executing(server: Server, people: Crowd) -> None:
+    leaving = hang_up_after(server, "batching", 1)
+    next(leaving)
+    visit = server.gate.next()
+    leaving.close()
+    after = people.number("batching", 2)
+    server.wait_pending("batching", 1)
+    visit.release()
+    other = server.gate.next()
+    assert other.batch == [2]
+    other.release()
+    assert values(after.result()) == [2]
 
 
 def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]) -> None:

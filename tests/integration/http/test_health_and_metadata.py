@@ -1,7 +1,5 @@
 """What a server and its models say about themselves."""
 
-from __future__ import annotations
-
 import http.client
 
 import pytest
@@ -104,10 +102,7 @@ def test_a_model_describes_itself(http: Http) -> None:
             "Request for unknown model: 'simple' version 9 is not found",
         ),
         ("/v2/models/simple/versions/x", "Not Found (a version is a whole number)"),
-        (
-            "/v2/systemsharedmemory/region/a/b/status",
-            "Not Found (a / in a name is written %2F)",
-        ),
+        ("/v2/systemsharedmemory/region/a/b/status", "Not Found (a / in a name is written %2F)"),
         ("/v2/systemsharedmemory/region//status", "Not Found"),
         ("/v2/nothing", "Not Found"),
         ("/", "Not Found"),

@@ -2,13 +2,12 @@
 long: it writes no line of its own into the log, and nothing ends by it.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -23,9 +22,9 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from tests.rigs.local_clients import Guest, answer
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.wire.grpc_calls import refusal, simple_request, stub
-from tests.support.wire.raw_http import json_input, raw_connection
+from tests.support.wire.raw_http import Http, json_input, raw_connection
 
 FORGED = "E 2026-01-01T00:00:00.000Z supervisor[1] forged"
 SHORT = f"x\r\n{FORGED}\n\x1b[31mred\x1b[0m\x00\u2028{FORGED}"
@@ -51,14 +50,12 @@ ONES = np.ones((1, 16), np.int32)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("words") / "models"
-    repositories.add(repository, "simple")
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, "simple")
     config = repositories.identity_config("shouter", "BYTES", [1])
-    repositories.write(repository, "shouter", config, SHOUTER)
+    repositories.write(models, "shouter", config, SHOUTER)
     flags = ["--model-control-mode=explicit", "--load-model=simple", "--load-model=shouter"]
-    with running(repository, *flags, "--log-verbose=1", grpc=True) as started:
-        yield started
+    return start(models, *flags, "--log-verbose=1", grpc=True)
 
 
 @pytest.fixture(autouse=True)
@@ -83,33 +80,31 @@ def asked(**members: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
-def test_in_the_json_of_a_request(server: Server, word: str) -> None:
+def test_in_the_json_of_a_request(http: Http, word: str) -> None:
     first, second = asked()["inputs"]
-    with server.http() as http:
-        reply = http.infer("simple", asked(id=word)).ok()
-        assert reply.json()["id"] == word
-        for request in (
-            asked(id=word, outputs=[{"name": word}]),
-            asked(parameters={"timeout": word}),
-            asked(parameters={"triton_" + word: 1}),
-            asked(outputs=[{"name": "OUTPUT0", "parameters": {"shared_memory_region": word}}]),
-            *(
-                {"id": word, "inputs": [{**first, member: word}, second]}
-                for member in ("name", "datatype", "shape", "data")
-            ),
-        ):
-            refused = http.infer("simple", request)
-            assert refused.status in (400, 404, 500), (refused.status, refused.body[:200])
-            assert refused.error
+    reply = http.infer("simple", asked(id=word)).ok()
+    assert reply.json()["id"] == word
+    for request in (
+        asked(id=word, outputs=[{"name": word}]),
+        asked(parameters={"timeout": word}),
+        asked(parameters={"triton_" + word: 1}),
+        asked(outputs=[{"name": "OUTPUT0", "parameters": {"shared_memory_region": word}}]),
+        *(
+            {"id": word, "inputs": [{**first, member: word}, second]}
+            for member in ("name", "datatype", "shape", "data")
+        ),
+    ):
+        refused = http.infer("simple", request)
+        assert refused.status in (400, 404, 500), (refused.status, refused.body[:200])
+        assert refused.error
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("request_id", ["error", "exception"])
-def test_in_what_a_model_says_and_raises(server: Server, word: str, request_id: str) -> None:
+def test_in_what_a_model_says_and_raises(http: Http, word: str, request_id: str) -> None:
     tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [1], "data": [word]}
-    with server.http() as http:
-        refused = http.infer("shouter", {"id": request_id, "inputs": [tensor]})
-        assert refused.status == 500
+    refused = http.infer("shouter", {"id": request_id, "inputs": [tensor]})
+    assert refused.status == 500
 
 
 @pytest.mark.parametrize("request_id", ["error", "exception"])
@@ -123,42 +118,40 @@ def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
     assert (status, text.endswith(r": a\udcffb")) == ("INTERNAL", True), text
 
 
-def test_in_paths(server: Server) -> None:
+def test_in_paths(http: Http) -> None:
     word = quote(SHORT, safe="")
-    with server.http() as http:
-        for method, path in (
-            ("GET", f"/{word}"),
-            ("POST", f"/v2/models/{word}/infer"),
-            ("GET", f"/v2/models/{word}/config"),
-            ("GET", f"/v2/models/{word}/stats"),
-            ("POST", f"/v2/repository/models/{word}/load"),
-            ("POST", f"/v2/repository/models/{word}/unload"),
-            ("POST", f"/v2/systemsharedmemory/region/{word}/register"),
-            ("GET", f"/v2/systemsharedmemory/region/{word}/status"),
-        ):
-            refused = http.call(method, path, {})
-            assert refused.status in (400, 404, 500), (path, refused.status, refused.body[:200])
+    for method, path in (
+        ("GET", f"/{word}"),
+        ("POST", f"/v2/models/{word}/infer"),
+        ("GET", f"/v2/models/{word}/config"),
+        ("GET", f"/v2/models/{word}/stats"),
+        ("POST", f"/v2/repository/models/{word}/load"),
+        ("POST", f"/v2/repository/models/{word}/unload"),
+        ("POST", f"/v2/systemsharedmemory/region/{word}/register"),
+        ("GET", f"/v2/systemsharedmemory/region/{word}/status"),
+    ):
+        refused = http.call(method, path, {})
+        assert refused.status in (400, 404, 500), (path, refused.status, refused.body[:200])
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
-def test_in_what_is_asked_of_the_control_plane(server: Server, word: str) -> None:
+def test_in_what_is_asked_of_the_control_plane(http: Http, word: str) -> None:
     encoded = base64.b64encode(b"x").decode()
     path = "/v2/repository/models/simple/load"
     region = "/v2/systemsharedmemory/region/r/register"
-    with server.http() as http:
-        for where, body in (
-            (path, {"parameters": {"config": word}}),
-            (path, {"parameters": {"config": json.dumps({"name": word})}}),
-            (path, {"parameters": {"config": "{}", f"file:{word}": encoded}}),
-            (path, {"parameters": {word: word}}),
-            (region, {"key": word, "byte_size": 64}),
-            (region, {"key": "/" + word, "byte_size": 64}),
-            ("/v2/logging", {"log_format": word}),
-            ("/v2/logging", {"log_file": word}),
-        ):
-            refused = http.post(where, body)
-            assert refused.status in (400, 404, 500, 501, 503), (where, refused.body[:200])
-        http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
+    for where, body in (
+        (path, {"parameters": {"config": word}}),
+        (path, {"parameters": {"config": json.dumps({"name": word})}}),
+        (path, {"parameters": {"config": "{}", f"file:{word}": encoded}}),
+        (path, {"parameters": {word: word}}),
+        (region, {"key": word, "byte_size": 64}),
+        (region, {"key": "/" + word, "byte_size": 64}),
+        ("/v2/logging", {"log_format": word}),
+        ("/v2/logging", {"log_file": word}),
+    ):
+        refused = http.post(where, body)
+        assert refused.status in (400, 404, 500, 501, 503), (where, refused.body[:200])
+    http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
 
 
 def test_in_headers_and_requests_that_are_none(server: Server) -> None:

@@ -1,7 +1,5 @@
 """Inference over HTTP: JSON and binary tensors, ids, parameters, selection of outputs, versions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
@@ -257,17 +255,14 @@ def test_tritonclient_async_infer(server: Server) -> None:
             assert (call.get_result().as_numpy("OUTPUT0") == A + B).all()
 
 
-def test_tritonclient_aio(server: Server) -> None:
-    async def ask() -> None:
-        async with triton_aio.InferenceServerClient(server.url) as client:
-            assert await client.is_model_ready("simple")
-            results = await asyncio.gather(
-                *(client.infer("simple", triton_inputs(True)) for _ in range(20))
-            )
-            for result in results:
-                assert (result.as_numpy("OUTPUT1") == A - B).all()
-
-    asyncio.run(ask())
+async def test_tritonclient_aio(server: Server) -> None:
+    async with triton_aio.InferenceServerClient(server.url) as client:
+        assert await client.is_model_ready("simple")
+        results = await asyncio.gather(
+            *(client.infer("simple", triton_inputs(True)) for _ in range(20))
+        )
+        for result in results:
+            assert (result.as_numpy("OUTPUT1") == A - B).all()
 
 
 def test_tritonclient_sees_errors(server: Server) -> None:

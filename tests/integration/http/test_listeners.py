@@ -2,14 +2,10 @@
 restricted APIs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
-import shutil
 import socket
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,15 +20,6 @@ from tests.support.wire.raw_http import Http, Reply, UnixHttp, json_input
 
 TOKEN, PROGRAM, SCRAPER = "0123456789abcdef-all", "0123456789abcdef-program", "0123456789abcdef-m"
 ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """A folder that every user may enter."""
-    made = Path(tempfile.mkdtemp(prefix="sd-"))
-    made.chmod(0o711)
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="module")

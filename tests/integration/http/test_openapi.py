@@ -1,11 +1,9 @@
 """The description of the HTTP API is true: what a running server answers to requests made of it,
 its errors too, is what it says; and the page that shows it needs nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from schemathesis import checks
 
 from shmserve.gateway.http.routes import ROUTES, described
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 
 DOCUMENT = described(ROUTES)
 NAMES = {"model": ["simple", "identity", "nosuch"], "version": ["1", "7"]}
@@ -42,18 +40,13 @@ REFUSED = (
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("described") / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple", "identity")
-    with running(repository, "--model-control-mode=explicit", "--load-model=*") as started:
-        yield started
+def asked(models: Path, start: Start) -> Server:
+    repositories.add(models, "simple", "identity")
+    return start(models, "--model-control-mode=explicit", "--load-model=*")
 
 
 def load_both(server: Server) -> None:
-    with server.http() as http:
-        for name in ("simple", "identity"):
-            http.post(f"/v2/repository/models/{name}/load").ok()
+    server.load("simple", "identity")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.label)
@@ -87,9 +80,7 @@ TENSOR = {"name": "INPUT0", "datatype": "FP32", "shape": [2], "data": [1.5, 2.5]
 def test_a_real_answer_is_as_described(asked: Server, path: str, body: Any) -> None:
     (operation,) = [each for each in OPERATIONS if each.path == f"/v2/models/{{model}}/{path}"]
     case = operation.Case(
-        path_parameters={"model": "identity"},
-        body=body,
-        media_type="application/json",
+        path_parameters={"model": "identity"}, body=body, media_type="application/json"
     )
     response = case.call(base_url=f"http://{asked.url}")
     assert response.status_code == 200, response.content

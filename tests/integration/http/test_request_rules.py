@@ -2,8 +2,6 @@
 connection lives on.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -110,16 +108,8 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         500,
         "attempt to access JSON non-unsigned-integer as unsigned-integer (input 'INPUT0')",
     ),
-    "a huge shape": (
-        two(shape=[2**40, 2**40]),
-        400,
-        "invalid shape for input 'INPUT0'",
-    ),
-    "less data than the shape": (
-        two(data=[0] * 15),
-        500,
-        "hape does not match true shape",
-    ),
+    "a huge shape": (two(shape=[2**40, 2**40]), 400, "invalid shape for input 'INPUT0'"),
+    "less data than the shape": (two(data=[0] * 15), 500, "hape does not match true shape"),
     "more data than the shape": (
         two(data=[0] * 17),
         500,

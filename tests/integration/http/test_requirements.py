@@ -2,15 +2,11 @@
 no other test holds them.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.wire.grpc_calls import request_of, stub
 from tests.support.wire.raw_http import Http, json_input
 
@@ -37,15 +33,7 @@ FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """Short, for there is a socket in it."""
-    made = Path(tempfile.mkdtemp(prefix="sr-"))
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+def server(folder: Path, start: Start) -> Server:
     """Explicit mode, every listener, verbose; what Triton forwards to models is asked for."""
     repository = folder / "models"
     repositories.add(repository, "echo_request", "constant")
@@ -61,14 +49,7 @@ def server(folder: Path) -> Iterator[Server]:
         FORWARDED,
         "--log-verbose=2",
     ]
-    with running(repository, *flags, grpc=True) as started:
-        yield started
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[Http]:
-    with server.http() as connection:
-        yield connection
+    return start(repository, *flags, grpc=True)
 
 
 @pytest.fixture(scope="module")
@@ -180,16 +161,7 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
         assert "parameter keys starting with 'triton_' are reserved" in text
 
 
-NAMES = [
-    "..",
-    ".",
-    "../elsewhere/secret",
-    "/etc",
-    "a/b",
-    "a\\b",
-    "\x00",
-    "constant\x00",
-]
+NAMES = ["..", ".", "../elsewhere/secret", "/etc", "a/b", "a\\b", "\x00", "constant\x00"]
 GOOD = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
 OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 
@@ -244,17 +216,7 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "../x",
-        "/x",
-        "1/../../x",
-        "1/./../x",
-        "..",
-        "",
-        "1/a\\..\\x",
-        "1/x\x00",
-        "1/" + "x" * 256,
-    ],
+    ["../x", "/x", "1/../../x", "1/./../x", "..", "", "1/a\\..\\x", "1/x\x00", "1/" + "x" * 256],
 )
 def test_files_of_a_load_request_stay_in_their_folder(
     http: Http, call: Any, folder: Path, path: str

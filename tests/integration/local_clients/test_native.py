@@ -2,17 +2,12 @@
 configuration.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import closing
-
 import numpy as np
 import pytest
 
 from tests.support.crowd import crowd
 from tests.support.pages import GUIDE, blocks
-from tests.support.servers import ROOT, Server, running
+from tests.support.servers import ROOT, Server, Start
 from tests.support.wire.raw_http import Http, json_input
 
 SCALE = '''
@@ -59,21 +54,13 @@ class Sizes:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
     """A server of five classes, and of no repository."""
     file = tmp_path_factory.mktemp("native") / "several.py"
     file.write_text(SCALE)
     example = ROOT / "examples" / "native_model.py"
     classes = (f"{file}:Scale", f"{file}:Wrong", f"{file}:Sizes", f"{example}:Blur")
-    with running((), *classes, f"{file}:Several", "--set", "add=2.5") as started:
-        yield started
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[Http]:
-    """A connection to it."""
-    with closing(Http(server.http_port)) as connection:
-        yield connection
+    return start((), *classes, f"{file}:Several", "--set", "add=2.5")
 
 
 def test_annotations_become_metadata(http: Http) -> None:

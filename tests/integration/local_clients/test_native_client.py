@@ -1,7 +1,5 @@
 """shmserve.client against a real server: what goes in, what comes out, and where it lies."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -10,6 +8,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.transport.dealer import Dealer
 from tests.rigs.local_clients import answer, submit
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
@@ -32,15 +31,12 @@ ROW = 8192  # elements: 32 KB, which do not travel inside messages
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def rows(models: Path, start: Start) -> Server:
     """A server of models whose sizes are known beforehand, and of one whose are not."""
-    repository = tmp_path_factory.mktemp("native") / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple", "identity", "text", "echo_request", "types")
-    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
-    repositories.add_identity(repository, "halves", "BF16", [-1])
-    with running(repository, "--max-queue-size=64") as started:
-        yield started
+    repositories.add(models, "simple", "identity", "text", "echo_request", "types")
+    repositories.add_identity(models, "rows", "FP32", [ROW], max_batch_size=8)
+    repositories.add_identity(models, "halves", "BF16", [-1])
+    return start(models, "--max-queue-size=64")
 
 
 @pytest.fixture
@@ -478,22 +474,19 @@ def test_a_stream_of_one_response(client) -> None:
     assert (only["OUTPUT0"] == A + B).all()
 
 
-def test_asyncio(rows: Server) -> None:
-    async def talk() -> None:
-        async with aio.connect(rows.run_dir) as server:
-            given = [frames(seed=seed) for seed in range(20)]
-            results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in given))
-            assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, given, strict=True))
-            assert ("rows", "1") in await server.models()
-            with await server.allocate({"INPUT0": ((1, ROW), "FP32")}) as region:
-                region["INPUT0"][:] = given[0]
-                assert (await server.infer("rows", region))["OUTPUT0"].shape == (1, ROW)
-            async for result in server.stream("simple", INPUT0=A, INPUT1=B):
-                assert (result["OUTPUT0"] == A + B).all()
-            with pytest.raises(shmserve.client.NotFound):
-                await server.infer("nobody", INPUT0=A)
-
-    asyncio.run(talk())
+async def test_asyncio(rows: Server) -> None:
+    async with aio.connect(rows.run_dir) as server:
+        given = [frames(seed=seed) for seed in range(20)]
+        results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in given))
+        assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, given, strict=True))
+        assert ("rows", "1") in await server.models()
+        with await server.allocate({"INPUT0": ((1, ROW), "FP32")}) as region:
+            region["INPUT0"][:] = given[0]
+            assert (await server.infer("rows", region))["OUTPUT0"].shape == (1, ROW)
+        async for result in server.stream("simple", INPUT0=A, INPUT1=B):
+            assert (result["OUTPUT0"] == A + B).all()
+        with pytest.raises(shmserve.client.NotFound):
+            await server.infer("nobody", INPUT0=A)
 
 
 def test_a_client_of_another_event_loop_says_so(rows: Server) -> None:

@@ -1,7 +1,5 @@
 """shmserve.client when something ends: a request, a client, a scheduler, a model, the server."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -27,7 +25,7 @@ from shmserve.client import aio
 from shmserve.client.request.arrays import dtype_of
 from shmserve.client.request.prepare import PLAIN
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, running
+from tests.support.servers import ROOT, Server, Start, run_python
 from tests.support.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
@@ -36,15 +34,12 @@ EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 
 
 @pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def gated(models: Path, start: Start) -> Server:
     """A server whose model "gated" waits at a gate, and whose "rows" does not."""
-    repository = tmp_path_factory.mktemp("native") / "models"
-    repository.mkdir()
-    repositories.add(repository, "gated", "simple")
-    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
-    repositories.add_identity(repository, "large", "FP32", [ROW], source="gated")
-    with running(repository, *EXPLICIT) as started:
-        yield started
+    repositories.add(models, "gated", "simple")
+    repositories.add_identity(models, "rows", "FP32", [ROW], max_batch_size=8)
+    repositories.add_identity(models, "large", "FP32", [ROW], source="gated")
+    return start(models, *EXPLICIT)
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +50,12 @@ def settled(gated: Server) -> Iterator[None]:
     assert gated.gate.is_idle(0.001)
 
 
+@pytest.fixture
+def client(gated: Server) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(gated.run_dir) as connected:
+        yield connected
+
+
 def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]:
     spec = server._session.connection().models.resolve("gated", "").signature
     (tensor,) = spec.inputs.values()
@@ -63,32 +64,32 @@ def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]
     return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
 
 
-def test_a_timeout_cancels_the_request(gated: Server) -> None:
-    with shmserve.client.connect(gated.run_dir) as client:
-        blocker = client.infer_async("gated", _value(client, 1))
-        visit = gated.gate.next()
-        with pytest.raises(TimeoutError) as caught:
-            client.infer("gated", _value(client, 2), timeout=0.05)
-        assert isinstance(caught.value, shmserve.client.TimedOut)
-        gated.wait_pending("gated", 0)
-        visit.release()
-        assert blocker.result(20)["OUTPUT0"].flat[0] == 1
-        assert gated.gate.is_idle()
+def test_a_timeout_cancels_the_request(gated: Server, client: shmserve.client.Server) -> None:
+    blocker = client.infer_async("gated", _value(client, 1))
+    visit = gated.gate.next()
+    with pytest.raises(TimeoutError) as caught:
+        client.infer("gated", _value(client, 2), timeout=0.05)
+    assert isinstance(caught.value, shmserve.client.TimedOut)
+    gated.wait_pending("gated", 0)
+    visit.release()
+    assert blocker.result(20)["OUTPUT0"].flat[0] == 1
+    assert gated.gate.is_idle()
 
 
-def test_a_future_ends_in_time_though_nobody_answers(gated: Server) -> None:
+def test_a_future_ends_in_time_though_nobody_answers(
+    gated: Server, client: shmserve.client.Server
+) -> None:
     scheduler = gated.one("scheduler simple")
-    with shmserve.client.connect(gated.run_dir) as client:
-        assert client.infer("simple", INPUT0=A, INPUT1=A)
-        scheduler.suspend()
-        try:
-            late = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
-            patient = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
-            with pytest.raises(shmserve.client.TimedOut):
-                late.result(20)
-        finally:
-            scheduler.resume()
-        assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
+    assert client.infer("simple", INPUT0=A, INPUT1=A)
+    scheduler.suspend()
+    try:
+        late = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
+        patient = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
+        with pytest.raises(shmserve.client.TimedOut):
+            late.result(20)
+    finally:
+        scheduler.resume()
+    assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
 
 
 _WITHOUT_DESCRIPTORS = """
@@ -117,112 +118,110 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
     """A thread's requests go by the connection that is there, and what needs one more says so."""
-    command = [sys.executable, "-c", _WITHOUT_DESCRIPTORS, str(gated.run_dir)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = run_python("-c", _WITHOUT_DESCRIPTORS, gated.run_dir)
     assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
 
 
-def test_a_cancelled_future_is_cancelled_at_the_server(gated: Server) -> None:
-    with shmserve.client.connect(gated.run_dir) as client:
-        blocker = client.infer_async("gated", _value(client, 1))
-        visit = gated.gate.next()
-        waiting = client.infer_async("gated", _value(client, 2))
-        gated.wait_pending("gated", 1)
-        assert waiting.cancel()
-        gated.wait_pending("gated", 0)
-        visit.release()
-        assert blocker.result(20)
-        with pytest.raises(concurrent.futures.CancelledError):
-            waiting.result()
+def test_a_cancelled_future_is_cancelled_at_the_server(
+    gated: Server, client: shmserve.client.Server
+) -> None:
+    blocker = client.infer_async("gated", _value(client, 1))
+    visit = gated.gate.next()
+    waiting = client.infer_async("gated", _value(client, 2))
+    gated.wait_pending("gated", 1)
+    assert waiting.cancel()
+    gated.wait_pending("gated", 0)
+    visit.release()
+    assert blocker.result(20)
+    with pytest.raises(concurrent.futures.CancelledError):
+        waiting.result()
 
 
-def test_who_waits_for_many_futures_hears_of_a_cancelled_one(gated: Server) -> None:
-    with shmserve.client.connect(gated.run_dir) as client:
-        blocker = client.infer_async("gated", _value(client, 1))
-        visit = gated.gate.next()
-        waiting = client.infer_async("gated", _value(client, 2))
-        gated.wait_pending("gated", 1)
-        threading.Timer(0.1, waiting.cancel).start()
-        assert concurrent.futures.wait([waiting], 10).done == {waiting}
-        assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
-        gated.wait_pending("gated", 0)  # the server hears of it later than they do
-        visit.release()
-        assert blocker.result(20)
+def test_who_waits_for_many_futures_hears_of_a_cancelled_one(
+    gated: Server, client: shmserve.client.Server
+) -> None:
+    blocker = client.infer_async("gated", _value(client, 1))
+    visit = gated.gate.next()
+    waiting = client.infer_async("gated", _value(client, 2))
+    gated.wait_pending("gated", 1)
+    threading.Timer(0.1, waiting.cancel).start()
+    assert concurrent.futures.wait([waiting], 10).done == {waiting}
+    assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
+    gated.wait_pending("gated", 0)  # the server hears of it later than they do
+    visit.release()
+    assert blocker.result(20)
 
 
-def test_what_a_thread_leaves_on_its_way_keeps_its_memory(gated: Server) -> None:
+def test_what_a_thread_leaves_on_its_way_keeps_its_memory(
+    gated: Server, client: shmserve.client.Server
+) -> None:
     """Also when other threads come, who ask the same of the server."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
-    with shmserve.client.connect(gated.run_dir) as client:
-        results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
-        first: list[Any] = []
-        futures: list[Any] = []
-        begins = threading.Thread(target=lambda: first.append(next(results)))
-        begins.start()
+    results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
+    first: list[Any] = []
+    futures: list[Any] = []
+    begins = threading.Thread(target=lambda: first.append(next(results)))
+    begins.start()
+    gated.gate.next().release()
+    begins.join()
+    visit = gated.gate.next()
+    gated.wait_pending("large", 1)
+
+    def another() -> None:
+        assert client.infer("rows", INPUT0=rows[0][None])
+        futures.extend(client.infer_async("large", INPUT0=x) for x in rows[3:])
+
+    comes = threading.Thread(target=another)
+    comes.start()
+    comes.join()
+    gated.wait_pending("large", 4)
+    visit.release()
+    for _ in range(4):
         gated.gate.next().release()
-        begins.join()
-        visit = gated.gate.next()
-        gated.wait_pending("large", 1)
+    found = [*first, *results, *(future.result(20) for future in futures)]
+    assert [set(result["OUTPUT0"]) for result in found] == [{n} for n in range(6)]
 
-        def another() -> None:
-            assert client.infer("rows", INPUT0=rows[0][None])
-            futures.extend(client.infer_async("large", INPUT0=x) for x in rows[3:])
 
-        comes = threading.Thread(target=another)
-        comes.start()
-        comes.join()
-        gated.wait_pending("large", 4)
+async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
+    async with aio.connect(gated.run_dir) as server:
+        with shmserve.client.connect(gated.run_dir) as other:
+            given = _value(other, 1)
+        blocker = asyncio.create_task(server.infer("gated", given))
+        visit = await asyncio.to_thread(gated.gate.next)
+        waiting = asyncio.create_task(server.infer("gated", given))
+        await asyncio.to_thread(gated.wait_pending, "gated", 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.to_thread(gated.wait_pending, "gated", 0)
         visit.release()
-        for _ in range(4):
-            gated.gate.next().release()
-        found = [*first, *results, *(future.result(20) for future in futures)]
-        assert [set(result["OUTPUT0"]) for result in found] == [{n} for n in range(6)]
-
-
-def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
-    async def talk() -> None:
-        async with aio.connect(gated.run_dir) as server:
-            with shmserve.client.connect(gated.run_dir) as other:
-                given = _value(other, 1)
-            blocker = asyncio.create_task(server.infer("gated", given))
-            visit = await asyncio.to_thread(gated.gate.next)
-            waiting = asyncio.create_task(server.infer("gated", given))
-            await asyncio.to_thread(gated.wait_pending, "gated", 1)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            await asyncio.to_thread(gated.wait_pending, "gated", 0)
-            visit.release()
-            assert (await blocker)["OUTPUT0"].flat[0] == 1
-
-    asyncio.run(talk())
+        assert (await blocker)["OUTPUT0"].flat[0] == 1
 
 
 @pytest.mark.parametrize("made", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
-def test_memory_is_kept_for_what_is_in_flight(gated: Server, made: Callable[..., Any]) -> None:
+def test_memory_is_kept_for_what_is_in_flight(
+    gated: Server, client: shmserve.client.Server, made: Callable[..., Any]
+) -> None:
     """Also where the program has only a plain view of it, and forgets that."""
     x = np.arange(ROW, dtype=np.float32)
-    with shmserve.client.connect(gated.run_dir) as client:
-        blocker = client.infer_async("large", INPUT0=x)
-        visit = gated.gate.next()
-        region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
-        region["INPUT0"][1] = x
-        answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
-        waiting = [
-            client.infer_async("large", INPUT0=made(a[1])) for a in (region["INPUT0"], answer)
-        ]
-        region.release()
-        del region, answer
-        gated.wait_pending("large", 2)
-        for _ in range(3):
-            client.infer("rows", INPUT0=np.zeros((2, ROW), np.float32))
-        visit.release()
-        gated.gate.next().release()
-        gated.gate.next().release()
-        assert blocker.result(20)
-        for future, right in zip(waiting, (x, -x), strict=True):
-            found = future.result(20)["OUTPUT0"]
-            assert (np.asarray(found) == right).all()
+    blocker = client.infer_async("large", INPUT0=x)
+    visit = gated.gate.next()
+    region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
+    region["INPUT0"][1] = x
+    answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
+    waiting = [client.infer_async("large", INPUT0=made(a[1])) for a in (region["INPUT0"], answer)]
+    region.release()
+    del region, answer
+    gated.wait_pending("large", 2)
+    for _ in range(3):
+        client.infer("rows", INPUT0=np.zeros((2, ROW), np.float32))
+    visit.release()
+    gated.gate.next().release()
+    gated.gate.next().release()
+    assert blocker.result(20)
+    for future, right in zip(waiting, (x, -x), strict=True):
+        found = future.result(20)["OUTPUT0"]
+        assert (np.asarray(found) == right).all()
 
 
 CRASHING = """
@@ -248,7 +247,7 @@ def _shared(process: psutil.Process) -> int:
     return held
 
 
-def test_a_killed_client_leaves_nothing(gated: Server) -> None:
+def test_a_killed_client_leaves_nothing(gated: Server, client: shmserve.client.Server) -> None:
     command = [sys.executable, "-c", CRASHING, str(gated.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -268,8 +267,7 @@ def test_a_killed_client_leaves_nothing(gated: Server) -> None:
     gated.wait_pending("large", 0)
     visit.release()
     until("all of it is forgotten", lambda: not sum(map(_shared, processes)))
-    with shmserve.client.connect(gated.run_dir) as client:
-        assert client.infer("simple", INPUT0=A, INPUT1=A)
+    assert client.infer("simple", INPUT0=A, INPUT1=A)
 
 
 FORKING = """
@@ -302,49 +300,47 @@ def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> N
             child.kill()
 
 
-def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> None:
+def test_a_forked_child_leaves_its_parents_connection_alone(
+    gated: Server, client: shmserve.client.Server
+) -> None:
     x = np.ones((1, ROW), np.float32)
-    with shmserve.client.connect(gated.run_dir) as client:
-        region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
-        region["INPUT0"][:] = x
-        assert client.infer("rows", region)
+    region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
+    region["INPUT0"][:] = x
+    assert client.infer("rows", region)
+    child = os.fork()
+    if not child:
+        code = 1
+        with contextlib.suppress(BaseException):
+            signal.alarm(20)
+            with contextlib.suppress(shmserve.client.InvalidArgument):
+                client.infer("rows", INPUT0=x)
+                os._exit(2)
+            region.release()
+            client.close()
+            with shmserve.client.connect(gated.run_dir) as own:
+                assert (own.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+            code = 0
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    connection = client._session.connection()
+    for inputs in ({"INPUT0": x}, region):
+        assert (client.infer("rows", inputs)["OUTPUT0"] == x).all()
+    assert client._session.connection() is connection and connection.alive
+
+
+async def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Server) -> None:
+    async with aio.connect(gated.run_dir) as server:
+        assert await server.infer("simple", INPUT0=A, INPUT1=A)
         child = os.fork()
         if not child:
             code = 1
             with contextlib.suppress(BaseException):
-                signal.alarm(20)
-                with contextlib.suppress(shmserve.client.InvalidArgument):
-                    client.infer("rows", INPUT0=x)
-                    os._exit(2)
-                region.release()
-                client.close()
-                with shmserve.client.connect(gated.run_dir) as own:
-                    assert (own.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+                await server.close()
                 code = 0
             os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        connection = client._session.connection()
-        for inputs in ({"INPUT0": x}, region):
-            assert (client.infer("rows", inputs)["OUTPUT0"] == x).all()
-        assert client._session.connection() is connection and connection.alive
-
-
-def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Server) -> None:
-    async def talk() -> None:
-        async with aio.connect(gated.run_dir) as server:
-            assert await server.infer("simple", INPUT0=A, INPUT1=A)
-            child = os.fork()
-            if not child:
-                code = 1
-                with contextlib.suppress(BaseException):
-                    await server.close()
-                    code = 0
-                os._exit(code)
-            _, status = await asyncio.to_thread(os.waitpid, child, 0)
-            assert os.waitstatus_to_exitcode(status) == 0
-            assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
-
-    asyncio.run(talk())
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
 
 
 def test_every_future_ends_when_the_client_does(gated: Server) -> None:
@@ -387,14 +383,15 @@ def test_a_client_that_nobody_closes(gated: Server) -> None:
         shmserve.client.connect(gated.run_dir)
 
 
-def test_memory_is_taken_back_though_the_connection_is_interrupted(gated: Server) -> None:
+def test_memory_is_taken_back_though_the_connection_is_interrupted(
+    client: shmserve.client.Server,
+) -> None:
     """The connection's own thread takes it back, and waits for nobody who holds the lock."""
-    with shmserve.client.connect(gated.run_dir) as client:
-        memories = client._session.memories
-        region = client.allocate({"INPUT0": ((ROW,), "FP32")})
-        with client._session.connection()._lock:
-            del region
-            until("it is taken back", lambda: not memories.returned and not memories._segments)
+    memories = client._session.memories
+    region = client.allocate({"INPUT0": ((ROW,), "FP32")})
+    with client._session.connection()._lock:
+        del region
+        until("it is taken back", lambda: not memories.returned and not memories._segments)
 
 
 def test_a_callback_may_close_the_client(gated: Server) -> None:
@@ -470,24 +467,23 @@ def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
     assert isinstance(error, shmserve.client.Disconnected)
 
 
-def test_a_callback_may_ask_for_more_and_for_memory(gated: Server) -> None:
+def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Server) -> None:
     """It runs where the server's answers are read, and others want memory meanwhile."""
     x = np.ones((4, ROW), np.float32)
-    with shmserve.client.connect(gated.run_dir) as client:
-        second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
+    second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 
-        def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
-            try:
-                with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
-                    asked = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
-                asked.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
-            except BaseException as error:
-                second.set_exception(error)
+    def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
+        try:
+            with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
+                asked = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
+            asked.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
+        except BaseException as error:
+            second.set_exception(error)
 
-        client.infer_async("rows", INPUT0=x).add_done_callback(more)
-        for _ in range(20):
-            client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
-        assert (second.result(20) == x[:2]).all()
+    client.infer_async("rows", INPUT0=x).add_done_callback(more)
+    for _ in range(20):
+        client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
+    assert (second.result(20) == x[:2]).all()
 
 
 @pytest.mark.parametrize(
@@ -500,70 +496,71 @@ def test_a_callback_may_ask_for_more_and_for_memory(gated: Server) -> None:
     ids=["infer", "map", "stream"],
 )
 def test_a_callback_for_which_no_channel_is_left_is_refused_and_waits_for_nothing(
-    gated: Server, monkeypatch: pytest.MonkeyPatch, ask: Callable[[shmserve.client.Server], Any]
+    gated: Server,
+    client: shmserve.client.Server,
+    monkeypatch: pytest.MonkeyPatch,
+    ask: Callable[[shmserve.client.Server], Any],
 ) -> None:
     """It would wait for its own thread, which is the one that reads the responses."""
     monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 1)
-    with shmserve.client.connect(gated.run_dir) as client:
-        ask(client)  # takes the only channel
-        outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
+    ask(client)  # takes the only channel
+    outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
-        def callback(_: object) -> None:
-            try:
-                outcome.set_result(ask(client))
-            except BaseException as error:
-                outcome.set_exception(error)
+    def callback(_: object) -> None:
+        try:
+            outcome.set_result(ask(client))
+        except BaseException as error:
+            outcome.set_exception(error)
 
-        # What is answered before it has its callback calls that in this thread, which may wait.
-        client.infer_async("gated", _value(client, 1)).add_done_callback(callback)
-        gated.gate.next().release()
-        error = outcome.exception(10)
-        assert isinstance(error, shmserve.client.Unavailable) and "infer_async" in str(error)
-        assert client.infer("simple", INPUT0=A, INPUT1=A)["OUTPUT0"].shape == (1, 16)
+    # What is answered before it has its callback calls that in this thread, which may wait.
+    client.infer_async("gated", _value(client, 1)).add_done_callback(callback)
+    gated.gate.next().release()
+    error = outcome.exception(10)
+    assert isinstance(error, shmserve.client.Unavailable) and "infer_async" in str(error)
+    assert client.infer("simple", INPUT0=A, INPUT1=A)["OUTPUT0"].shape == (1, 16)
 
 
 def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
-    gated: Server, monkeypatch: pytest.MonkeyPatch
+    gated: Server, client: shmserve.client.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 0)
-    with shmserve.client.connect(gated.run_dir) as client:
-        first = client.infer_async("gated", _value(client, 0))
-        visit = gated.gate.next()
-        stream = client.stream("gated", _value(client, 1))
-        outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
+    first = client.infer_async("gated", _value(client, 0))
+    visit = gated.gate.next()
+    stream = client.stream("gated", _value(client, 1))
+    outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
-        def callback(_: object) -> None:
-            try:
-                outcome.set_result(next(stream))
-            except BaseException as error:
-                outcome.set_exception(error)
+    def callback(_: object) -> None:
+        try:
+            outcome.set_result(next(stream))
+        except BaseException as error:
+            outcome.set_exception(error)
 
-        first.add_done_callback(callback)
-        visit.release()
-        assert isinstance(outcome.exception(10), shmserve.client.Unavailable)
-        gated.gate.next().release()
-        assert next(stream)["OUTPUT0"].flat[0] == 1
-
-
-def test_a_scheduler_that_is_killed_costs_no_answer(gated: Server) -> None:
-    with shmserve.client.connect(gated.run_dir) as client:
-        futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]
-        gated.gate.next().release()  # its answer is on its way, or lost with the scheduler
-        gated.one("scheduler gated").send_signal(signal.SIGKILL)
-        while not all(future.done() for future in futures):
-            try:
-                gated.gate.next(0.2).release()
-            except TimeoutError:
-                continue
-        assert [f.result(20)["OUTPUT0"].flat[0] for f in futures] == [0, 1, 2]
-        until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+    first.add_done_callback(callback)
+    visit.release()
+    assert isinstance(outcome.exception(10), shmserve.client.Unavailable)
+    gated.gate.next().release()
+    assert next(stream)["OUTPUT0"].flat[0] == 1
 
 
-def test_what_may_have_been_written_over_its_own_input_does_not_run_again(gated: Server) -> None:
-    with (
-        shmserve.client.connect(gated.run_dir) as client,
-        client.allocate({"INPUT0": ((1, 4), "INT32")}) as region,
-    ):
+def test_a_scheduler_that_is_killed_costs_no_answer(
+    gated: Server, client: shmserve.client.Server
+) -> None:
+    futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]
+    gated.gate.next().release()  # its answer is on its way, or lost with the scheduler
+    gated.one("scheduler gated").send_signal(signal.SIGKILL)
+    while not all(future.done() for future in futures):
+        try:
+            gated.gate.next(0.2).release()
+        except TimeoutError:
+            continue
+    assert [f.result(20)["OUTPUT0"].flat[0] for f in futures] == [0, 1, 2]
+    until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+
+
+def test_what_may_have_been_written_over_its_own_input_does_not_run_again(
+    gated: Server, client: shmserve.client.Server
+) -> None:
+    with client.allocate({"INPUT0": ((1, 4), "INT32")}) as region:
         x = region["INPUT0"]
         future = client.infer_async("gated", {"INPUT0": x}, outputs={"OUTPUT0": x})
         running = gated.gate.next()
@@ -575,43 +572,37 @@ def test_what_may_have_been_written_over_its_own_input_does_not_run_again(gated:
         until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
 
-def test_a_reload_under_load_fails_nobody(gated: Server) -> None:
+def test_a_reload_under_load_fails_nobody(gated: Server, client: shmserve.client.Server) -> None:
     over = threading.Event()
-    failed: list[BaseException] = []
     asked = 0
 
     def ask() -> None:
         nonlocal asked
         x = np.ones((1, ROW), np.float32)
-        try:
-            while not over.is_set():
-                assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
-                asked += 1
-        except BaseException as error:
-            failed.append(error)
+        while not over.is_set():
+            assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
+            asked += 1
 
-    with shmserve.client.connect(gated.run_dir) as client:
-        threads = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        with gated.http() as http:
+    with concurrent.futures.ThreadPoolExecutor(3) as pool, gated.http() as http:
+        asking = [pool.submit(ask) for _ in range(3)]
+        try:
             for _ in range(3):
                 enough = asked + 10
-                http.post("/v2/repository/models/rows/load").ok()
+                http.load("rows").ok()
                 until("it is asked on", partial(lambda most: asked > most, enough))
-        over.set()
-        for thread in threads:
-            thread.join()
-    assert not failed
+        finally:
+            over.set()
+        for each in asking:
+            each.result()
 
 
 def test_an_unloaded_model_is_not_found(gated: Server) -> None:
     with shmserve.client.connect(gated.run_dir) as client, gated.http() as http:
         assert client.infer("simple", INPUT0=A, INPUT1=A)
-        http.post("/v2/repository/models/simple/unload").ok()
+        http.unload("simple").ok()
         with pytest.raises(shmserve.client.NotFound, match="unknown model: 'simple'"):
             client.infer("simple", INPUT0=A, INPUT1=A)
-        http.post("/v2/repository/models/simple/load").ok()
+        http.load("simple").ok()
         assert client.infer("simple", INPUT0=A, INPUT1=A)
 
 
@@ -666,12 +657,6 @@ def test_a_program_pays_for_neither_torch_nor_aiohttp(gated: Server) -> None:
         "    client.infer_async('rows', INPUT0=np.ones((1, 8192), np.float32)).result()\n"
         "print(*sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", "-c", program],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
     assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(done.stdout.split())
     assert not done.stderr

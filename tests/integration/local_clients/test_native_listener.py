@@ -1,14 +1,11 @@
 """Who may be a local client, and what local clients cannot do: the sockets behind shmserve.client,
 by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -31,20 +28,17 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
 from tests.rigs.local_clients import Guest, answer, memfd, small, submit
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, running
+from tests.support.servers import ROOT, Server, Start, run_python, running
 from tests.support.waiting import until
 
 CLIENT = ROOT / "examples" / "c_client" / "infer.c"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A server of two small models."""
-    repository = tmp_path_factory.mktemp("door") / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple", "identity")
-    with running(repository) as started:
-        yield started
+    repositories.add(models, "simple", "identity")
+    return start(models)
 
 
 @pytest.fixture
@@ -229,13 +223,7 @@ def test_other_users_need_the_group(repository: Path) -> None:
         os.chmod(server.folder, 0o755)
 
         def ask(group: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                [sys.executable, "-c", ASK, str(server.run_dir), group],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            return run_python("-c", ASK, server.run_dir, group)
 
         stranger = ask("")
         assert "Disconnected" in stranger.stderr, stranger.stderr

@@ -1,7 +1,5 @@
 """shmserve.client with models that give many responses: order, credit, regions, leaving."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -21,7 +19,7 @@ from shmserve.client import aio
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.scheduler_client import SchedulerClient
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 
 CONFIG = """
@@ -75,14 +73,11 @@ class TritonPythonModel:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("stream") / "models"
-    repository.mkdir()
-    repositories.add(repository, "repeat", "simple")
-    repositories.write(repository, "steps", CONFIG, MODEL)
-    repositories.add_identity(repository, "rows", "FP32", [8192], max_batch_size=8)
-    with running(repository) as started:
-        yield started
+def served(models: Path, start: Start) -> Server:
+    repositories.add(models, "repeat", "simple")
+    repositories.write(models, "steps", CONFIG, MODEL)
+    repositories.add_identity(models, "rows", "FP32", [8192], max_batch_size=8)
+    return start(models)
 
 
 @pytest.fixture
@@ -375,30 +370,27 @@ def test_asyncio(served: Server) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "with", "collected", "cancelled", "timeout"])
-def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how: str) -> None:
-    async def leave() -> None:
-        async with aio.connect(served.run_dir) as client:
-            steps = [b"1", left(tmp_path / "seen")]
-            stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)
-            assert (await anext(stream))["OUT"][0] == 1
-            match how:
-                case "aclose":
-                    await stream.aclose()
-                case "with":
-                    async with stream:
-                        pass
-                case "cancelled":
-                    task = asyncio.ensure_future(anext(stream))
-                    await asyncio.sleep(0)
-                    task.cancel()
-                case "timeout":
-                    with pytest.raises(shmserve.client.TimedOut):
-                        await anext(stream)
-            if how == "collected":
-                del stream
-                gc.collect()
-            await asyncio.to_thread(until, "the model has seen it", (tmp_path / "seen").exists)
-            if how not in ("collected", "cancelled"):
-                assert [each async for each in stream] == []
-
-    asyncio.run(leave())
+async def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how: str) -> None:
+    async with aio.connect(served.run_dir) as client:
+        steps = [b"1", left(tmp_path / "seen")]
+        stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)
+        assert (await anext(stream))["OUT"][0] == 1
+        match how:
+            case "aclose":
+                await stream.aclose()
+            case "with":
+                async with stream:
+                    pass
+            case "cancelled":
+                task = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                task.cancel()
+            case "timeout":
+                with pytest.raises(shmserve.client.TimedOut):
+                    await anext(stream)
+        if how == "collected":
+            del stream
+            gc.collect()
+        await asyncio.to_thread(until, "the model has seen it", (tmp_path / "seen").exists)
+        if how not in ("collected", "cancelled"):
+            assert [each async for each in stream] == []

@@ -1,13 +1,12 @@
 """What a server copies of tensors that lie in shared memory, as its metrics say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import Server
 from tests.support.wire.raw_http import in_region, shm_input
@@ -39,10 +38,7 @@ def copied(server: Server) -> dict[str, float]:
 
 
 def test_only_outputs_are_copied(repository: Path, serve: Callable[..., Server]) -> None:
-    folder = repository / "linear" / "1"
-    folder.mkdir(parents=True)
-    (folder / "model.py").write_text(MODEL)
-    (repository / "linear" / "config.pbtxt").write_text(CONFIG)
+    repositories.write(repository, "linear", CONFIG, MODEL)
     server = serve(repository)
     x = np.random.default_rng(0).standard_normal((ROWS, SIDE)).astype(np.float32)
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """Regions that change while requests use them."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable
@@ -20,20 +18,16 @@ from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """The models "gated" and "identity"."""
-    repository = tmp_path_factory.mktemp("regions")
-    repositories.add(repository, "gated", "identity")
-    return host(repository)
+    repositories.add(models, "gated", "identity")
+    return host(models)
 
 
 def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:
     """A request whose output, 64 bytes, goes into a region."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, output_offset)}]
-    return {
-        "inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))],
-        "outputs": outputs,
-    }
+    return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
 
 
 def test_two_requests_that_write_to_one_place(server: Server) -> None:

@@ -2,8 +2,6 @@
 can be wrong with them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,13 +1,9 @@
 """Clients who are not trusted: whose regions are whose, over which listener, and what they cost."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
 import os
-import shutil
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,14 +39,6 @@ SIZE = VALUES.nbytes
 MOST, SPARSE = 40, 1 << 20
 ME = os.geteuid()
 _LIBC = ctypes.CDLL(None)
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="st-"))
-    made.chmod(0o711)
-    yield made
-    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,14 @@
 """The shared workspace: models whose needs add up to more than there is, both serve."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, run_command, running
+from tests.support.servers import Server, Start, run_command
+from tests.support.wire.raw_http import Http
 from tests.support.workspace_models import add, asked
 
 MB = 1 << 20
@@ -39,14 +38,12 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """14 MB of plans, twice over, on 12 MB."""
-    repository = tmp_path_factory.mktemp("workspace")
-    add(repository, "large", 8 * MB)
-    add(repository, "whole", POOL)
-    repositories.write(repository, "small", 'backend: "native"\n', NATIVE)
-    with running(repository, f"--workspace-byte-size=cpu={POOL}") as started:
-        yield started
+    add(models, "large", 8 * MB)
+    add(models, "whole", POOL)
+    repositories.write(models, "small", 'backend: "native"\n', NATIVE)
+    return start(models, f"--workspace-byte-size=cpu={POOL}")
 
 
 def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
@@ -61,20 +58,18 @@ def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
         assert list(pool.map(ask, range(len(models)))) == [[0] * 6] * len(models)
 
 
-def test_more_than_the_whole_pool_names_both_figures(server: Server) -> None:
-    with server.http() as http:
-        reply = http.infer("large", asked(13 * MB))
-        assert reply.status == 500
-        text = reply.json()["error"]
-        assert f"{13 * MB} bytes" in text and f"pool has {POOL}" in text
-        http.infer("whole", asked(1)).ok()
+def test_more_than_the_whole_pool_names_both_figures(http: Http) -> None:
+    reply = http.infer("large", asked(13 * MB))
+    assert reply.status == 500
+    text = reply.json()["error"]
+    assert f"{13 * MB} bytes" in text and f"pool has {POOL}" in text
+    http.infer("whole", asked(1)).ok()
 
 
-def test_a_second_workspace_of_one_execution_is_refused(server: Server) -> None:
-    with server.http() as http:
-        reply = http.infer("large", asked(-2))
-        assert "this execution has a workspace already" in reply.json()["error"]
-        http.infer("whole", asked(1)).ok()  # the first one was given back
+def test_a_second_workspace_of_one_execution_is_refused(http: Http) -> None:
+    reply = http.infer("large", asked(-2))
+    assert "this execution has a workspace already" in reply.json()["error"]
+    http.infer("whole", asked(1)).ok()  # the first one was given back
 
 
 def test_without_a_pool_the_error_names_the_flag(

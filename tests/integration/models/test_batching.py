@@ -1,7 +1,5 @@
 """Which requests are executed together: the dynamic batcher seen from outside, batch by batch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import crowd, values
+from tests.support.crowd import Crowd, crowd, values
 from tests.support.held_queue import Queue
 from tests.support.servers import Server
 
@@ -38,14 +36,13 @@ def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """The model "gated" under several batching configurations."""
-    repository = tmp_path_factory.mktemp("batching")
     for name, config in MODELS.items():
-        repositories.add_as(repository, name, "gated", config)
-    add_two(repository, "two", MODELS["eager"])
-    add_two(repository, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
-    return host(repository)
+        repositories.add_as(models, name, "gated", config)
+    add_two(models, "two", MODELS["eager"])
+    add_two(models, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
+    return host(models)
 
 
 @pytest.fixture
@@ -109,27 +106,25 @@ def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
     held.holder.release()
 
 
-def test_the_delay_gathers(server: Server) -> None:
-    with crowd(server) as people:
-        began = time.monotonic()
-        answers = [people.number("patient", value) for value in (1, 2, 3)]
-        visit = server.gate.next()
-        waited = time.monotonic() - began
-        assert sorted(visit.batch) == [1, 2, 3]
-        assert 1.5 <= waited < 5
-        visit.release()
-        for value, answer in enumerate(answers, 1):
-            assert values(answer.result()) == [value]
+def test_the_delay_gathers(server: Server, people: Crowd) -> None:
+    began = time.monotonic()
+    answers = [people.number("patient", value) for value in (1, 2, 3)]
+    visit = server.gate.next()
+    waited = time.monotonic() - began
+    assert sorted(visit.batch) == [1, 2, 3]
+    assert 1.5 <= waited < 5
+    visit.release()
+    for value, answer in enumerate(answers, 1):
+        assert values(answer.result()) == [value]
 
 
-def test_a_full_batch_does_not_wait(server: Server) -> None:
-    with crowd(server) as people:
-        answers = [people.number("patient", value, rows=4) for value in (1, 2)]
-        visit = server.gate.next(within_s=5)
-        assert sorted(visit.batch) == [1, 2]
-        visit.release()
-        for answer in answers:
-            assert answer.result().status == 200
+def test_a_full_batch_does_not_wait(server: Server, people: Crowd) -> None:
+    answers = [people.number("patient", value, rows=4) for value in (1, 2)]
+    visit = server.gate.next(within_s=5)
+    assert sorted(visit.batch) == [1, 2]
+    visit.release()
+    for answer in answers:
+        assert answer.result().status == 200
 
 
 def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> None:
@@ -173,31 +168,29 @@ def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..
         assert {b["batch_size"]: b["compute_infer"]["count"] for b in batches} == executed
 
 
-def test_responses_keep_the_order_of_requests(server: Server) -> None:
-    with crowd(server) as people:
-        first = people.number("ordered", 1)
-        slow = server.gate.next()
-        second = people.number("ordered", 2)
-        fast = server.gate.next()
-        assert (slow.batch, fast.batch) == ([1], [2])
-        fast.release()
-        with pytest.raises(TimeoutError):
-            second.result(timeout=0.3)
-        slow.release()
-        assert values(first.result()) == [1]
-        assert values(second.result()) == [2]
+def test_responses_keep_the_order_of_requests(server: Server, people: Crowd) -> None:
+    first = people.number("ordered", 1)
+    slow = server.gate.next()
+    second = people.number("ordered", 2)
+    fast = server.gate.next()
+    assert (slow.batch, fast.batch) == ([1], [2])
+    fast.release()
+    with pytest.raises(TimeoutError):
+        second.result(timeout=0.3)
+    slow.release()
+    assert values(first.result()) == [1]
+    assert values(second.result()) == [2]
 
 
-def test_two_instances_run_at_the_same_time(server: Server) -> None:
-    with crowd(server) as people:
-        answers = [people.number("two", 1)]
-        one = server.gate.next()
-        answers.append(people.number("two", 2))
-        other = server.gate.next()
-        assert one.pid != other.pid
-        for visit in (one, other):
-            visit.release()
-        assert [values(answer.result()) for answer in answers] == [[1], [2]]
+def test_two_instances_run_at_the_same_time(server: Server, people: Crowd) -> None:
+    answers = [people.number("two", 1)]
+    one = server.gate.next()
+    answers.append(people.number("two", 2))
+    other = server.gate.next()
+    assert one.pid != other.pid
+    for visit in (one, other):
+        visit.release()
+    assert [values(answer.result()) for answer in answers] == [[1], [2]]
 
 
 def test_server_wide_defaults(repository: Path, serve: Callable[..., Server]) -> None:

@@ -1,7 +1,5 @@
 """Models that call models with any number of responses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -136,22 +134,20 @@ NOT_READY = (
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
-    repository = tmp_path_factory.mktemp("bls") / "models"
-    repository.mkdir()
-    repositories.write(repository, "steps", STEPS, STEPS_MODEL)
-    repositories.write(repository, "ordinary", ORDINARY, ORDINARY_MODEL)
-    repositories.write(repository, "caller", CALLER, CALLER_MODEL % ("def", "def", ""))
+def served(models: Path, host: Callable[[Path], Server]) -> Server:
+    repositories.write(models, "steps", STEPS, STEPS_MODEL)
+    repositories.write(models, "ordinary", ORDINARY, ORDINARY_MODEL)
+    repositories.write(models, "caller", CALLER, CALLER_MODEL % ("def", "def", ""))
     for name, words in (
         ("generator", ("def", "Iterator", "time.sleep(0.01)")),
         ("asynchronous", ("async def", "AsyncIterator", "await asyncio.sleep(0.01)")),
     ):
         code = "import asyncio" + STREAMING.format(*words)
-        repositories.write(repository, name, 'backend: "native"', code)
-    repositories.write(repository, "ensemble", ENSEMBLE, "")
+        repositories.write(models, name, 'backend: "native"', code)
+    repositories.write(models, "ensemble", ENSEMBLE, "")
     asynchronous = CALLER_MODEL % ("async def", "async def", "await ")
-    repositories.write(repository, "async_caller", CALLER, asynchronous)
-    return host(repository)
+    repositories.write(models, "async_caller", CALLER, asynchronous)
+    return host(models)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 gone when nobody needs them, and no request is lost meanwhile.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -115,7 +113,7 @@ def test_bounds_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     repositories.write(tmp_path / "models", "slow", config, MODEL)
     with running(tmp_path / "models", "--model-control-mode=explicit") as server:
         with server.http() as http:
-            reply = http.post("/v2/repository/models/slow/load")
+            reply = http.load("slow")
         assert reply.status >= 400
         text = "parameter 'min_instances' must be at most 'max_instances', 6, for slow, found 7"
         assert text in reply.error

@@ -1,7 +1,5 @@
 """A backend that is a package of its own, installed beside the server and found by entry point."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -70,7 +68,7 @@ def test_without_it_the_error_names_the_backends_there_are(explicit: tuple[Serve
     server, repository = explicit
     add(repository, "rows", TABLE)
     with server.http() as http:
-        response = http.post("/v2/repository/models/rows/load")
+        response = http.load("rows")
     assert response.status == 400
     assert b"unable to find backend 'table' for model 'rows', known are" in response.body
     assert b"native" in response.body

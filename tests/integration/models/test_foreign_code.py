@@ -2,8 +2,6 @@
 says there changes nothing but for itself.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Implicit state: outputs that come back as inputs, by every backend that can (reference 3.5)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 import shmserve.client
 from tests.support import repositories
 from tests.support.sequence_models import IDLE, controls, instances
-from tests.support.servers import ROOT, Server, run_command, running
+from tests.support.servers import ROOT, Server, Start, run_command
 
 MODULE = '''
 """OUTPUT = SUM, which goes on with INPUT; COUNT goes on by one."""
@@ -188,45 +186,38 @@ def add(
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """Models with state."""
-    repository = tmp_path_factory.mktemp("states")
     plain = SUM.format(dims="dims: [ 1 ]", how="") + COUNT % ""
-    add(repository, "zero", MODULE, plain)
-    add(repository, "candidates", MODULE, plain, strategy="oldest { max_candidate_sequences: 8 }")
-    add(repository, "unbatched", MODULE, plain, rows=0)
+    add(models, "zero", MODULE, plain)
+    add(models, "candidates", MODULE, plain, strategy="oldest { max_candidate_sequences: 8 }")
+    add(models, "unbatched", MODULE, plain, rows=0)
     counted = ', { name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] }'
     filed = SUM.format(
         dims="dims: [ 1 ]", how=INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
     ) + COUNT % INITIAL.format("c", "TYPE_INT32", "zero_data: true")
-    folder = add(repository, "filed", MODULE, filed, outputs=counted)
+    folder = add(models, "filed", MODULE, filed, outputs=counted)
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "start").write_bytes(np.float32(0.5).tobytes() + b"more")
     growing = (
         'state [ { input_name: "ALL_IN" output_name: "ALL_OUT" data_type: TYPE_FP32 dims: [ -1 ] } '
         "]"
     )
-    add(repository, "growing", GROWING, growing)
-    add(repository, "growing_oldest", GROWING, growing, strategy="oldest { }")
+    add(models, "growing", GROWING, growing)
+    add(models, "growing_oldest", GROWING, growing, strategy="oldest { }")
     same = SUM.format(dims="dims: [ 1 ]", how="use_same_buffer_for_input_output: true") + "]"
-    add(repository, "in_place", IN_PLACE, same, rows=1)
+    add(models, "in_place", IN_PLACE, same, rows=1)
     words = (
         'state [ { input_name: "WORDS_IN" output_name: "WORDS_OUT" data_type: TYPE_STRING '
         "dims: [ 1 ] } ]"
     )
-    add(repository, "words", PYTHON, words, backend="python", data_type="TYPE_STRING")
-    add(repository, "script", Words(), words, data_type="TYPE_STRING")
-    native = repository / "native" / "1"
-    native.mkdir(parents=True)
-    (native / "model.py").write_text(NATIVE)
-    (native.parent / "config.pbtxt").write_text('name: "native" backend: "native"')
-    example = repository / "mean" / "1"
-    example.mkdir(parents=True)
-    (example / "model.py").write_text((ROOT / "examples" / "native_sequence.py").read_text())
+    add(models, "words", PYTHON, words, backend="python", data_type="TYPE_STRING")
+    add(models, "script", Words(), words, data_type="TYPE_STRING")
+    repositories.write(models, "native", 'name: "native" backend: "native"', NATIVE)
     named = 'parameters { key: "class" value { string_value: "Mean" } }'
-    (example.parent / "config.pbtxt").write_text(f'name: "mean" backend: "native" {named}')
-    with running(repository, "--exit-timeout-secs=2") as started:
-        yield started
+    example = (ROOT / "examples" / "native_sequence.py").read_text()
+    repositories.write(models, "mean", f'name: "mean" backend: "native" {named}', example)
+    return start(models, "--exit-timeout-secs=2")
 
 
 @pytest.fixture
@@ -387,7 +378,7 @@ def test_a_file_that_is_too_short_is_a_load_error(explicit: tuple[Server, Path])
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "start").write_bytes(b"ab")
     with server.http() as http:
-        text = http.post("/v2/repository/models/short/load").json()["error"]
+        text = http.load("short").json()["error"]
     assert (
         "initial_state setting expects 4 bytes, but the data provided from start only has 2 bytes"
         in text

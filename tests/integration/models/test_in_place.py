@@ -1,12 +1,9 @@
 """Reloads that change nothing but `instance_group`: instances come and go while requests run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from tests.support.load import Load
 from tests.support.sequence_models import CONTROLS, IDLE, instances
 from tests.support.servers import Server, running
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, Reply, json_input
+from tests.support.wire.raw_http import Http, json_input
 
 Explicit = tuple[Server, Path]
 
@@ -48,12 +45,6 @@ input [ {{ name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }} ]
 output [ {{ name: "OUT" data_type: TYPE_INT32 dims: [ 2 ] }} ]
 sequence_batching {{ {CONTROLS} {IDLE} STRATEGY {{}} }}
 """
-
-
-def load(http: Http, name: str, **parameters: Any) -> Reply:
-    return http.post(
-        f"/v2/repository/models/{name}/load", {"parameters": parameters} if parameters else None
-    )
 
 
 def workers(server: Server, name: str) -> set[int]:
@@ -99,14 +90,14 @@ def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
     server, repository = explicit
     folder = add_simple(repository)
     with server.http() as http:
-        load(http, "simple").ok()
+        http.load("simple").ok()
         scheduler = server.one("scheduler simple").pid
         (first,) = workers(server, "simple")
         with Load(server, simple=4, memory=0) as stream:
             counted = 0
             for count in (3, 1, 2):
                 set_count(folder, count)
-                load(http, "simple").ok()
+                http.load("simple").ok()
                 assert http.get("/v2/models/simple/ready").status == 200
                 assert count_of(http, "simple") == count
                 wait_workers(server, "simple", count)
@@ -116,9 +107,9 @@ def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
             config = http.get("/v2/models/simple/config").ok().json()
             (group,) = config["instance_group"]
             two = [group | {"name": "a"}, group | {"name": "b", "count": 1}]
-            load(http, "simple", config=json.dumps(config | {"instance_group": two})).ok()
+            http.load("simple", config=json.dumps(config | {"instance_group": two})).ok()
             wait_workers(server, "simple", 3)
-            load(http, "simple").ok()
+            http.load("simple").ok()
             wait_workers(server, "simple", 2)
             assert server.one("scheduler simple").pid == scheduler
         assert not stream.troubles()
@@ -131,7 +122,7 @@ def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: 
     server, repository = explicit
     folder = add_simple(repository)
     with server.http() as http:
-        load(http, "simple").ok()
+        http.load("simple").ok()
         before = workers(server, "simple")
         if change == "code":
             repositories.insert(folder, "    # a comment\n    def execute(")
@@ -140,7 +131,7 @@ def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: 
                 config.write('parameters { key: "k" value { string_value: "v" } }\n')
         if change != "nothing":
             set_count(folder, 2)
-        load(http, "simple").ok()
+        http.load("simple").ok()
         wait_workers(server, "simple", 1 if change == "nothing" else 2)
         assert not before & workers(server, "simple")
 
@@ -163,11 +154,11 @@ def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limi
         scheduler, before = server.one("scheduler simple").pid, workers(server, "simple")
         for text, count in (("count: 0", 1), ("count: 1", 1), ("count: 3", 3), ("name: 'x'", 1)):
             group(text)
-            load(http, "simple").ok()
+            http.load("simple").ok()
             wait_workers(server, "simple", count)
             assert before <= workers(server, "simple")
         config.touch()
-        load(http, "simple").ok()
+        http.load("simple").ok()
         assert workers(server, "simple") == before
         assert server.one("scheduler simple").pid == scheduler
 
@@ -185,19 +176,19 @@ def test_an_instance_that_does_not_load_refuses_the_reload(explicit: Explicit) -
         "    def execute(",
     )
     with server.http() as http:
-        load(http, "simple").ok()
+        http.load("simple").ok()
         before = workers(server, "simple")
         gate.touch()
         set_count(folder, 3)
         with Load(server, simple=2, memory=0) as stream:
-            refused = load(http, "simple")
+            refused = http.load("simple")
             assert refused.status == 400
             assert "broken on purpose" in refused.error
             assert http.get("/v2/models/simple/ready").status == 200
             assert count_of(http, "simple") == 1
             until("none was added", lambda: workers(server, "simple") == before)
             gate.unlink()
-            load(http, "simple").ok()
+            http.load("simple").ok()
             wait_workers(server, "simple", 3)
         assert not stream.troubles()
         assert before < workers(server, "simple")
@@ -224,7 +215,7 @@ def sums(explicit: Explicit, strategy: str, count: int) -> Iterator[tuple[Server
     folder = repositories.write(repository, "sums", config, SUMS)
     set_count(folder, count)
     with server.http() as http:
-        load(http, "sums").ok()
+        http.load("sums").ok()
         yield server, http, folder
 
 
@@ -246,7 +237,7 @@ def test_an_instance_ends_with_its_last_sequence(explicit: Explicit, strategy: s
         both = workers(server, "sums")
         assert set(runs.values()) == both
         set_count(folder, 1)
-        load(http, "sums").ok()
+        http.load("sums").ok()
         assert count_of(http, "sums") == 1
         assert workers(server, "sums") == both
         for who, process in runs.items():
@@ -267,7 +258,7 @@ def test_a_sequence_that_waits_for_a_slot_gets_one_that_is_added(explicit: Expli
             step(http, who, 1, start=True)
         (first,) = workers(server, "sums")
         set_count(folder, 2)
-        load(http, "sums").ok()
+        http.load("sums").ok()
         total, process = step(http, 3, 5, start=True, end=True)
         assert total == 5
         assert process != first

@@ -1,7 +1,5 @@
 """A model's own `is_ready`: readiness over both doors, and of models that ask for it."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,17 +88,14 @@ def test_a_native_model_says_so_too(
     explicit: tuple[Server, Path], form: str, streams: bool
 ) -> None:
     server, repository = explicit
-    folder = repository / "moody" / "1"
-    folder.mkdir(parents=True)
-    (repository / "moody" / "config.pbtxt").write_text('backend: "native"')
     result = "AsyncIterator[INT32[ndarray, 1]]" if streams else "INT32[ndarray, 1]"
     code = NATIVE.format(result, "yield" if streams else "return") + form + SAID
-    (folder / "model.py").write_text(code)
-    state = folder / "state"
+    folder = repositories.write(repository, "moody", 'backend: "native"', code)
+    state = folder / "1" / "state"
     state.write_text("yes")
     logged = len(server.log())
     with server.http() as http:
-        http.post("/v2/repository/models/moody/load").ok()
+        http.load("moody").ok()
         for said, status in (("yes", 200), ("no", 400), ("odd", 400), ("yes", 200)):
             state.write_text(said)
             assert http.get("/v2/models/moody/ready").status == status
@@ -126,7 +121,7 @@ def test_one_that_takes_long_is_joined_and_holds_up_nothing(
     repositories.write(repository, "slow", config, MODEL + slow)
     ready = "/v2/models/slow/ready"
     with server.http() as http, server.http() as other:
-        http.post("/v2/repository/models/slow/load").ok()
+        http.load("slow").ok()
         with ThreadPoolExecutor() as pool:
             first = pool.submit(http.get, ready)
             until("it is asked", called.exists)

@@ -1,7 +1,5 @@
 """Loads and unloads of one model, by many at once: each is answered for itself."""
 
-from __future__ import annotations
-
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +43,6 @@ def test_load_against_unload(explicit: Explicit) -> None:
     assert {verb for verb, _ in failed} <= {"load"}
     assert not [text for _, text in failed if not TEXTS.fullmatch(text)]
     with server.http() as http:
-        http.post("/v2/repository/models/constant/load").ok()
+        http.load("constant").ok()
         until("one is left", lambda: len(server.find("worker constant")) == 1)
         assert http.get("/v2/models/constant/ready").status == 200

@@ -1,11 +1,9 @@
 """A decoupled model through every door for strangers, with their own clients (section 3.10)."""
 
-from __future__ import annotations
-
 import json
 import queue
 import threading
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
@@ -27,22 +25,13 @@ output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "lab
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("many") / "models"
-    repository.mkdir()
-    repositories.add(repository, "repeat", "echo_request")
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, "repeat", "echo_request")
     source = (repositories.MODELS / "identity" / "1" / "model.py").read_text()
-    folder = repositories.write(repository, "scores", 'backend: "python"' + SCORES, source)
+    folder = repositories.write(models, "scores", 'backend: "python"' + SCORES, source)
     (folder / "labels.txt").write_text("zero\n\ntwo")
     flags = (f"--http-header-forward-pattern={PATTERN}", f"--grpc-header-forward-pattern={PATTERN}")
-    with running(repository, *flags, grpc=True) as started:
-        yield started
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[Http]:
-    with server.http() as connection:
-        yield connection
+    return start(models, *flags, grpc=True)
 
 
 def repeat_inputs(values: list[int], delay_ms: int = 0) -> dict[str, Any]:
@@ -71,10 +60,7 @@ def test_tritons_stream_client(server: Server) -> None:
         client.start_stream(lambda result, error: answers.put((result, error)))
         for name in ("a", "b"):
             client.async_stream_infer(
-                "repeat",
-                grpc_inputs([1, 2, 3]),
-                request_id=name,
-                enable_empty_final_response=True,
+                "repeat", grpc_inputs([1, 2, 3]), request_id=name, enable_empty_final_response=True
             )
         found: dict[str, list[Any]] = {"a": [], "b": []}
         open_requests = 2

@@ -1,7 +1,5 @@
 """Native models that yield their responses, through the doors: the example, leaving, errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 import shmserve.client
 from shmserve.errors import ShmserveError
+from tests.support import repositories
 from tests.support.servers import ROOT, Server, run_command
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
@@ -49,24 +48,19 @@ class Asynchronous(Plain):
 NATIVE = 'backend: "native"\nparameters {{ key: "class" value {{ string_value: "{}" }} }}\n'
 
 
-def add(repository: Path, name: str, kind: str, code: str) -> None:
-    folder = repository / name / "1"
-    folder.mkdir(parents=True)
-    (folder / "model.py").write_text(code)
-    (repository / name / "config.pbtxt").write_text(NATIVE.format(kind))
-
-
 @pytest.fixture(scope="module")
 def served(
-    tmp_path_factory: pytest.TempPathFactory,
-    host: Callable[[Path], Server],
-    explicit_server: tuple[Server, Path],
+    models: Path, host: Callable[[Path], Server], explicit_server: tuple[Server, Path]
 ) -> tuple[Server, Path]:
-    repository = tmp_path_factory.mktemp("streams") / "models"
-    add(repository, "words", "Words", (ROOT / "examples" / "native_stream.py").read_text())
+    repositories.write(
+        models,
+        "words",
+        NATIVE.format("Words"),
+        (ROOT / "examples" / "native_stream.py").read_text(),
+    )
     for kind in ("Plain", "Asynchronous"):
-        add(repository, kind.lower(), kind, LASTING)
-    return host(repository), explicit_server[1]
+        repositories.write(models, kind.lower(), NATIVE.format(kind), LASTING)
+    return host(models), explicit_server[1]
 
 
 @pytest.fixture

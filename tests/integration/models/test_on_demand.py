@@ -1,8 +1,6 @@
 """Models on demand: loaded by the first request at every door, unloaded when idle or beyond the
 bound."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time
@@ -21,10 +19,10 @@ import shmserve.client
 from shmserve.client import aio
 from shmserve.client.errors import TimedOut
 from shmserve.errors import InvalidArgument, NotFound
-from tests.rigs.pipelines import add_ensemble, add_model, step
+from tests.rigs.pipelines import add_ensemble, add_model, xy
 from tests.support import repositories
 from tests.support.hf_folders import write_folder
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -78,12 +76,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(repository: Path) -> Iterator[Server]:
+def shared(repository: Path, start: Start) -> Server:
     """A server of it, with all of it on demand."""
-    with running(
-        repository, "--load-on-demand", "--model-control-mode=explicit", grpc=True
-    ) as started:
-        yield started
+    return start(repository, "--load-on-demand", "--model-control-mode=explicit", grpc=True)
 
 
 @pytest.fixture
@@ -93,7 +88,7 @@ def server(shared: Server) -> Iterator[Server]:
     with shared.http() as http:
         for name, state in states(http).items():
             if state != ON_DEMAND:
-                http.post(f"/v2/repository/models/{name}/unload").ok()
+                http.unload(name).ok()
     until("all have ended", lambda: not shared.find("scheduler"))
 
 
@@ -111,10 +106,7 @@ def grpc_input() -> list[triton_grpc.InferInput]:
 
 def test_what_is_not_loaded_is_ready(server: Server) -> None:
     """The server, and the model, whose row of the index says so; neither has it loaded."""
-    with (
-        server.http() as http,
-        triton_grpc.InferenceServerClient(server.grpc_url) as client,
-    ):
+    with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as client:
         assert http.get("/v2/health/ready").status == 200
         assert http.get("/v2/models/index/ready").status == 200
         assert client.is_model_ready("index")
@@ -131,10 +123,7 @@ def test_the_first_request_loads_it(server: Server) -> None:
     given.set_data_from_numpy(np.zeros(1, np.int32))
     assert client.infer("http", [given]).as_numpy("OUTPUT0") == [1]
     client.close()
-    with (
-        server.http() as http,
-        triton_grpc.InferenceServerClient(server.grpc_url) as grpc_client,
-    ):
+    with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as grpc_client:
         assert grpc_client.infer("grpc", grpc_input()).as_numpy("OUTPUT0") == [1]
         assert states(http)["http"] == states(http)["grpc"] == "READY"
         assert http.infer("grpc/versions/7", ASK).status == 404
@@ -183,18 +172,16 @@ def test_programs_on_this_host_have_it_loaded(server: Server) -> None:
     assert asyncio.run(main()) == [1]
 
 
-def test_a_model_that_a_model_calls_is_loaded_for_the_call(server: Server) -> None:
+def test_a_model_that_a_model_calls_is_loaded_for_the_call(http: Http) -> None:
     given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-    with server.http() as http:
-        assert http.infer("calls", given).tensors()["OUTPUT0"] == [1]
-        assert states(http)["called"] == "READY"
+    assert http.infer("calls", given).tensors()["OUTPUT0"] == [1]
+    assert states(http)["called"] == "READY"
 
 
-def test_its_metadata_and_configuration_load_it(server: Server) -> None:
-    with server.http() as http:
-        assert http.get("/v2/models/metadata").json()["versions"] == ["1"]
-        assert http.get("/v2/models/metadata/config").json()["name"] == "metadata"
-        assert states(http)["metadata"] == "READY"
+def test_its_metadata_and_configuration_load_it(http: Http) -> None:
+    assert http.get("/v2/models/metadata").json()["versions"] == ["1"]
+    assert http.get("/v2/models/metadata/config").json()["name"] == "metadata"
+    assert states(http)["metadata"] == "READY"
 
 
 def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) -> None:
@@ -230,30 +217,28 @@ def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) ->
 
 
 def test_a_load_that_fails_is_the_answer_and_is_tried_again(
-    server: Server, repository: Path
+    server: Server, http: Http, repository: Path
 ) -> None:
-    with server.http() as http:
-        for _ in range(2):
-            reply = http.infer("broken", ASK)
-            assert reply.status == 400
-            assert "broken on purpose" in reply.error
-        assert loads(server, "broken") == 2
-        assert states(http)["broken"] == "UNAVAILABLE"
-        assert http.get("/v2/health/ready").status == 200
-        good = (repository / "http" / "1" / "model.py").read_text()
-        (repository / "broken" / "1" / "model.py").write_text(good)
-        assert answer(http, "broken") == 1
+    for _ in range(2):
+        reply = http.infer("broken", ASK)
+        assert reply.status == 400
+        assert "broken on purpose" in reply.error
+    assert loads(server, "broken") == 2
+    assert states(http)["broken"] == "UNAVAILABLE"
+    assert http.get("/v2/health/ready").status == 200
+    good = (repository / "http" / "1" / "model.py").read_text()
+    (repository / "broken" / "1" / "model.py").write_text(good)
+    assert answer(http, "broken") == 1
 
 
-def test_what_an_operator_unloads_stays_away(server: Server) -> None:
-    with server.http() as http:
-        assert answer(http, "told") == 1
-        http.post("/v2/repository/models/told/unload").ok()
-        assert http.infer("told", ASK).status == 404
-        until("it has ended", lambda: states(http)["told"] == "UNAVAILABLE")
-        assert http.get("/v2/models/told/ready").status == 400
-        http.post("/v2/repository/models/told/load").ok()
-        assert answer(http, "told") == 1
+def test_what_an_operator_unloads_stays_away(http: Http) -> None:
+    assert answer(http, "told") == 1
+    http.unload("told").ok()
+    assert http.infer("told", ASK).status == 404
+    until("it has ended", lambda: states(http)["told"] == "UNAVAILABLE")
+    assert http.get("/v2/models/told/ready").status == 400
+    http.load("told").ok()
+    assert answer(http, "told") == 1
 
 
 def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
@@ -264,7 +249,7 @@ def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
     flags = ("--load-on-demand", "--idle-unload-secs=1", "--model-control-mode=explicit")
     with running(tmp_path, *flags, "--load-model=first") as server, server.http() as http:
         assert states(http)["first"] == "READY"
-        http.post("/v2/repository/models/kept/load").ok()
+        http.load("kept").ok()
         for _ in range(2):
             assert answer(http, "goes") == answer(http, "stays") == 1
             until("it is unloaded", lambda: states(http)["goes"] == ON_DEMAND)
@@ -281,7 +266,7 @@ def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -
     repository = tmp_path / "models"
     for name in ("add", "other"):
         add_model(repository, name, ADD)
-    two = [step("add", {"X": "IN"}, {"Y": "m"}), step("other", {"X": "m"}, {"Y": "OUT"})]
+    two = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
     add_ensemble(repository, "both", two)
     asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
     flags = ("--load-on-demand", "--idle-unload-secs=2")

@@ -1,7 +1,5 @@
 """ONNX files, served: with no configuration, in batches, by an older configuration, with state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,11 +27,10 @@ sequence_batching {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """A model without a configuration, and one with an older one."""
-    repository = tmp_path_factory.mktemp("onnx")
     save(
-        repository / "large" / "1",
+        models / "large" / "1",
         [("Add", "x x", "y")],
         [("x", FLOAT, ("batch", "n"))],
         [("y", FLOAT, ("batch", "n"))],
@@ -41,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Serv
     both = ("batch", 2)
     # y = state + x + start * 100: what the model saw is in what it says.
     save(
-        repository / "accumulator" / "1",
+        models / "accumulator" / "1",
         [
             ("Constant", "", "hundred", {"value_float": 100.0}),
             ("Mul", "start hundred", "bonus"),
@@ -52,8 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Serv
         [("x", FLOAT, both), ("state", FLOAT, both), ("start", FLOAT, ("batch", 1))],
         [("next", FLOAT, both), ("y", FLOAT, both)],
     )
-    (repository / "accumulator" / "config.pbtxt").write_text(ACCUMULATOR)
-    return host(repository)
+    (models / "accumulator" / "config.pbtxt").write_text(ACCUMULATOR)
+    return host(models)
 
 
 @pytest.fixture

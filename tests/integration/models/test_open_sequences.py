@@ -1,7 +1,5 @@
 """Sequences that are open when their server or their model ends (reference 3.3, shutdown)."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -85,12 +83,12 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
         assert total(ask(server, 1, start=True)) == 1
         with (folder / "config.pbtxt").open("a") as text:
             text.write('parameters { key: "changed" value { string_value: "yes" } }\n')
-        http.post("/v2/repository/models/sums/load", {}).ok()
+        http.load("sums").ok()
         until("the old one has ended", lambda: not first.is_running())
         forgotten = ask(server, 1)
         assert forgotten.status == 400 and "must specify the START flag" in forgotten.error
         assert total(ask(server, 1, start=True)) == 1
-        http.post("/v2/repository/models/sums/unload", {}).ok()
+        http.unload("sums").ok()
         assert ask(server, 1).status == 404
         until("it has ended", lambda: not server.find("worker sums"))
 

@@ -1,7 +1,5 @@
 """Metrics that Python models make with `pb_utils.MetricFamily`, on the metrics page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, running, wait_gone
+from tests.support.servers import Server, Start, wait_gone
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -82,22 +80,19 @@ class TritonPythonModel:
 
 
 @pytest.fixture(scope="module")
-def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def metered(models: Path, start: Start) -> Server:
     """A server of "metering" (two instances), the same as "other" (one), and "ticking"."""
-    repository = tmp_path_factory.mktemp("metered") / "models"
-    repository.mkdir()
-    repositories.add(repository, "metering")
-    other = repositories.add_as(repository, "other", "metering")
+    repositories.add(models, "metering")
+    other = repositories.add_as(models, "other", "metering")
     config = other / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 2", "count: 1"))
     repositories.write(
-        repository, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING
+        models, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING
     )
     repositories.write(
-        repository, "looking", repositories.identity_config("looking", "INT32", [1]), LOOKING
+        models, "looking", repositories.identity_config("looking", "INT32", [1]), LOOKING
     )
-    with running(repository) as server:
-        yield server
+    return start(models)
 
 
 @pytest.fixture
@@ -174,10 +169,10 @@ def test_they_go_with_their_model(explicit: tuple[Server, Path]) -> None:
     server, repository = explicit
     repositories.add(repository, "metering")
     with server.http() as http:
-        http.post("/v2/repository/models/metering/load").ok()
+        http.load("metering").ok()
         meter(http, 2)
         assert server.samples("metering_amounts") != []
-        http.post("/v2/repository/models/metering/unload").ok()
+        http.unload("metering").ok()
         until("they are gone", lambda: server.samples("metering_amounts") == [])
-        http.post("/v2/repository/models/metering/load").ok()
+        http.load("metering").ok()
         assert [value for _, value in server.samples("metering_amounts")] == [0]

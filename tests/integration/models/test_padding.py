@@ -3,11 +3,9 @@
 `TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are there.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 
 SIZES = (224, 336, 224)
 IMAGE = {
@@ -53,18 +51,16 @@ def add(repository: Any, name: str, **more: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """The model, without a bound to its waste, with one that only equal shapes hold, and without
     batches."""
-    repository = tmp_path_factory.mktemp("padding")
-    add(repository, "together")
-    add(repository, "strict", max_waste=0.1)
-    path = repository / "alone" / "config.pbtxt"
-    add(repository, "alone")
+    add(models, "together")
+    add(models, "strict", max_waste=0.1)
+    path = models / "alone" / "config.pbtxt"
+    add(models, "alone")
     path.write_text(path.read_text().replace("dynamic_batching { }", ""))
     environment = {"TRITONSERVER_DELAY_SCHEDULER": str(len(SIZES))}
-    with running(repository, environment=environment, grpc=True) as started:
-        yield started
+    return start(models, environment=environment, grpc=True)
 
 
 def ask(server: Server, model: str, image: Any) -> tuple[Any, Any]:

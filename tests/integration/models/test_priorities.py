@@ -1,7 +1,5 @@
 """Priority levels, queue policies and batching strategies, seen from outside."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,7 @@ import tritonclient.grpc as grpc
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.crowd import crowd
+from tests.support.crowd import Crowd
 from tests.support.held_queue import Queue
 from tests.support.servers import Server
 
@@ -62,15 +60,14 @@ TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, host: Callable[[Path], Server]) -> Server:
     """Models with priority levels and strategies, and one that calls another with a priority."""
-    repository = tmp_path_factory.mktemp("priorities")
-    path = repositories.add_as(repository, "levels", "gated", LEVELS) / "config.pbtxt"
+    path = repositories.add_as(models, "levels", "gated", LEVELS) / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 1"))
-    repositories.write(repository, "caller", CALLER, CALLER_MODEL)
-    repositories.add_as(repository, "prefer_latency", "gated", STRATEGY % "prefer_latency")
-    repositories.add_as(repository, "adaptive", "gated", STRATEGY % "adaptive" + TARGET)
-    return host(repository)
+    repositories.write(models, "caller", CALLER, CALLER_MODEL)
+    repositories.add_as(models, "prefer_latency", "gated", STRATEGY % "prefer_latency")
+    repositories.add_as(models, "adaptive", "gated", STRATEGY % "adaptive" + TARGET)
+    return host(models)
 
 
 def number(value: int) -> np.ndarray:
@@ -78,7 +75,7 @@ def number(value: int) -> np.ndarray:
     return np.full((1, 1), value, np.int32)
 
 
-def test_a_priority_comes_in_over_every_door(server: Server) -> None:
+def test_a_priority_comes_in_over_every_door(server: Server, people: Crowd) -> None:
     """Rule 3.2.1: over HTTP, gRPC, from a program on this host, and from a model."""
 
     def over_grpc() -> None:
@@ -95,45 +92,43 @@ def test_a_priority_comes_in_over_every_door(server: Server) -> None:
         with shmserve.client.connect(server.run_dir) as client:
             client.infer("caller", PRIORITY=np.array([1], np.int32))
 
-    with crowd(server) as people:
-        held = Queue(server, people, "levels")
-        held.add(5, priority=5)
-        held.add(4)  # no priority: level 4 is the default
-        asked = [held.ask(each) for each in (over_grpc, natively, from_a_model)]
-        assert held.batches(5) == [[1], [2], [3], [4], [5]]
-        for each in asked:
-            each.result()
+    held = Queue(server, people, "levels")
+    held.add(5, priority=5)
+    held.add(4)  # no priority: level 4 is the default
+    asked = [held.ask(each) for each in (over_grpc, natively, from_a_model)]
+    assert held.batches(5) == [[1], [2], [3], [4], [5]]
+    for each in asked:
+        each.result()
 
 
-def test_a_levels_queue_is_full_and_the_others_are_not(server: Server) -> None:
+def test_a_levels_queue_is_full_and_the_others_are_not(server: Server, people: Crowd) -> None:
     """Rule 3.2.2."""
-    with crowd(server) as people:
-        held = Queue(server, people, "levels")
-        for value in range(1, 5):
-            held.add(value, priority=1)
-        refused = people.number("levels", 9, priority=1).result()
-        assert refused.status == 503 and int(refused.headers["Retry-After"]) >= 1
-        assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
-        held.add(5, priority=2)
-        assert held.batches(5) == [[1], [2], [3], [4], [5]]
+    held = Queue(server, people, "levels")
+    for value in range(1, 5):
+        held.add(value, priority=1)
+    refused = people.number("levels", 9, priority=1).result()
+    assert refused.status == 503 and int(refused.headers["Retry-After"]) >= 1
+    assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
+    held.add(5, priority=2)
+    assert held.batches(5) == [[1], [2], [3], [4], [5]]
 
 
-def test_a_late_request_of_a_level_that_delays_runs_last(server: Server) -> None:
+def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, people: Crowd) -> None:
     """Rule 3.2.4: its own timeout, which is shorter than the level's, only delays it."""
-    with crowd(server) as people:
-        held = Queue(server, people, "levels")
-        held.add(1, priority=5, timeout=500)
-        time.sleep(0.01)  # its timeout passes: what comes now is before it
-        held.add(2, priority=4)
-        assert held.batches(2) == [[2], [1]]
-        assert all(asked.result().status == 200 for asked in people.asked)
+    held = Queue(server, people, "levels")
+    held.add(1, priority=5, timeout=500)
+    time.sleep(0.01)  # its timeout passes: what comes now is before it
+    held.add(2, priority=4)
+    assert held.batches(2) == [[2], [1]]
+    assert all(asked.result().status == 200 for asked in people.asked)
 
 
 @pytest.mark.parametrize("model", ["prefer_latency", "adaptive"])
-def test_strategies_that_wait_for_nothing_run_what_is_there(server: Server, model: str) -> None:
+def test_strategies_that_wait_for_nothing_run_what_is_there(
+    server: Server, people: Crowd, model: str
+) -> None:
     """The delay of these models is half a minute."""
-    with crowd(server) as people:
-        held = Queue(server, people, model)
-        for value in (1, 2, 3):
-            held.add(value)
-        assert held.batches(1) == [[1, 2, 3]]
+    held = Queue(server, people, model)
+    for value in (1, 2, 3):
+        held.add(value)
+    assert held.batches(1) == [[1, 2, 3]]

@@ -2,8 +2,6 @@
 description.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,7 +96,7 @@ def test_initialize_that_fails_says_why(explicit: Explicit) -> None:
         repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
     with server.http() as http:
         for number, says in enumerate(told.values()):
-            reply = http.post(f"/v2/repository/models/model_{number}/load")
+            reply = http.load(f"model_{number}")
             assert reply.status == 400
             where = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
             assert reply.error.startswith(where + says)
@@ -163,7 +161,7 @@ def test_modules_beside_the_model(explicit: Explicit) -> None:
         (folder / "1" / "beside.py").write_text(f"ANSWER = {answer}\n")
     with server.http() as http:
         for name, answer in (("one", 1), ("two", 2)):
-            http.post(f"/v2/repository/models/{name}/load").ok()
+            http.load(name).ok()
             request = {"inputs": [json_input("INPUT0", np.zeros(1, np.float32))]}
             assert http.infer(name, request).tensors()["OUTPUT0"].tolist() == [answer]
 
@@ -193,7 +191,7 @@ def test_a_model_that_parses_its_command_line(explicit: Explicit) -> None:
     config = repositories.identity_config("settings", "INT32", [1])
     repositories.write(repository, "settings", config, SETTINGS)
     with server.http() as http:
-        http.post("/v2/repository/models/settings/load").ok()
+        http.load("settings").ok()
         request = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
         assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
 
@@ -233,7 +231,7 @@ def test_a_model_that_says_what_is_no_unicode(explicit: Explicit) -> None:
     config = repositories.identity_config("speaker", "INT32", [1])
     repositories.write(repository, "speaker", config, SPEAKER)
     with server.http() as http:
-        http.post("/v2/repository/models/speaker/load").ok()
+        http.load("speaker").ok()
 
         def ask(way: str) -> Reply:
             given = json_input("INPUT0", np.zeros(1, np.int32))
@@ -282,7 +280,7 @@ def test_a_model_that_calls_itself(explicit: Explicit) -> None:
         return http.infer("countdown", {"inputs": [given]})
 
     with server.http() as http:
-        http.post("/v2/repository/models/countdown/load").ok()
+        http.load("countdown").ok()
         for number in (1, -1):
             reply = ask(number)
             assert reply.status == 500
@@ -290,7 +288,7 @@ def test_a_model_that_calls_itself(explicit: Explicit) -> None:
         assert ask(0).status == 200
         two = config + "instance_group { kind: KIND_CPU count: 2 }\n"
         repositories.write(repository, "countdown", two, COUNTDOWN)
-        http.post("/v2/repository/models/countdown/load").ok()
+        http.load("countdown").ok()
         assert [ask(number).status for number in (0, 1, -1)] == [200, 200, 200]
 
 
@@ -315,7 +313,7 @@ def test_an_output_that_is_not_made_is_no_old_answer(explicit: Explicit) -> None
     made, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' has not made what it was asked for: 'OUTPUT0'"
     with server.http() as http, SharedObject(24) as region:
-        http.post("/v2/repository/models/partial/load").ok()
+        http.load("partial").ok()
         register = {"key": region.key, "byte_size": 24}
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
         place = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}

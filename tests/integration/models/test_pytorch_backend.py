@@ -1,10 +1,7 @@
 """TorchScript, torch.export and nn.Module files, by the backend "pytorch"."""
 
-from __future__ import annotations
-
 import textwrap
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.crowd import crowd
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Http, json_input
 
 CONFIG = """
@@ -73,9 +70,8 @@ def add(
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """The same function in every form that the backend loads."""
-    repository = tmp_path_factory.mktemp("pytorch")
     model = Weigh().eval()
     example = (torch.zeros(2, 4), torch.zeros(2, 4))
     batch = torch.export.Dim("batch", max=64)
@@ -88,17 +84,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(model)
     scripted.save(
-        str(add(repository, "by_index", ["INPUT__0", "INPUT__1"], more=platform) / "model.pt")
+        str(add(models, "by_index", ["INPUT__0", "INPUT__1"], more=platform) / "model.pt")
     )
-    scripted.save(str(add(repository, "by_name", ["b", "a"]) / "model.pt"))
+    scripted.save(str(add(models, "by_name", ["b", "a"]) / "model.pt"))
     more = 'default_model_filename: "model.pt2"'
     torch.export.save(
-        exported, add(repository, "exported", ["INPUT__0", "INPUT__1"], more=more) / "model.pt2"
+        exported, add(models, "exported", ["INPUT__0", "INPUT__1"], more=more) / "model.pt2"
     )
-    torch.export.save(exported, add(repository, "exported_by_name", ["b", "a"]) / "model.pt2")
-    (add(repository, "eager", ["x"]) / "model.py").write_text(EAGER)
-    with running(repository) as started:
-        yield started
+    torch.export.save(exported, add(models, "exported_by_name", ["b", "a"]) / "model.pt2")
+    (add(models, "eager", ["x"]) / "model.py").write_text(EAGER)
+    return start(models)
 
 
 A = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -114,19 +109,17 @@ B = np.full((2, 4), 0.5, np.float32)
         ("exported_by_name", ("a", "b")),
     ],
 )
-def test_every_form(server: Server, model: str, names: tuple[str, str]) -> None:
-    with server.http() as http:
-        for rows in (1, 2):
-            inputs = [json_input(names[0], A[:rows]), json_input(names[1], B[:rows])]
-            found = http.infer(model, {"inputs": inputs}).tensors()["OUTPUT__0"]
-            assert np.allclose(found, 2 * A[:rows] + B[:rows])
+def test_every_form(http: Http, model: str, names: tuple[str, str]) -> None:
+    for rows in (1, 2):
+        inputs = [json_input(names[0], A[:rows]), json_input(names[1], B[:rows])]
+        found = http.infer(model, {"inputs": inputs}).tensors()["OUTPUT__0"]
+        assert np.allclose(found, 2 * A[:rows] + B[:rows])
 
 
-def test_eager_module(server: Server) -> None:
-    with server.http() as http:
-        assert np.allclose(
-            http.infer("eager", {"inputs": [json_input("x", A)]}).tensors()["OUTPUT__0"], 3 * A
-        )
+def test_eager_module(http: Http) -> None:
+    assert np.allclose(
+        http.infer("eager", {"inputs": [json_input("x", A)]}).tensors()["OUTPUT__0"], 3 * A
+    )
 
 
 @pytest.mark.parametrize("model", ["by_index", "exported"])
@@ -152,7 +145,7 @@ def test_several_requests_made_one_batch(server: Server) -> None:
 
 
 def load_error(http: Http, name: str) -> str:
-    reply = http.post(f"/v2/repository/models/{name}/load")
+    reply = http.load(name)
     assert reply.status in (400, 500)
     return reply.error
 

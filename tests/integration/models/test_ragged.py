@@ -3,10 +3,8 @@
 `TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are there.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 
 HELD = 3
 TORCH = """
@@ -64,16 +62,14 @@ dynamic_batching { }
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """The models; each test has its own, held anew."""
-    repository = tmp_path_factory.mktemp("ragged")
-    repositories.write(repository, "sums", TORCH_CONFIG, TORCH)
-    repositories.write(repository, "each", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
-    repositories.write(repository, "mixed", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
-    repositories.write(repository, "equal", PYTHON_CONFIG % "", PYTHON)
+    repositories.write(models, "sums", TORCH_CONFIG, TORCH)
+    repositories.write(models, "each", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
+    repositories.write(models, "mixed", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
+    repositories.write(models, "equal", PYTHON_CONFIG % "", PYTHON)
     environment = {"TRITONSERVER_DELAY_SCHEDULER": str(HELD)}
-    with running(repository, environment=environment, grpc=True) as started:
-        yield started
+    return start(models, environment=environment, grpc=True)
 
 
 def ask(server: Server, model: str, **arrays: Any) -> dict[str, np.ndarray[Any, Any]]:

@@ -2,8 +2,6 @@
 ask.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -22,9 +20,9 @@ from tritonclient.utils import InferenceServerException
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.load import Load
-from tests.support.servers import Server, running, wait_gone
+from tests.support.servers import Server, Start, running, wait_gone
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, Reply, json_input
+from tests.support.wire.raw_http import Http, json_input
 
 ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
 BROKEN = "raise RuntimeError('broken on purpose')\n"
@@ -62,21 +60,11 @@ def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
     }
 
 
-def load(http: Http, name: str, **parameters: Any) -> Reply:
-    return http.post(
-        f"/v2/repository/models/{name}/load", {"parameters": parameters} if parameters else None
-    )
-
-
-def unload(http: Http, name: str) -> Reply:
-    return http.post(f"/v2/repository/models/{name}/unload")
-
-
 # --- mode none ---
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def everything(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
     """A server of all that is in two repositories, as it is without flags."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     repositories.add(one, "constant")
@@ -91,8 +79,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             rewrite(one, source(version), version, name)
         (folder / "notes").mkdir()
         (folder / "007").mkdir()
-    with running([one, two]) as started:
-        yield started
+    return start([one, two])
 
 
 def test_mode_none_serves_both_repositories_and_refuses_control(everything: Server) -> None:
@@ -101,7 +88,7 @@ def test_mode_none_serves_both_repositories_and_refuses_control(everything: Serv
         assert set(found.values()) == {("READY", "")}
         assert {name for name, _ in found} == {"constant", "identity", "all", "some", "latest"}
         assert answer(http) == 1
-        for reply in (load(http, "constant"), unload(http, "constant")):
+        for reply in (http.load("constant"), http.unload("constant")):
             assert reply.status == 503
             assert reply.error == (
                 "explicit model load / unload is not allowed if polling is enabled "
@@ -152,14 +139,14 @@ def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
     repositories.add_as(repository, "bad", "constant")
     rewrite(repository, BROKEN, name="bad")
     with server.http() as http:
-        load(http, "good").ok()
+        http.load("good").ok()
         server.wait_log("loading: good:1")
         server.wait_log("successfully loaded 'good'")
-        assert load(http, "bad").status == 400
+        assert http.load("bad").status == 400
         server.wait_log("failed to load 'bad' version 1: Internal: ")
         server.wait_log("failed to load 'bad'\n")
         server.wait_log("model bad: load failed for model 'bad': version 1 is at UNAVAILABLE")
-        unload(http, "good").ok()
+        http.unload("good").ok()
         server.wait_log("successfully unloaded 'good' version 1")
 
 
@@ -345,10 +332,10 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
             ("simple", ""): ("", ""),
         }
         assert set(index(http, ready=True)) == {("identity", "1")}
-        reply = load(http, "constant")
+        reply = http.load("constant")
         assert (reply.status, reply.body) == (200, b"")
         assert answer(http) == 1
-        reply = unload(http, "constant")
+        reply = http.unload("constant")
         assert (reply.status, reply.body) == (200, b"")
         until(
             "it is unloaded", lambda: index(http)[("constant", "1")] == ("UNAVAILABLE", "unloaded")
@@ -359,9 +346,9 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
         assert http.infer("constant/versions/1", ASK).status == 503
         assert http.get("/v2/models/constant/ready").status == 400
         assert http.get("/v2/health/ready").status == 200
-        assert unload(http, "constant").status == 200
-        assert unload(http, "nothing").status == 200
-        assert load(http, "constant").status == 200
+        assert http.unload("constant").status == 200
+        assert http.unload("nothing").status == 200
+        assert http.load("constant").status == 200
         assert answer(http) == 1
 
 
@@ -378,10 +365,10 @@ def test_unloading_ends_the_processes(explicit: Explicit) -> None:
     before = server.titles()
     with server.http() as http:
         for _ in range(3):
-            load(http, "constant").ok()
+            http.load("constant").ok()
             assert len(server.find("worker constant.0")) == 1
             assert len(server.find("scheduler constant")) == 1
-            unload(http, "constant").ok()
+            http.unload("constant").ok()
             until("its processes have ended", lambda: server.titles() == before)
 
 
@@ -391,7 +378,7 @@ def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
     repositories.add(repository, "constant")
     with server.http() as http:
         before = index(http)
-        reply = load(http, name)
+        reply = http.load(name)
         assert reply.status in (400, 404, 500)
         if name == "nothing":
             assert reply.status == 500
@@ -410,18 +397,18 @@ def test_a_request_that_is_wrong_says_nothing_of_the_model(explicit: Explicit) -
         before = index(http)
         code = {"file:1/model.py": base64.b64encode(source(2).encode()).decode()}
         for sent in ({"config": "nonsense"}, code):
-            assert load(http, "wronged", **sent).status == 500
+            assert http.load("wronged", **sent).status == 500
             assert index(http) == before
             assert http.get("/v2/models/wronged").error.endswith("is not found")
-        load(http, "wronged").ok()
-        unload(http, "wronged").ok()
+        http.load("wronged").ok()
+        http.unload("wronged").ok()
         until("it has ended", lambda: not server.find("scheduler wronged"))
         shutil.rmtree(repository / "wronged")
         for _ in range(2):
             assert ("wronged", "1") not in index(http)
             assert http.get("/v2/health/ready").status == 200
             assert http.get("/v2/models/wronged").error.endswith("has no available versions")
-            assert load(http, "wronged").status == 500
+            assert http.load("wronged").status == 500
 
 
 def test_load_rules(explicit: Explicit) -> None:
@@ -429,7 +416,7 @@ def test_load_rules(explicit: Explicit) -> None:
     repositories.add(repository, "constant")
     rewrite(repository, BROKEN)
     with server.http() as http:
-        reply = load(http, "constant")
+        reply = http.load("constant")
         assert reply.status == 400
         assert reply.error.startswith(
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: Internal: "
@@ -437,9 +424,9 @@ def test_load_rules(explicit: Explicit) -> None:
         assert "broken on purpose" in reply.error
         assert reply.error.endswith(";\n")
         rewrite(repository, source(4))
-        load(http, "constant").ok()
+        http.load("constant").ok()
         assert answer(http) == 4
-        reply = load(http, "constant", unknown="x")
+        reply = http.load("constant", unknown="x")
         assert reply.status == 500
         assert reply.error == (
             "unexpected error on creating Triton parameter: 'unknown' is neither 'config' nor "
@@ -453,7 +440,7 @@ def test_load_rules(explicit: Explicit) -> None:
         reply = http.post("/v2/repository/index", {"ready": "yes"})
         assert (reply.status, reply.error) == (400, "Invalid value for 'ready': expected a boolean")
         shutil.rmtree(repository / "constant" / "1")
-        reply = load(http, "constant")
+        reply = http.load("constant")
         assert reply.status in (400, 500)
         assert answer(http) == 4
 
@@ -465,14 +452,14 @@ def test_config_and_file_overrides(explicit: Explicit) -> None:
         client.load_model("constant")
         config = http.get("/v2/models/constant/config").json()
         config["instance_group"][0]["count"] = 2
-        load(http, "constant", config=json.dumps(config)).ok()
+        http.load("constant", config=json.dumps(config)).ok()
         until("two instances are left", lambda: len(server.find("worker constant")) == 2)
         assert http.get("/v2/models/constant/config").json()["instance_group"][0]["count"] == 2
         files = {"file:1/model.py": source(9).encode()}
         client.load_model("constant", config=json.dumps(config), files=files)
         assert answer(http) == 9
         assert (repository / "constant" / "1" / "model.py").read_text() == source(1)
-        load(http, "constant").ok()
+        http.load("constant").ok()
         assert answer(http) == 1
         until("one instance is left", lambda: len(server.find("worker constant")) == 1)
         with pytest.raises(InferenceServerException):
@@ -481,7 +468,7 @@ def test_config_and_file_overrides(explicit: Explicit) -> None:
         encoded = base64.b64encode(source(5).encode()).decode()
         for escape in ("file:../../x", "file:/x", "file:1/../../x"):
             parameters = {"config": json.dumps(config), escape: encoded}
-            assert load(http, "constant", **parameters).status in (400, 500)
+            assert http.load("constant", **parameters).status in (400, 500)
         assert not (repository / "x").exists()
         assert answer(http) == 1
 
@@ -506,7 +493,7 @@ def asked(server: Server, http: Http, repository: Path) -> Iterator[Load]:
     """Clients ask two models all the time, and are answered."""
     repositories.add(repository, "simple", "identity")
     for name in ("simple", "identity"):
-        load(http, name).ok()
+        http.load(name).ok()
     with Load(server) as asking:
         yield asking
     assert asking.troubles() == []
@@ -517,15 +504,14 @@ def test_a_reload_loses_no_request(explicit: Explicit) -> None:
     counted = [server.metric("nv_inference_request_success")]
     with server.http() as http, asked(server, http, repository) as asking:
         for _ in range(3):
-            load(http, "simple").ok()
-            load(http, "identity").ok()
+            http.load("simple").ok()
+            http.load("identity").ok()
             counted.append(server.metric("nv_inference_request_success"))
     # Nor does it lose the count of one, or go back behind what was shown.
     assert counted == sorted(counted)
     every = counted[0] + len(asking.answers)
     until(
-        "every request is counted",
-        lambda: server.metric("nv_inference_request_success") == every,
+        "every request is counted", lambda: server.metric("nv_inference_request_success") == every
     )
 
 
@@ -542,16 +528,16 @@ def test_what_an_old_generation_finishes_is_counted(explicit: Explicit, between:
         return len(server.find("scheduler gated")) == 2
 
     with server.http() as http, crowd(server) as people:
-        load(http, "gated").ok()
+        http.load("gated").ok()
         before = counted()
         old = people.number("gated", 1)
         visit = server.gate.next()
-        load(http, "gated").ok()
+        http.load("gated").ok()
         for _ in range(between):
             later = people.number("gated", 2)
             server.gate.next().release()
             later.result().ok()
-            load(http, "gated").ok()
+            http.load("gated").ok()
             until("one and the first are left", alone)
         visit.release()
         old.result().ok()
@@ -562,9 +548,9 @@ def test_a_failed_reload_keeps_the_old_one(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "constant")
     with server.http() as http, asked(server, http, repository):
-        load(http, "constant").ok()
+        http.load("constant").ok()
         rewrite(repository, BROKEN)
-        reply = load(http, "constant")
+        reply = http.load("constant")
         assert reply.status == 400
         assert answer(http) == 1
         assert http.get("/v2/health/ready").status == 200
@@ -572,11 +558,11 @@ def test_a_failed_reload_keeps_the_old_one(explicit: Explicit) -> None:
         config = repository / "constant" / "config.pbtxt"
         good = config.read_text()
         config.write_text(good + "\nnonsense: 7\n")
-        assert load(http, "constant").status in (400, 500)
+        assert http.load("constant").status in (400, 500)
         assert answer(http) == 1
         config.write_text(good)
         rewrite(repository, source(2))
-        load(http, "constant").ok()
+        http.load("constant").ok()
         assert answer(http) == 2
 
 
@@ -587,11 +573,11 @@ def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
     repositories.add_as(repository, "versions", "constant", "version_policy: { all {} }\n")
     rewrite(repository, BROKEN, 2, "versions")
     with server.http() as http:
-        assert load(http, "versions").status == 400
+        assert http.load("versions").status == 400
         assert http.get("/v2/health/ready").status == 400
         assert ("versions", "2") in index(http)
         shutil.rmtree(repository / "versions" / "2")
-        load(http, "versions").ok()
+        http.load("versions").ok()
         assert index(http)[("versions", "1")] == ("READY", "")
         assert ("versions", "2") not in index(http)
         assert http.get("/v2/health/ready").status == 200
@@ -601,7 +587,7 @@ def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: 
     server, repository = explicit
     repositories.add(repository, "constant", config="instance_group { kind: KIND_GPU }\n")
     with server.http() as http:
-        reply = load(http, "constant")
+        reply = http.load("constant")
         assert (reply.status, reply.error) == (
             400,
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: Invalid "
@@ -610,7 +596,7 @@ def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: 
         )
         with (repository / "constant" / "config.pbtxt").open("a") as file:
             file.write("dynamic_batching { preferred_batch_size: 99 }\n")
-        reply = load(http, "constant")
+        reply = http.load("constant")
         assert reply.status == 500
         assert reply.error.startswith(
             "failed to load 'constant', failed to poll from model repository: "
@@ -620,7 +606,7 @@ def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: 
         assert "has kind KIND_GPU" in reply.error
         assert index(http)[("constant", "")] == ("UNAVAILABLE", reply.error)
         override = '{"backend": "python",\n "max_batch_sise": 1, "output": [{"dims": [0]}]}'
-        reply = load(http, "constant", config=override)
+        reply = http.load("constant", config=override)
         assert (reply.status, reply.error) == (
             500,
             "failed to load 'constant', failed to poll from model repository: "
@@ -633,17 +619,17 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explic
     server, repository = explicit
     repositories.add(repository, "gated")
     with crowd(server) as people, server.http() as http:
-        load(http, "gated").ok()
+        http.load("gated").ok()
         old = people.number("gated", 1)
         visit = server.gate.next()
-        load(http, "gated").ok()
+        http.load("gated").ok()
         new = people.number("gated", 2)
         other = server.gate.next()
         assert other.pid != visit.pid
         other.release()
         assert new.result().status == 200
         assert not old.done()
-        unload(http, "gated").ok()
+        http.unload("gated").ok()
         visit.release()
         assert old.result().status == 200
 
@@ -652,10 +638,10 @@ def test_unload_lets_what_runs_finish(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "gated")
     with crowd(server) as people, server.http() as http:
-        load(http, "gated").ok()
+        http.load("gated").ok()
         running = people.number("gated", 1)
         visit = server.gate.next()
-        unload(http, "gated").ok()
+        http.unload("gated").ok()
         assert http.infer("gated", ASK).status in (404, 503)
         visit.release()
         assert running.result().status == 200
@@ -672,17 +658,17 @@ def test_unload_while_a_worker_starts_again(explicit: Explicit) -> None:
         'gate.sendall(b\'{"batch": [], "rows": [], "pid": 0}\\n\')\ngate.recv(1)\n'
     )
     with server.http() as http:
-        load(http, "constant").ok()
+        http.load("constant").ok()
         rewrite(repository, waiting + source(2))
         (worker,) = server.find("worker constant.0")
         worker.kill()
         visit = server.gate.next()
-        unload(http, "constant").ok()
+        http.unload("constant").ok()
         visit.release()
         until("it is unloaded", lambda: index(http)[("constant", "1")][1] == "unloaded")
         until("its processes have ended", lambda: not server.find("worker constant"))
         rewrite(repository, source(3))
-        load(http, "constant").ok()
+        http.load("constant").ok()
         assert answer(http) == 3
     assert "Traceback" not in server.log()[before:]
 
@@ -697,7 +683,7 @@ def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
     def execute("""
     repositories.insert(repository / "constant", fails)
     with server.http() as http:
-        assert load(http, "constant").error == (
+        assert http.load("constant").error == (
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: "
             "Internal: ValueError: no weights (model.py:13);\n"
         )
@@ -710,9 +696,7 @@ def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
 
 
 @pytest.fixture(scope="module")
-def polling_server(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Server, Path, Path]]:
+def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
     """See `polling`."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
@@ -757,7 +741,7 @@ def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
             until("nor is it known", lambda: ("added", "1") not in index(http))
             assert http.get("/v2/health/ready").status == 200
         assert asking.troubles() == []
-        assert load(http, "constant").status == 503
+        assert http.load("constant").status == 503
 
 
 def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:

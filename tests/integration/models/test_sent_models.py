@@ -1,7 +1,5 @@
 """R18: what a client sends with a load request is run as code; who may send it."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,10 +1,7 @@
 """Sequences over every door: ids and flags, control inputs of every datatype, iterative ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,14 +102,6 @@ ID_TYPES = ("UINT64", "INT64", "UINT32", "INT32", "STRING")
 PAIRS = ("int32", "fp32", "bool")
 
 
-def write(repository: Path, name: str, config: str, code: str) -> None:
-    """A model of these two files."""
-    folder = repository / name / "1"
-    folder.mkdir(parents=True)
-    (folder.parent / "config.pbtxt").write_text(config)
-    (folder / "model.py").write_text(code)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Models with sequences of every kind."""
@@ -136,8 +125,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ):
         code = ITERATIVE.replace("DECOUPLED", str(bool(more)))
         config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=more)
-        write(repository, name, config, code)
-    write(repository, "calling", CALLER_CONFIG, CALLER)
+        repositories.write(repository, name, config, code)
+    repositories.write(repository, "calling", CALLER_CONFIG, CALLER)
     with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
         started.gate.close()
         yield started
@@ -161,32 +150,30 @@ def ask(
 
 
 @pytest.mark.parametrize("id_type", ID_TYPES)
-def test_3_3_correlation_ids_of_every_datatype(server: Server, id_type: str) -> None:
+def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None:
     """The state is the model's, by `correlation_id()`; numbers and texts are told apart."""
     mine: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
-    with server.http() as http:
-        for sequence in mine:
-            assert ask(http, f"id_{id_type}", sequence, 3, 1) == (200, 3)
-        for sequence in mine:
-            assert ask(http, f"id_{id_type}", sequence, 4, 2) == (200, 7)
-        wrong: int | str = "text" if id_type != "STRING" else 9
-        status, text = ask(http, f"id_{id_type}", wrong, 1, 1)
-        kinds = ("BYTES", id_type) if id_type != "STRING" else ("UINT64", "BYTES")
-        assert (status, text) == (
-            400,
-            f"[request id: <id_unknown>] sequence batching control 'CORRID' data-type is "
-            f"'{kinds[0]}', but model 'id_{id_type}' expects '{kinds[1]}'",
-        )
+    for sequence in mine:
+        assert ask(http, f"id_{id_type}", sequence, 3, 1) == (200, 3)
+    for sequence in mine:
+        assert ask(http, f"id_{id_type}", sequence, 4, 2) == (200, 7)
+    wrong: int | str = "text" if id_type != "STRING" else 9
+    status, text = ask(http, f"id_{id_type}", wrong, 1, 1)
+    kinds = ("BYTES", id_type) if id_type != "STRING" else ("UINT64", "BYTES")
+    assert (status, text) == (
+        400,
+        f"[request id: <id_unknown>] sequence batching control 'CORRID' data-type is "
+        f"'{kinds[0]}', but model 'id_{id_type}' expects '{kinds[1]}'",
+    )
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_3_3_pairs_of_every_datatype(server: Server, pair: str) -> None:
+def test_3_3_pairs_of_every_datatype(http: Http, pair: str) -> None:
     shape = (1,) if pair == "fp32" else (1, 1)
-    with server.http() as http:
-        for flags, total in ((1, 2), (0, 4), (2, 6), (3, 2)):
-            assert ask(http, f"pair_{pair}", "one", 2, flags, shape)[0] == 400
-            assert ask(http, f"pair_{pair}", 1, 2, flags, shape) == (200, total)
-        assert "must specify the START flag" in ask(http, f"pair_{pair}", 1, 2, 0, shape)[1]
+    for flags, total in ((1, 2), (0, 4), (2, 6), (3, 2)):
+        assert ask(http, f"pair_{pair}", "one", 2, flags, shape)[0] == 400
+        assert ask(http, f"pair_{pair}", 1, 2, flags, shape) == (200, total)
+    assert "must specify the START flag" in ask(http, f"pair_{pair}", 1, 2, 0, shape)[1]
 
 
 def test_tritonclient_over_both_protocols(server: Server) -> None:
@@ -269,16 +256,15 @@ def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
 
 
 @pytest.mark.parametrize("model", ["again", "again_oldest"])
-def test_3_5_an_iterative_sequence_without_ids(server: Server, model: str) -> None:
+def test_3_5_an_iterative_sequence_without_ids(http: Http, model: str) -> None:
     """Each request gets an id of its own, and comes again without START until it is answered."""
-    with server.http() as http:
-        for count in (1, 4, 2):
-            tensor = json_input("COUNT", np.full((1, 1), count, np.int32))
-            found = http.infer(model, {"inputs": [tensor]}).ok().json()
-            assert found["outputs"][0]["data"] == [1] + [0] * (count - 1)
-        stats = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"][0]
-        assert stats["inference_stats"]["success"]["count"] == 3
-        assert stats["execution_count"] == 7
+    for count in (1, 4, 2):
+        tensor = json_input("COUNT", np.full((1, 1), count, np.int32))
+        found = http.infer(model, {"inputs": [tensor]}).ok().json()
+        assert found["outputs"][0]["data"] == [1] + [0] * (count - 1)
+    stats = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"][0]
+    assert stats["inference_stats"]["success"]["count"] == 3
+    assert stats["execution_count"] == 7
 
 
 def test_3_5_an_iterative_sequence_that_streams(server: Server) -> None:
@@ -290,16 +276,15 @@ def test_3_5_an_iterative_sequence_that_streams(server: Server) -> None:
             assert flags == [[1, 0, 0][: at + 1] for at in range(count)]
 
 
-def test_generate_takes_the_parameters_of_a_sequence(server: Server) -> None:
+def test_generate_takes_the_parameters_of_a_sequence(http: Http) -> None:
     """Only there Triton takes them for the model's; without them no such model can be asked."""
-    with server.http() as http:
-        sums = []
-        for flags in ({"sequence_start": True}, {}, {"sequence_end": True}):
-            body = {"INPUT0": 4, "parameters": {"sequence_id": "generated", **flags}}
-            sums.append(http.post("/v2/models/plain/generate", body).ok().json()["OUTPUT0"])
-        assert sums == [4, 8, 12]
-        status = http.post("/v2/models/plain/generate", {"INPUT0": 4}).status
-        assert status == 400
+    sums = []
+    for flags in ({"sequence_start": True}, {}, {"sequence_end": True}):
+        body = {"INPUT0": 4, "parameters": {"sequence_id": "generated", **flags}}
+        sums.append(http.post("/v2/models/plain/generate", body).ok().json()["OUTPUT0"])
+    assert sums == [4, 8, 12]
+    status = http.post("/v2/models/plain/generate", {"INPUT0": 4}).status
+    assert status == 400
 
 
 @pytest.mark.parametrize("sequence", ["31", "from a shell", str(2**64 - 2)])

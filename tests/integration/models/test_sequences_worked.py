@@ -1,48 +1,45 @@
 """The two worked examples of sequences, step by step, and what the model saw in each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import ConnectionLimits, crowd
+from tests.support.crowd import Crowd, crowd
 from tests.support.gates import Visit
 from tests.support.sequence_models import CONTROLS, IDLE, instances
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Reply, json_input
 
 Ask = Callable[..., "Future[Reply]"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A server whose models stand at the gate."""
-    repository = tmp_path_factory.mktemp("sequences")
     for name, count, strategy in (
         ("pair", 2, "direct { }"),
         ("single", 1, "direct { }"),
         ("oldest", 1, "oldest { max_candidate_sequences: 4 }"),
     ):
         config = f"{instances(count)} sequence_batching {{ {strategy} {IDLE} {CONTROLS} }}"
-        repositories.add_as(repository, name, "sequencer", config)
-    with running(repository, "--exit-timeout-secs=2") as started:
-        yield started
+        repositories.add_as(models, name, "sequencer", config)
+    return start(models, "--exit-timeout-secs=2")
 
 
 @pytest.fixture
-def people(server: Server) -> Iterator[ConnectionLimits]:
+def people(server: Server) -> Iterator[Crowd]:
     """Clients that do not wait for one another."""
     with crowd(server) as them:
         yield them
         server.gate.release_all()
 
 
-def asking(people: ConnectionLimits, model: str) -> Ask:
+def asking(people: Crowd, model: str) -> Ask:
     """What sends a request of a sequence, with the value 1."""
 
     def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
@@ -67,7 +64,7 @@ def sums(*replies: Future[Reply]) -> list[int]:
     return [reply.result().ok().json()["outputs"][0]["data"][0] for reply in replies]
 
 
-def test_direct_two_instances_of_two_slots(server: Server, people: ConnectionLimits) -> None:
+def test_direct_two_instances_of_two_slots(server: Server, people: Crowd) -> None:
     """Sequences 0 to 5, whose ids are 1 to 6."""
     ask, gate = asking(people, "pair"), server.gate
     begun = [ask(1, start=True)]
@@ -125,7 +122,7 @@ def test_direct_two_instances_of_two_slots(server: Server, people: ConnectionLim
     assert gate.is_idle()
 
 
-def test_direct_one_instance(server: Server, people: ConnectionLimits) -> None:
+def test_direct_one_instance(server: Server, people: Crowd) -> None:
     """A lone first request runs at once, the instance is then idle, and the next of slot 0 and the
     first of slot 1 run as one batch when they come together.
 
@@ -157,9 +154,7 @@ def test_direct_one_instance(server: Server, people: ConnectionLimits) -> None:
     assert sums(*both) == [3, 1]
 
 
-def test_direct_lone_requests_beside_an_idle_sequence(
-    server: Server, people: ConnectionLimits
-) -> None:
+def test_direct_lone_requests_beside_an_idle_sequence(server: Server, people: Crowd) -> None:
     """Both slots have had a first request: a lone one in slot 0 is one row, without one for the
     idle slot 1, also where it is the first of another sequence; before slot 1's is a null row."""
     ask, gate = asking(people, "single"), server.gate
@@ -186,9 +181,7 @@ def test_direct_lone_requests_beside_an_idle_sequence(
         alone(sequence, end=True)
 
 
-def test_oldest_four_candidates_and_batches_of_two(
-    server: Server, people: ConnectionLimits
-) -> None:
+def test_oldest_four_candidates_and_batches_of_two(server: Server, people: Crowd) -> None:
     """Sequences A to D, whose ids are 1 to 4; 5 waits for one of them to end."""
     ask, gate = asking(people, "oldest"), server.gate
     replies = [ask(1, start=True)]

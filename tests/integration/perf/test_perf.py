@@ -1,12 +1,10 @@
 """`shmserve perf` against a real server: every door, shared memory, open loops, sequences, and what
 it says when something is wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from shmserve.cli import main
 from tests.support import certificates, repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 
 SHORT = ("--window=0.2", "--windows=3", "--warm-up=0.1")
 Perf = Callable[..., dict[str, Any]]
@@ -94,17 +92,14 @@ sequence_batching {
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def asked(models: Path, start: Start) -> Server:
     """A server of the models above."""
-    repository = tmp_path_factory.mktemp("perf") / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple", "identity")
-    repositories.write(repository, "counter", COUNTER_CONFIG, COUNTER)
-    repositories.write(repository, "strict", STRICT_CONFIG, STRICT)
+    repositories.add(models, "simple", "identity")
+    repositories.write(models, "counter", COUNTER_CONFIG, COUNTER)
+    repositories.write(models, "strict", STRICT_CONFIG, STRICT)
     config = repositories.identity_config("moody", "FP32", [4])
-    repositories.write(repository, "moody", config, MOODY)
-    with running(repository, grpc=True) as started:
-        yield started
+    repositories.write(models, "moody", config, MOODY)
+    return start(models, grpc=True)
 
 
 @pytest.fixture

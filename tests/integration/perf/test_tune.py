@@ -1,7 +1,5 @@
 """`shmserve tune` against a real server: it loads, measures, writes, and leaves the model alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import xml.etree.ElementTree as ET

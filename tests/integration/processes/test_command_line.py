@@ -2,8 +2,6 @@
 verbs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

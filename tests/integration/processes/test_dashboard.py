@@ -1,7 +1,5 @@
 """The dashboard of a real server: who may see it, and what a real browser shows of it."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ from tests.rigs import watched
 from tests.rigs.chromium import CHROMIUM, Page, browser
 from tests.rigs.watched import Feed
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
@@ -24,13 +22,10 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromi
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A model of every kind, and one that does not load."""
-    repository = tmp_path_factory.mktemp("watched") / "models"
-    repository.mkdir()
-    watched.add_models(repository)
-    with running(repository, *FLAGS) as started:
-        yield started
+    watched.add_models(models)
+    return start(models, *FLAGS)
 
 
 @pytest.fixture
@@ -42,15 +37,13 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def guarded(models: Path, start: Start) -> Server:
     """One that asks for tokens."""
-    folder = tmp_path_factory.mktemp("guarded")
-    repositories.add(folder / "models", "identity")
-    tokens = folder / "tokens"
+    repositories.add(models / "models", "identity")
+    tokens = models / "tokens"
     tokens.write_text(f"{TOKEN} metrics\n{OTHER} inference\n")
     tokens.chmod(0o600)
-    with running(folder / "models", f"--auth-token-file={tokens}") as started:
-        yield started
+    return start(models / "models", f"--auth-token-file={tokens}")
 
 
 def test_it_needs_the_token_of_metrics(guarded: Server) -> None:

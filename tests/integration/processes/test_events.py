@@ -1,7 +1,5 @@
 """The server's events, as whoever listens to them is told."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -22,20 +20,17 @@ from shmserve.client.events import EventReader
 from shmserve.ipc.messages import publications as m
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import ROOT, Server, run_command, running, stopped
+from tests.support.servers import ROOT, Server, Start, run_command, stopped
 from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """One that loads what it is told to."""
-    folder = tmp_path_factory.mktemp("events") / "models"
-    folder.mkdir()
-    repositories.add(folder, "simple", "identity")
-    repositories.write(folder, "broken", "", "raise RuntimeError('so it is')")
+    repositories.add(models, "simple", "identity")
+    repositories.write(models, "broken", "", "raise RuntimeError('so it is')")
     flags = ("--model-control-mode=explicit", "--load-model=simple")
-    with running(folder, *flags) as started:
-        yield started
+    return start(models, *flags)
 
 
 @pytest.fixture
@@ -82,8 +77,8 @@ def following(
 
 def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
     with server.http() as http:
-        http.post("/v2/repository/models/identity/load").ok()
-        http.post("/v2/repository/models/identity/unload").ok()
+        http.load("identity").ok()
+        http.unload("identity").ok()
     found = heard(events, lambda e: e == m.ModelChanged("identity", "1", "UNAVAILABLE", "unloaded"))
     states = [e.state for e in found if isinstance(e, m.ModelChanged)]
     assert states == ["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
@@ -98,8 +93,8 @@ def test_a_load_that_is_refused(
     server: Server, events: EventReader, model: str, reason: str
 ) -> None:
     with server.http() as http:
-        assert http.post(f"/v2/repository/models/{model}/load").status >= 400
-        http.post(f"/v2/repository/models/{model}/unload").ok()  # or it keeps the server unready
+        assert http.load(model).status >= 400
+        http.unload(model).ok()  # or it keeps the server unready
     *_, refused = heard(events, lambda event: isinstance(event, m.LoadRefused))
     assert refused.name == model and reason in refused.reason
 
@@ -202,7 +197,7 @@ def test_what_is_and_what_happens_are_printed(server: Server) -> None:
         while '"name": "simple"' not in line():
             pass
         with server.http() as http:
-            assert http.post("/v2/repository/models/none/load").status >= 400
+            assert http.load("none").status >= 400
         while (shown := json.loads(line()))["event"] != "LoadRefused":
             pass
         assert shown["name"] == "none" and "no such model" in shown["reason"]

@@ -1,8 +1,6 @@
 """`shmserve grafana`: every query of the dashboard and of the alerts, run by a real Prometheus that
 scrapes a real server; what they name, held against the server's metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -20,7 +18,7 @@ import pytest
 import yaml
 
 from tests.rigs import watched
-from tests.support.servers import Server, hold_ports, port_of, run_command, running
+from tests.support.servers import Server, Start, hold_ports, port_of, run_command
 from tests.support.waiting import until
 
 PROMETHEUS = shutil.which("prometheus")
@@ -44,13 +42,10 @@ def alerts() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A model of every kind."""
-    repository = tmp_path_factory.mktemp("scraped") / "models"
-    repository.mkdir()
-    watched.add_models(repository, generative=True)
-    with running(repository, *FLAGS) as started:
-        yield started
+    watched.add_models(models, generative=True)
+    return start(models, *FLAGS)
 
 
 class Prometheus:

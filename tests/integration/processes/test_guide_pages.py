@@ -2,8 +2,6 @@
 servers started, its programs run, and what it says that they print is what they print.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The logging extension over both listeners, and that every process of a server logs as it says."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ import tritonclient.http
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http
@@ -53,14 +51,12 @@ def add_talker(repository: Path, name: str = "talker") -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """Two HTTP gateways, one for gRPC, a scheduler and a worker."""
-    repository = tmp_path_factory.mktemp("logs") / "models"
-    add_talker(repository)
-    add_talker(repository, "late")
+    add_talker(models)
+    add_talker(models, "late")
     flags = ("--gateways=2", "--model-control-mode=explicit", "--load-model=talker")
-    with running(repository, *flags, grpc=True) as started:
-        yield started
+    return start(models, *flags, grpc=True)
 
 
 @pytest.fixture
@@ -107,10 +103,7 @@ def over_grpc(call: Any, **wanted: Any) -> dict[str, Any]:
         ('{"log_verbose_level": 3}', {"log_verbose_level": 3}),
         ('{"log_verbose_level": 4294967295}', {"log_verbose_level": 2**32 - 1}),
         ('{"log_format": "ISO8601"}', {"log_format": "ISO8601"}),
-        (
-            '{"log_file": null, "log_info": null, "log_verbose_level": null, "log_format": null}',
-            {},
-        ),
+        ('{"log_file": null, "log_info": null, "log_verbose_level": null, "log_format": null}', {}),
     ],
 )
 def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> None:
@@ -345,10 +338,10 @@ def test_a_process_that_starts_again_logs_as_the_others(
 
 def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: Http) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
-    http.post("/v2/repository/models/late/load").ok()
+    http.load("late").ok()
     for title in ("worker late.0", "scheduler late"):
         assert in_iso(server, server.one(title).pid)
-    http.post("/v2/repository/models/late/unload").ok()
+    http.unload("late").ok()
 
 
 def test_flags_are_the_first_settings(tmp_path: Path) -> None:
@@ -372,8 +365,5 @@ def test_flags_are_the_first_settings(tmp_path: Path) -> None:
         assert "I am VERBOSE" in text
         assert not re.search(r"(?m)^\S+ I ", text)
         http.post(PATH, {"log_info": True}).ok()
-        until(
-            "it is heard",
-            lambda: http.infer("talker", ROW) and " I am INFO" in path.read_text(),
-        )
+        until("it is heard", lambda: http.infer("talker", ROW) and " I am INFO" in path.read_text())
         assert server.log() == ""

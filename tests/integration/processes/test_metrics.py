@@ -1,8 +1,6 @@
 """Statistics and metrics: after a known set of requests, every counter has a known value."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.load import ask_simple
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -31,14 +29,12 @@ REASONS = {"REJECTED", "CANCELED", "BACKEND", "OTHER"}
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def counted(models: Path, start: Start) -> Server:
     """A server of models of which each test asks its own."""
-    repository = tmp_path_factory.mktemp("counted")
-    repositories.add(repository, "simple", "crimes")
+    repositories.add(models, "simple", "crimes")
     for name in ("untouched", "closing"):
-        repositories.add_as(repository, name, "simple")
-    with running(repository) as started:
-        yield started
+        repositories.add_as(models, name, "simple")
+    return start(models)
 
 
 def rows(count: int) -> dict[str, Any]:
@@ -92,10 +88,7 @@ def test_counts(counted: Server) -> None:
         assert parts <= inference["success"]["ns"]
         assert [
             (batch["batch_size"], batch["compute_infer"]["count"]) for batch in found["batch_stats"]
-        ] == [
-            (1, 5),
-            (2, 1),
-        ]
+        ] == [(1, 5), (2, 1)]
         everything = http.get("/v2/models/stats").ok().json()["model_stats"]
         names = ["closing", "crimes", "simple", "untouched"]
         assert sorted(item["name"] for item in everything) == names
@@ -154,9 +147,9 @@ def test_unloading_removes_a_models_metrics(explicit: tuple[Server, Path]) -> No
     repositories.add(repository, "simple", "constant")
     with server.http() as http:
         for name in ("simple", "constant"):
-            http.post(f"/v2/repository/models/{name}/load").ok()
+            http.load(name).ok()
         assert len(server.samples("nv_inference_count")) == 2
-        http.post("/v2/repository/models/constant/unload").ok()
+        http.unload("constant").ok()
 
         def models() -> set[str]:
             return {labels["model"] for labels, _ in server.samples("nv_inference_count")}

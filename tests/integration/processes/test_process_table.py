@@ -1,11 +1,6 @@
 """What the supervisor's process table makes of what the kernel says."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
-from tests.support.servers import ROOT
+from tests.support.servers import run_python
 
 # In a process of its own: the process table adopts orphans, and kills what it does not know.
 _LATE = """
@@ -98,9 +93,6 @@ def test_a_process_whose_maker_is_a_stray() -> None:
 
 def output(script: str) -> str:
     """What a script prints; nothing else may be said."""
-    command = [sys.executable, "-c", script]
-    found = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
-    )
+    found = run_python("-c", script, timeout_s=20)
     assert found.stderr == ""
     return found.stdout

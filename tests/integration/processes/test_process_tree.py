@@ -1,15 +1,11 @@
 """The server as a tree of processes: titles, gateways, ports, draining, and the exit status."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +13,9 @@ import pytest
 from tests.support import repositories
 from tests.support.crowd import crowd, values
 from tests.support.load import Load
-from tests.support.servers import ROOT, Server, refuses, run_command, running
+from tests.support.servers import Server, Start, refuses, run_command, run_python
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 # It is to end as soon as it has its folder, and once more when it has ended but for that.
 _IMPATIENT = """
@@ -43,12 +40,10 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """A server to look at."""
-    folder = tmp_path_factory.mktemp("tree")
-    repositories.add(folder, "simple", "identity")
-    with running(folder, "--gateways=2") as started:
-        yield started
+    repositories.add(models, "simple", "identity")
+    return start(models, "--gateways=2")
 
 
 def test_workers_end_first_where_memory_is_short(server: Server) -> None:
@@ -104,12 +99,11 @@ def test_two_gateways_share_the_port(server: Server) -> None:
     assert asking.troubles() == []
 
 
-def test_models_see_no_sockets_of_clients(server: Server) -> None:
+def test_models_see_no_sockets_of_clients(server: Server, http: Http) -> None:
     """A worker runs foreign code: it holds no listening socket, and none of a client."""
-    with server.http() as http:
-        http.get("/v2/health/live").ok()
-        assert server.one("worker simple.0").net_connections("tcp") == []
-        assert server.one("scheduler simple").net_connections("tcp") == []
+    http.get("/v2/health/live").ok()
+    assert server.one("worker simple.0").net_connections("tcp") == []
+    assert server.one("scheduler simple").net_connections("tcp") == []
 
 
 def test_no_process_can_gain_privileges(server: Server) -> None:
@@ -248,10 +242,7 @@ def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) 
     given = [f"--model-repository={tmp_path}/models"]
     flags = [*given, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
     flags = flags if verb == "serve" else [f"{tmp_path}/models"]
-    command = [sys.executable, "-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags]
-    found = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    found = run_python("-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags)
     assert found.returncode in ((0,) if verb == "serve" else (2, 143)), found.stderr
     assert os.listdir(tmp_path) == ["models"]
 

@@ -1,8 +1,6 @@
 """`shmserve.ray`: one server a node of a real Ray cluster, of which a node is killed; and the
 server of a node by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client
@@ -22,6 +20,7 @@ import psutil
 import pytest
 
 from shmserve.ray.server import NodeServer
+from tests.support import repositories
 from tests.support.servers import ROOT, Server, hold_ports, kill_together, port_of, runs, tree
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
@@ -82,9 +81,7 @@ def folder() -> Iterator[Path]:
     to; `rows` how many requests were executed together."""
     path = Path(tempfile.mkdtemp(prefix="st-"))
     for name, model, config in (("named", NAMED, NAMED_CONFIG), ("rows", ROWS, ROWS_CONFIG)):
-        (path / "models" / name / "1").mkdir(parents=True)
-        (path / "models" / name / "1" / "model.py").write_text(model)
-        (path / "models" / name / "config.pbtxt").write_text(config)
+        repositories.write(path / "models", name, config, model)
     yield path
     shutil.rmtree(path)
 

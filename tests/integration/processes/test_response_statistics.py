@@ -1,14 +1,12 @@
 """Statistics and metrics of a decoupled model, as tritonclient and a scrape see them."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.streams import ask_repeat, ended, failed, stream
 
@@ -22,15 +20,13 @@ model_metrics {{ metric_control {{
 
 
 @pytest.fixture(scope="module")
-def repeating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def repeating(models: Path, start: Start) -> Server:
     """A server of a model that repeats each element of its input as a response, one for each
     test."""
-    repository = tmp_path_factory.mktemp("repeating")
-    repositories.add(repository, "repeat", config=BUCKETS)
+    repositories.add(models, "repeat", config=BUCKETS)
     for name in ("standard", "cancelled", "killed"):
-        repositories.add_as(repository, name, "repeat")
-    with running(repository, "--metrics-config=histogram_latencies=true", grpc=True) as started:
-        yield started
+        repositories.add_as(models, name, "repeat")
+    return start(models, "--metrics-config=histogram_latencies=true", grpc=True)
 
 
 def test_responses_are_counted_by_their_index(repeating: Server) -> None:

@@ -3,8 +3,6 @@
 `SHMSERVE_RESTARTS` says how many restarts there are, of each kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

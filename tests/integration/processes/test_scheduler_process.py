@@ -1,7 +1,5 @@
 """The scheduler as a process, between a client, a worker and a supervisor that the test plays."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """A server that a service manager has started: told when it is ready, given its sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A server that is started without stdin, stdout or stderr, as daemons are."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

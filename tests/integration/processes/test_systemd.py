@@ -1,7 +1,5 @@
 """A server that a real systemd runs by the units of `shmserve systemd install`, in its sandbox."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

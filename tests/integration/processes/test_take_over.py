@@ -1,8 +1,6 @@
 """A server that is to take the place of a running one: what may go wrong, and that the one that
 runs goes on then. Clients who do not notice: test_restarts.py."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket

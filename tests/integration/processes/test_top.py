@@ -1,7 +1,5 @@
 """`shmserve top` in a terminal of 80 by 24, beside a real server."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -20,18 +18,15 @@ import pytest
 
 from tests.rigs import watched
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, run_command, running
+from tests.support.servers import ROOT, Server, Start, run_command, running
 
 FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=local,size=1048576")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("topped") / "models"
-    repository.mkdir()
-    watched.add_models(repository)
-    with running(repository, *FLAGS) as started:
-        yield started
+def server(models: Path, start: Start) -> Server:
+    watched.add_models(models)
+    return start(models, *FLAGS)
 
 
 class Terminal:

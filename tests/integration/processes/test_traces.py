@@ -1,7 +1,5 @@
 """Where a request's time went: asked for, logged, and by whose trace."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -20,12 +18,12 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy
 from tests.support.otlp import Collector, attributes, collector
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import Http, json_input
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -61,16 +59,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_model(folder, "many", MANY, more="model_transaction_policy { decoupled: true }")
     add_model(folder, "late", f"time.sleep(0.5)\n{one}")
     add_model(folder, "tell", TELL, outputs=[tensor("Y", "BYTES")])
-    steps = [step("one", {"X": "IN"}, {"Y": "A"}), step("two", {"X": "A"}, {"Y": "OUT"})]
+    steps = [xy("one", "IN", "A"), xy("two", "A", "OUT")]
     add_ensemble(folder, "both", steps, max_batch_size=4)
     return folder
 
 
 @pytest.fixture(scope="module")
-def server(models: Path) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """One that logs what takes longer than a millisecond."""
-    with running(models, "--slow-request-ms=1", grpc=True) as started:
-        yield started
+    return start(models, "--slow-request-ms=1", grpc=True)
 
 
 @pytest.fixture
@@ -117,10 +114,9 @@ def test_a_request_asks_why(server: Server, ask: Callable[[Server], Any]) -> Non
         assert told["total_us"] - 6 <= sum(parts) <= told["total_us"]  # each is rounded
 
 
-def test_who_does_not_ask_is_not_told(server: Server) -> None:
+def test_who_does_not_ask_is_not_told(http: Http) -> None:
     request = {"inputs": [json_input("X", ROW)], "parameters": {"explain": False}}
-    with server.http() as http:
-        assert "parameters" not in http.infer("one", request).ok().json()
+    assert "parameters" not in http.infer("one", request).ok().json()
 
 
 def explained(server: Server, model: str, given: str = "X") -> Any:

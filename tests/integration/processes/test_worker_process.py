@@ -1,7 +1,5 @@
 """One worker process, with this test as its supervisor and as its scheduler."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

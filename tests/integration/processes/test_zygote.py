@@ -1,7 +1,5 @@
 """Processes that are forked on request: very many at once, and none when the host has no room."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -19,7 +17,7 @@ from shmserve.errors import Unavailable
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes import zygote
 from shmserve.supervisor.processes.zygote_client import Zygote
-from tests.support.servers import ROOT
+from tests.support.servers import ROOT, run_python
 
 # In a process of its own: the process table adopts orphans, and kills what it does not know.
 _CROWD = """
@@ -274,10 +272,7 @@ def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> 
 
 
 def output(script: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", script, *arguments]
-    found = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    found = run_python("-c", script, *arguments)
     ended = re.compile(r"(spare )?zygote ended \(signal 9\)\n")
     assert ended.sub("", found.stderr) == ""
     return found.stdout

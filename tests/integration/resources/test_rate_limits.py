@@ -1,7 +1,5 @@
 """The rate limiter between models of a real server (section 3.9)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,13 +61,6 @@ def limiting(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Pat
     unload_all(*limiting_server)
 
 
-def load(server: Server, *names: str) -> None:
-    """Load models."""
-    with server.http() as http:
-        for name in names:
-            http.post(f"/v2/repository/models/{name}/load").ok()
-
-
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as made:
@@ -84,7 +75,7 @@ def test_models_that_need_the_same_take_turns(
     for name in ("one", "two"):
         add(repository, name, limited(2))
     add(repository, "small", limited(1, "S"))
-    load(server, "one", "two", "small")
+    server.load("one", "two", "small")
     gate = server.gate
     waiting: list[Future[int]] = []
     for number in range(4):
@@ -126,17 +117,17 @@ def test_models_that_could_never_run_do_not_load(limiting: tuple[Server, Path]) 
     add(repository, "fine", limited(3))
     add(repository, "world", limited(1, more="global: true"))
     with server.http() as http:
-        error = http.post("/v2/repository/models/greedy/load").error
+        error = http.load("greedy").error
         assert (
             'Resource count for "R" is limited to 3 which will prevent scheduling of one or more '
             "model instances, the minimum required count is 4"
         ) in error
-        http.post("/v2/repository/models/fine/load").ok()
-        error = http.post("/v2/repository/models/world/load").error
+        http.load("fine").ok()
+        error = http.load("world").error
         assert 'Resource "R" is present as both global and device-specific resource' in error
-        http.post("/v2/repository/models/fine/unload").ok()
+        http.unload("fine").ok()
         until("it is gone", lambda: not server.find("scheduler fine"))
-        http.post("/v2/repository/models/world/load").ok()
+        http.load("world").ok()
 
 
 def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
@@ -147,14 +138,14 @@ def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
     config = folder / "config.pbtxt"
     kept = [line for line in config.read_text().splitlines() if "instance_group" not in line]
     config.write_text("\n".join([*kept, limited(1, "Q")]))
-    load(server, "simple")
+    server.load("simple")
     with server.http() as http:
         scheduler = server.one("scheduler simple").pid
         with Load(server, simple=4, memory=0) as stream:
             more = limited(1, "Q").replace("count: 2", "count: 3", 1)
             for group, count in ((more, 3), (limited(2, "Q"), 2)):
                 config.write_text("\n".join([*kept, group]))
-                http.post("/v2/repository/models/simple/load").ok()
+                http.load("simple").ok()
                 wait_workers(server, count)
         assert server.one("scheduler simple").pid == scheduler
         assert not stream.troubles()

@@ -1,8 +1,5 @@
 """The response cache of a real server, as its users see it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +8,9 @@ import pytest
 import tritonclient.http as triton
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, step
+from tests.rigs.pipelines import add_ensemble, add_model, step, xy
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start, running
 from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 SIZE = 4 << 20
@@ -27,25 +24,16 @@ return self.response(Y=self.input(request, "X") + np.float32(self.count))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(models: Path, start: Start) -> Server:
     """Models that count, with a cache and without one."""
-    repository = tmp_path_factory.mktemp("cached") / "models"
     for name in ("counting", "batched", "native", "regions", "other"):
         more = CACHED + (" dynamic_batching {}" if name == "batched" else "")
-        add_model(repository, name, COUNTING, more=more)
-    add_model(repository, "plain", COUNTING)
-    steps = [step("plain", {"X": "IN"}, {"Y": "mid"}), step("plain", {"X": "mid"}, {"Y": "OUT"})]
-    add_ensemble(repository, "pipeline", steps, more=CACHED)
+        add_model(models, name, COUNTING, more=more)
+    add_model(models, "plain", COUNTING)
+    steps = [xy("plain", "IN", "mid"), xy("plain", "mid", "OUT")]
+    add_ensemble(models, "pipeline", steps, more=CACHED)
     flags = [f"--cache-config=local,size={SIZE}", "--metrics-config=summary_latencies=true"]
-    with running(repository, *flags) as started:
-        yield started
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[Http]:
-    """A connection to it."""
-    with server.http() as connection:
-        yield connection
+    return start(models, *flags)
 
 
 def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> triton.InferResult:
@@ -108,7 +96,7 @@ def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path
     """Those of an ensemble that is a step, too."""
     times = "return self.response(Y=self.input(request, 'X') * np.float32({}))"
     add_model(tmp_path, "plain", times.format(2))
-    add_ensemble(tmp_path, "inner", [step("plain", {"X": "IN"}, {"Y": "OUT"})])
+    add_ensemble(tmp_path, "inner", [xy("plain", "IN", "OUT")])
     add_ensemble(tmp_path, "pipeline", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})], more=CACHED)
     flags = [f"--cache-config=local,size={SIZE}", "--model-control-mode=explicit"]
     with running(tmp_path, *flags, "--load-model=pipeline") as server:
@@ -117,8 +105,7 @@ def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path
             assert infer(server, "pipeline", array).as_numpy("OUT").tolist() == [2, 2, 2]
         source = tmp_path / "plain" / "1" / "model.py"
         source.write_text(source.read_text().replace("np.float32(2)", "np.float32(1000)"))
-        with server.http() as http:
-            http.post("/v2/repository/models/plain/load", {}).ok()
+        server.load("plain")
         assert infer(server, "pipeline", array).as_numpy("OUT").tolist() == [1000] * 3
 
 
@@ -203,7 +190,7 @@ def test_models_that_cannot_be_cached_do_not_load(explicit: tuple[Server, Path])
             ("sequence", "sequence batching scheduler"),
             ("decoupled", "'decoupled' transaction policy"),
         ):
-            error = http.post(f"/v2/repository/models/{name}/load").error
+            error = http.load(name).error
             assert (
                 f"Response Cache does not currently support model {name} with {what}. "
                 "Please disable the response cache."
@@ -215,8 +202,7 @@ def test_a_model_on_a_server_without_a_cache_serves_all_the_same(
 ) -> None:
     server, repository = explicit
     add_model(repository, "alone", COUNTING, more=CACHED)
-    with server.http() as http:
-        http.post("/v2/repository/models/alone/load").ok()
+    server.load("alone")
     array = np.ones(2, np.float32)
     one, two = (infer(server, "alone", array).as_numpy("Y") for _ in range(2))
     assert (one != two).all()

@@ -1,17 +1,14 @@
 """Warm-up of real models: what they have seen before the first client's request (section 3.9)."""
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.servers import Server, running
+from tests.support.servers import Server, Start
 
 # Notes each execution, and gives all that was noted before as JSON.
 _MODEL = """\
@@ -108,28 +105,26 @@ _DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("warm") / "models"
-    add(repository, "zeros", _SAMPLE % (1, 0, "zero_data: true"))
-    add(repository, "batched", _SAMPLE % (3, 2, "zero_data: true"))
-    add(repository, "skipped", _SAMPLE % (0, 1, "zero_data: true"))
-    add(repository, "plain", _SAMPLE % (1, 1, "random_data: true"), max_batch_size=0)
+def server(models: Path, start: Start) -> Server:
+    add(models, "zeros", _SAMPLE % (1, 0, "zero_data: true"))
+    add(models, "batched", _SAMPLE % (3, 2, "zero_data: true"))
+    add(models, "skipped", _SAMPLE % (0, 1, "zero_data: true"))
+    add(models, "plain", _SAMPLE % (1, 1, "random_data: true"), max_batch_size=0)
     add(
-        repository,
+        models,
         "filed",
         _SAMPLE % (1, 1, 'input_data_file: "values"'),
         values=np.arange(5, dtype=np.float32).tobytes(),  # more than is wanted
     )
-    add(repository, "typed", _TYPED, _TYPES, texts=struct.pack("<I", 2) + b"hi")
+    add(models, "typed", _TYPED, _TYPES, texts=struct.pack("<I", 2) + b"hi")
     add(
-        repository,
+        models,
         "controlled",
         (_SAMPLE % (1, 1, "zero_data: true")).rstrip("} ") + " } } " + _CONTROL,
         more=_CONTROLLED,
     )
-    add(repository, "many", _SAMPLE % (2, 1, "zero_data: true"), more=_DECOUPLED)
-    with running(repository) as started:
-        yield started
+    add(models, "many", _SAMPLE % (2, 1, "zero_data: true"), more=_DECOUPLED)
+    return start(models)
 
 
 def seen(server: Server, model: str, **more: Any) -> list[Any]:
@@ -268,7 +263,7 @@ def test_a_sample_that_fails_fails_the_load(
     add(repository, name, warmup, values=b"1234")
     with server.http() as http:
         http.post("/v2/logging", {"log_verbose_level": 1}).ok()
-        assert says in http.post(f"/v2/repository/models/{name}/load").error
+        assert says in http.load(name).error
         assert http.get(f"/v2/models/{name}/ready").status == 400
         http.post("/v2/logging", {"log_verbose_level": 0}).ok()
     if "failed to run" in says:
@@ -277,14 +272,11 @@ def test_a_sample_that_fails_fails_the_load(
             assert f"{where} {told}" in server.log()
 
 
-def test_an_instance_that_starts_again_is_warm_again(
-    explicit: tuple[Server, Path],
-) -> None:
+def test_an_instance_that_starts_again_is_warm_again(explicit: tuple[Server, Path]) -> None:
     """Per instance: each process has seen the sample before it serves."""
     server, repository = explicit
     add(repository, "again", _SAMPLE % (1, 1, "zero_data: true"))
-    with server.http() as http:
-        http.post("/v2/repository/models/again/load").ok()
+    server.load("again")
     assert seen(server, "again") == [[ROW]]
     victim = server.one("worker again.0")
     victim.kill()

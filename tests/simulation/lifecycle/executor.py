@@ -1,7 +1,5 @@
 """The executor of the lifecycle's decisions, with simulated files, processes and clients."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The world as an event loop of asyncio: what coroutines wait for happens in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -47,10 +45,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self._world.now_ns / SECOND
 
     def call_soon(
-        self,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: *Ts,
-        context: Context | None = None,
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """At this moment, after what is to happen then already."""
         handle = asyncio.Handle(callback, args, self, context)

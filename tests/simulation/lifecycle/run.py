@@ -1,7 +1,5 @@
 """One run: orders, deaths and gateways of one seed, then quiet, and the checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

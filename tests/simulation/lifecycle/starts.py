@@ -1,7 +1,5 @@
 """The rule of restarts: pauses that grow, and an end after five that did not load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

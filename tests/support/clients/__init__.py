@@ -3,8 +3,6 @@
 `make clients` gets what is not here; without it their tests are skipped, and say so.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

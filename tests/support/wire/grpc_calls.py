@@ -1,7 +1,5 @@
 """Requests over gRPC as a client library would not send them, and what is answered."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """HTTP/2 as no client library would speak it: frames made by hand, and floods of them."""
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

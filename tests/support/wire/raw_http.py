@@ -212,6 +212,18 @@ class Http:
         """Infer with binary inputs (name, datatype, shape, data)."""
         return self.infer(model, *binary_request(inputs, **members))
 
+    def load(self, model: str, **parameters: Any) -> Reply:
+        """POST to a model's load."""
+        return self._repository(model, "load", parameters)
+
+    def unload(self, model: str, **parameters: Any) -> Reply:
+        """POST to a model's unload."""
+        return self._repository(model, "unload", parameters)
+
+    def _repository(self, model: str, verb: str, parameters: Mapping[str, Any]) -> Reply:
+        body = {"parameters": parameters} if parameters else None
+        return self.post(f"/v2/repository/models/{model}/{verb}", body)
+
     def register(self, name: str, key: str, byte_size: Any, offset: Any = 0) -> Reply:
         """Register a system shared memory region."""
         body = {"key": key, "offset": offset, "byte_size": byte_size}

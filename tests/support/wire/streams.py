@@ -1,7 +1,5 @@
 """Streams of responses over gRPC, by tritonclient."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager

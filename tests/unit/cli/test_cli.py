@@ -1,7 +1,5 @@
 """How commands end that somebody does not want to the end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The shell's client: values to tensors and back, and whole exchanges with a made-up server."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`shmserve guide`: pages that are files, and those that are made from what they describe."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

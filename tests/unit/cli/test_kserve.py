@@ -1,7 +1,5 @@
 """`shmserve kserve`: the manifest is what KServe's API takes, and its flags are the server's."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What `shmserve profile` says of the steps of a model."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

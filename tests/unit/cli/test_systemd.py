@@ -1,7 +1,5 @@
 """`shmserve systemd`: what it writes, by systemd's own tools; and that it changes no more."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`shmserve top`: what is shown of the figures, at any size, and what the keys do."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -2,8 +2,6 @@
 listener, a scheduler's checks and a worker, with a socket between them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import dataclasses

@@ -1,7 +1,5 @@
 """The native client's memory, arrays and prepared requests, without a server."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

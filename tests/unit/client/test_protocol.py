@@ -1,9 +1,6 @@
 """The page that describes the native protocol says what the code does."""
 
-from __future__ import annotations
-
 import dataclasses
-import subprocess
 import sys
 import typing
 from pathlib import Path
@@ -17,6 +14,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.transport import frames
+from tests.support.servers import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "shmserve" / "client" / "PROTOCOL.md").read_text()
@@ -48,13 +46,7 @@ def test_the_example_is_what_is_packed() -> None:
 
 def test_importing_the_client_costs_little() -> None:
     program = "import shmserve.client, sys; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", program],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-X", "importtime", "-c", program, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     foreign = loaded - set(sys.stdlib_module_names) - {"shmserve"}
     allowed = {"numpy", "msgpack", "__main__", "sitecustomize", "cython_runtime"}

@@ -1,7 +1,5 @@
 """Streams of responses at the client's end: credit, losses, leaving; the test is the scheduler."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

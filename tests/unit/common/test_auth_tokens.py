@@ -1,7 +1,5 @@
 """Who may use which API: tokens, scopes, restricted APIs, and how the command line names them."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

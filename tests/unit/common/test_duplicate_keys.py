@@ -1,7 +1,5 @@
 """R12: a name that stands twice in a JSON object is refused, wherever a body is read as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -106,10 +104,7 @@ PLACES = [(at, name) for at, held in enumerate(holders(Members(request))) for na
 
 @pytest.mark.parametrize(("at", "name"), PLACES)
 @settings(max_examples=10)
-@given(
-    value=st.sampled_from([1, "a:b", [], Members([]), Members([("x", 1)])]),
-    data=st.data(),
-)
+@given(value=st.sampled_from([1, "a:b", [], Members([]), Members([("x", 1)])]), data=st.data())
 def test_every_place_of_a_request_is_looked_at(
     at: int, name: str, value: Any, data: st.DataObject
 ) -> None:

@@ -1,7 +1,5 @@
 """The shares of a process's descriptors."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.common import fd_limits

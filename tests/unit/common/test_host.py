@@ -1,7 +1,5 @@
 """What a process may have of its host, where control groups limit it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

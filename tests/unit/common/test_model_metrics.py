@@ -1,20 +1,11 @@
 """Models' own metrics: added up over instances and models, and as text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shmserve.common.model_metrics import (
-    Families,
-    ModelMetrics,
-    added,
-    exposition,
-    parse,
-    plain,
-)
+from shmserve.common.model_metrics import Families, ModelMetrics, added, exposition, parse, plain
 
 LABELS = [["a", "1"]]
 

@@ -1,7 +1,5 @@
 """Who is at the other end of a connection, and what the listener it came through lets it do."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

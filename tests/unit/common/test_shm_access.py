@@ -1,22 +1,12 @@
 """The trust policy: whose region an object becomes, how much of it there may be, who pays."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.peers import (
-    EVERYONE,
-    NO_GROUP,
-    REMOTE,
-    Ownership,
-    Peer,
-    ShmPolicy,
-    ownership,
-)
+from shmserve.common.peers import EVERYONE, NO_GROUP, REMOTE, Ownership, Peer, ShmPolicy, ownership
 from shmserve.errors import InvalidArgument, PermissionDenied
 from shmserve.supervisor.regions.opener import RegionQuota
 from tests.support.regions import SharedObject

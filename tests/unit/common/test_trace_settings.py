@@ -1,7 +1,5 @@
 """The trace settings of --trace-config."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.common.trace_settings import TraceSettings, parse_trace_config

@@ -1,7 +1,5 @@
 """The configuration file: every flag by its name, and what the command line says counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

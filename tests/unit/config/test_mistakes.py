@@ -1,8 +1,6 @@
 """Mistakes that people make in configurations, and what must be said of each: where, which key,
 what was found, what is allowed, the nearest name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of flags, the parser that reads a command line by it, and the settings it makes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

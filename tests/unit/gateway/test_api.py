@@ -1,7 +1,5 @@
 """What a gateway answers beside inferences: health, metadata, repository, regions, metrics."""
 
-from __future__ import annotations
-
 import base64
 import inspect
 import os

@@ -1,7 +1,5 @@
 """The largest values of an output, as texts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +45,7 @@ def classified(
 
 
 def classify(
-    values: Any,
-    datatype: str,
-    count: int,
-    labels: tuple[str, ...] = (),
-    *,
-    batched: bool = False,
+    values: Any, datatype: str, count: int, labels: tuple[str, ...] = (), *, batched: bool = False
 ) -> TensorRef:
     array = np.asarray(values, NUMPY[datatype])
     other = TensorRef("OTHER", "INT32", (1,), bytes(4))

@@ -1,7 +1,5 @@
 """The figures of now: what is made of two reports of a scheduler, and what hurts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Headers that become parameters."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.config.flag_values import header_pattern

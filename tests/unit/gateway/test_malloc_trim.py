@@ -1,7 +1,5 @@
 """Giving memory back: once, after the last large request."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -11,23 +9,20 @@ from shmserve.gateway.inference.body_arrival import LARGE
 
 
 @pytest.mark.parametrize(("size", "trims"), [(LARGE, [0]), (LARGE - 1, [])])
-def test_large_requests_cost_one_trim_and_small_ones_none(
+async def test_large_requests_cost_one_trim_and_small_ones_none(
     monkeypatch: pytest.MonkeyPatch, size: int, trims: list[int]
 ) -> None:
     calls: list[int] = []
 
-    async def requests() -> None:
-        trim = body_arrival.MallocTrim()
-        for _ in range(50):
-            trim.soon(size)
-        done = asyncio.Event()
-        # Timers run in order, so this one comes last.
-        asyncio.get_running_loop().call_later(0.002, done.set)
-        await done.wait()
-
     monkeypatch.setattr(body_arrival, "_PAUSE_S", 0.001)
     monkeypatch.setattr(body_arrival, "_malloc_trim", calls.append)
-    asyncio.run(requests())
+    trim = body_arrival.MallocTrim()
+    for _ in range(50):
+        trim.soon(size)
+    done = asyncio.Event()
+    # Timers run in order, so this one comes last.
+    asyncio.get_running_loop().call_later(0.002, done.set)
+    await done.wait()
     assert calls == trims
 
 

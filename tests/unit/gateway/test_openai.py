@@ -1,7 +1,5 @@
 """OpenAI's interface: responses of a model as choices, whole and in chunks; errors."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

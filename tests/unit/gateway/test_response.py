@@ -1,7 +1,5 @@
 """Answers and error texts beside those of a real Triton 2.51, recorded for the same requests."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which requests are traced, and the file that traces are written to."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

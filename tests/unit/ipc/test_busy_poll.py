@@ -1,7 +1,5 @@
 """When a scheduler or worker stays awake for a moment: what was waited for has come within it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace

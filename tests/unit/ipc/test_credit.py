@@ -1,7 +1,5 @@
 """The credit of streams: a sender and a reader, whatever their order."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

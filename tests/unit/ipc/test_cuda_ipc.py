@@ -1,7 +1,5 @@
 """The driver's interface as cuda-bindings has it: names and types are real, the driver is not."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable

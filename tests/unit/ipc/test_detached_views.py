@@ -1,7 +1,5 @@
 """Views of shared memory that become private: they keep what they show, whoever writes later."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

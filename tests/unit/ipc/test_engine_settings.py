@@ -1,7 +1,5 @@
 """What engine.yaml may say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that is lent: who has it, how it comes back, and that tests hear of what is forgotten."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every message survives the wire; no other bytes become one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

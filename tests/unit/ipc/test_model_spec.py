@@ -1,7 +1,5 @@
 """A typed configuration reads what config.pbtxt has, by the names that it has there."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass

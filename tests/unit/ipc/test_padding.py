@@ -1,7 +1,5 @@
 """Padding: which requests may share a batch, and what shape it has. Pure."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from typing import Any

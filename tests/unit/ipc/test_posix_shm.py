@@ -1,7 +1,5 @@
 """Keys of clients' objects, and the objects themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc

@@ -1,13 +1,8 @@
 """What the C library is told of copies and of memory."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
 from shmserve.ipc.processes import LARGE_COPY, with_large_copies
 from shmserve.workers.memory import outputs
-from tests.support.servers import ROOT
+from tests.support.servers import run_python
 
 _SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 
@@ -35,9 +30,7 @@ print(held, resident() - before)
 
 
 def test_large_memory_is_given_back_when_it_is_freed() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", _FRAMES], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    ran = run_python("-c", _FRAMES, check=True)
     held, kept = map(int, ran.stdout.split())
     assert held >= 12 * 8 << 20
     assert kept < 4 << 20

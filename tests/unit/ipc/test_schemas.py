@@ -1,7 +1,5 @@
 """Schemas are derived once; a response or request that is rebuilt from schema and data is equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgpack

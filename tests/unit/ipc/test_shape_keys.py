@@ -1,7 +1,5 @@
 """Which requests may share a batch (reference sections 3.1 rule 2 and 3.6): equal shape keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -71,13 +69,7 @@ def test_the_sets_of_supplied_inputs_must_be_alike() -> None:
     assert len(keys) == 3
 
 
-@pytest.mark.parametrize(
-    ("names", "got"),
-    [
-        ("LAST", "but got 1 inputs"),
-        ("", "but got 0 inputs"),
-    ],
-)
+@pytest.mark.parametrize(("names", "got"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")])
 def test_the_count_must_be_between_required_and_total(names: str, got: str) -> None:
     """3.6: the number of inputs is between required and total, with Triton's text."""
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []

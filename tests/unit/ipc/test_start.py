@@ -1,7 +1,5 @@
 """What processes are started with is the same at both ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """BYTES tensors on the wire, ranges, and what fits a model."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

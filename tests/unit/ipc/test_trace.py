@@ -1,7 +1,5 @@
 """Contexts of traces, and the spans that processes tell."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgpack

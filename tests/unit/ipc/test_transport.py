@@ -1,7 +1,5 @@
 """Dealers and routers over real sockets: order, identities, ends, slow peers, libzmq."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ZMTP: what is framed comes out again however it is cut, and nothing else is believed."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

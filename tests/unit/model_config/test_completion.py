@@ -1,7 +1,5 @@
 """What a configuration leaves open: the server's defaults and the model's own word."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from time import process_time

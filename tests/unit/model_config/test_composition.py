@@ -1,7 +1,5 @@
 """The rules of sequences and ensembles, with Triton's words, keys and places."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.rigs.marked_configs import IO, PYTHON, place, problems

@@ -1,7 +1,5 @@
 """An ensemble's graph and its steps' models: section 3.7, load-time checks, in Triton's words."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -101,11 +99,7 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
             "in ensemble e, input Z in model two is not mapped to any ensemble tensors",
         ),
         (
-            (
-                step("add", "X=IN", "Y=m"),
-                step("int", "X=m", "Y=n"),
-                step("add", "X=n", "Y=OUT"),
-            ),
+            (step("add", "X=IN", "Y=m"), step("int", "X=m", "Y=n"), step("add", "X=n", "Y=OUT")),
             "",
             'step[1].input_map["X"]',
             "in ensemble e, ensemble tensor m: inconsistent data type: TYPE_FP32 is inferred from "

@@ -1,7 +1,5 @@
 """The parameter `padding`: a mistake is told with what was found and what is allowed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

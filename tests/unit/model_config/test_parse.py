@@ -1,7 +1,5 @@
 """Configurations are read, printed and filled in as Triton and protobuf do."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

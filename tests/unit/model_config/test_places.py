@@ -1,8 +1,6 @@
 """Where what is said about a configuration points to, and what is not said beside what could not
 be read."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -13,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config import (
-    ModelConfig,
-    Source,
-    normalise,
-    read_json,
-    read_pbtxt,
-    validate,
-)
+from shmserve.model_config import ModelConfig, Source, normalise, read_json, read_pbtxt, validate
 from shmserve.model_config.diagnostics import Key, shown
 from tests.rigs.marked_configs import IO, PYTHON, places, problems
 from tests.unit.model_config.test_parse import FRAGMENTS, configs

@@ -1,7 +1,5 @@
 """Every rule of a configuration, with Triton's words, the key it is about and the place of that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs by shape, from values, files and programs; and what is said of wrong ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

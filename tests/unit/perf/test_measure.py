@@ -1,7 +1,5 @@
 """Windows, percentiles, and when one has measured enough."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

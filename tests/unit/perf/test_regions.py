@@ -1,7 +1,5 @@
 """Regions of a run: what is registered, what lies where, and that nothing stays."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The table, the files and the picture of what was measured."""
 
-from __future__ import annotations
-
 import csv
 import json
 import xml.etree.ElementTree as ET

@@ -1,8 +1,6 @@
 """The search for the best configuration, on models whose best can be computed; a candidate as a
 configuration, and back."""
 
-from __future__ import annotations
-
 import random
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The page for who wants to change the server: every file and every name on it exists."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """The differential test's own rules: what counts as a difference, and its scripts' names."""
 
-from __future__ import annotations
-
 from tests.differential.compare import differences, judge
 from tests.differential.player import Record
 from tests.differential.script import Known

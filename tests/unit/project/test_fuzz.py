@@ -1,7 +1,5 @@
 """The fuzzer's targets on its corpus, and on what hypothesis makes of the protocols' words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

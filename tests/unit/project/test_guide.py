@@ -2,8 +2,6 @@
 verbs and configurations that they show are there.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`make test` runs everything, and what failed once more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A package's docstring is a map of it: all that is in it is named, and nothing else."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

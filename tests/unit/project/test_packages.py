@@ -1,7 +1,5 @@
 """The packages in pyproject.toml: ipc/ and workers/ are shmserve.ipc and shmserve.workers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

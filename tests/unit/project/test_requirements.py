@@ -1,7 +1,5 @@
 """Requirements on a server for clients nobody trusts, where no other test holds them."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

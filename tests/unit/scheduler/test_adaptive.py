@@ -1,7 +1,5 @@
 """The adaptive batcher: what it learns, and what it makes of it on simulated models and loads."""
 
-from __future__ import annotations
-
 import random
 from itertools import count
 
@@ -10,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.scheduler.batchers.adaptive import Account, AdaptiveBatcher, Ways
-from shmserve.scheduler.batchers.dynamic import (
-    Batch,
-    Batcher,
-    Closed,
-    DynamicBatcher,
-    WaitUntil,
-)
+from shmserve.scheduler.batchers.dynamic import Batch, Batcher, Closed, DynamicBatcher, WaitUntil
 from shmserve.scheduler.batchers.estimates import Arrivals, BatchTime
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, scattered

@@ -1,7 +1,5 @@
 """The adaptive batcher on models whose times are no line: beside the best fixed size and delay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What the adaptive batcher tries, and what that may cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

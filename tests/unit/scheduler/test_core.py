@@ -1,7 +1,5 @@
 """A request's way through the scheduler, and what happens when something ends it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The dynamic batcher's rules, one by one and as properties of any queue."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.tensors.padding import Pad, Padding
-from shmserve.scheduler.batchers.dynamic import (
-    Batch,
-    Batcher,
-    Closed,
-    WaitUntil,
-    decide,
-)
+from shmserve.scheduler.batchers.dynamic import Batch, Batcher, Closed, WaitUntil, decide
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
@@ -179,9 +171,7 @@ def reached(queue: list[Item], how: Batching) -> int:
 
 
 @given(situations())
-def test_a_batch_is_legal_and_its_reason_true(
-    situation: tuple[list[Item], Batching, int],
-) -> None:
+def test_a_batch_is_legal_and_its_reason_true(situation: tuple[list[Item], Batching, int]) -> None:
     queue, how, reserve = situation
     decision = decide(NOW, queue, how, reserve)
     if not isinstance(decision, Batch):

@@ -1,7 +1,5 @@
 """Which of local clients' requests are measured, and what is told of them at their end."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """The pool: announcements, offers, exits, batches and limits in every order."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.scheduler.batchers.dynamic import Closed

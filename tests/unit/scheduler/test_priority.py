@@ -1,7 +1,5 @@
 """The priority queue against a list that is sorted anew for each question."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from hypothesis import settings

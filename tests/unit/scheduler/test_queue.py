@@ -1,7 +1,5 @@
 """The queue: who is admitted, who leaves, and when a request's time is over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A decision of the scheduler does not take longer the more requests are queued."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 from typing import Any

@@ -1,7 +1,5 @@
 """The state machine of a request."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.scheduler.requests.request import (

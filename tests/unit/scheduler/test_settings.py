@@ -1,7 +1,5 @@
 """What a configuration means for scheduling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is counted, and how it is shown."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given
@@ -246,19 +244,7 @@ def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
     assert both["inference_count"] == 3
     assert both["success"] == 3
     assert both["batch_size"]["counts"][:2] == [1, 1]
-    assert both["batch_size"]["buckets"] == [
-        1,
-        2,
-        4,
-        8,
-        16,
-        32,
-        64,
-        128,
-        256,
-        512,
-        1024,
-    ]
+    assert both["batch_size"]["buckets"] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     assert both["batches_closed"]["idle"] == 2
     assert both["copied_bytes"] == {"in": 10, "out": 12}
     # Its own successor, of either kind, goes on from both.

@@ -1,7 +1,5 @@
 """A scheduler under the rate limiter: an instance executes only with a ticket."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shmserve.ipc.messages import control_requests as m

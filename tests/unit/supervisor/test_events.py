@@ -1,7 +1,5 @@
 """The server's events: to whom they are sent, what they are made of, what a slow reader loses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -89,42 +87,32 @@ def test_before_it_is_open_nobody_listens() -> None:
     publisher.close()
 
 
-def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
-    async def live() -> None:
-        told: list[tuple[str, bool]] = []
-        async with published(run_dir, lambda *news: told.append(news)) as publisher:
-            publisher.publish(STARTED)  # number 1 is the first that is sent
-            with EventReader(run_dir, [publications.PROCESSES]) as reader:
-                await until(lambda: publisher.wants(publications.PROCESSES))
-                assert not publisher.wants(publications.MODELS)
-                publisher.publish(m.LoadRefused("m", "no"))
-                publisher.publish(STARTED)
-                arrived = await asyncio.to_thread(reader._next, 5000)
-                assert arrived is not None
-                _, header, found = arrived
-                assert (header.sequence, found) == (1, [STARTED])
-            await until(lambda: not publisher.wants(publications.PROCESSES))
-        assert told == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
-
-    asyncio.run(live())
-
-
-def test_the_socket_is_its_owners_alone(run_dir: Path) -> None:
-    async def live() -> None:
-        async with published(run_dir):
-            assert (run_dir / "events").stat().st_mode & 0o777 == 0o600
-
-    asyncio.run(live())
-
-
-def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the events are missing then."""
-
-    async def live() -> None:
-        async with published(run_dir / "none") as publisher:
+async def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
+    told: list[tuple[str, bool]] = []
+    async with published(run_dir, lambda *news: told.append(news)) as publisher:
+        publisher.publish(STARTED)  # number 1 is the first that is sent
+        with EventReader(run_dir, [publications.PROCESSES]) as reader:
+            await until(lambda: publisher.wants(publications.PROCESSES))
+            assert not publisher.wants(publications.MODELS)
+            publisher.publish(m.LoadRefused("m", "no"))
             publisher.publish(STARTED)
+            arrived = await asyncio.to_thread(reader._next, 5000)
+            assert arrived is not None
+            _, header, found = arrived
+            assert (header.sequence, found) == (1, [STARTED])
+        await until(lambda: not publisher.wants(publications.PROCESSES))
+    assert told == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
-    asyncio.run(live())
+
+async def test_the_socket_is_its_owners_alone(run_dir: Path) -> None:
+    async with published(run_dir):
+        assert (run_dir / "events").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the events are missing then."""
+    async with published(run_dir / "none") as publisher:
+        publisher.publish(STARTED)
     assert "no events can be listened to: [Errno 2] No such file or directory" in caplog.text
 
 
@@ -227,42 +215,36 @@ def test_changes_of_models() -> None:
     ]
 
 
-def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
-    async def live() -> None:
-        states = {("a", "1"): ("LOADING", "")}
-        asked: list[str] = []
-        holder: list[EventFeed] = []
-        async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
-            holder.append(feed(publisher, states, asked))
-            holder[0].models_changed()  # nobody hears of it
-            with EventReader(run_dir) as reader:
-                found = await asyncio.to_thread(reader.snapshot)
-                assert [told.event for told in found] == [
-                    READY,
-                    m.ModelChanged("a", "1", "LOADING", ""),
-                    STARTED,
-                ]
-                assert asked == ["counters"]
-                states["a", "1"] = ("READY", "")
-                holder[0].models_changed()
-                told = await asyncio.to_thread(next, reader.follow())
-                assert told.event == m.ModelChanged("a", "1", "READY", "")
-                await until(lambda: len(asked) > 1)  # a second later
-            await until(lambda: not publisher.wants(publications.COUNTERS))
-            await until(lambda: holder[0]._timer is None)
-
-    asyncio.run(live())
+async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
+    states = {("a", "1"): ("LOADING", "")}
+    asked: list[str] = []
+    holder: list[EventFeed] = []
+    async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
+        holder.append(feed(publisher, states, asked))
+        holder[0].models_changed()  # nobody hears of it
+        with EventReader(run_dir) as reader:
+            found = await asyncio.to_thread(reader.snapshot)
+            assert [told.event for told in found] == [
+                READY,
+                m.ModelChanged("a", "1", "LOADING", ""),
+                STARTED,
+            ]
+            assert asked == ["counters"]
+            states["a", "1"] = ("READY", "")
+            holder[0].models_changed()
+            told = await asyncio.to_thread(next, reader.follow())
+            assert told.event == m.ModelChanged("a", "1", "READY", "")
+            await until(lambda: len(asked) > 1)  # a second later
+        await until(lambda: not publisher.wants(publications.COUNTERS))
+        await until(lambda: holder[0]._timer is None)
 
 
-def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
-    async def live() -> None:
-        async with published(run_dir) as publisher:
-            reader = EventReader(run_dir)
-            await until(lambda: publisher.wants(publications.MODELS))
-        with reader, pytest.raises(Disconnected, match="the server has ended"):
-            await asyncio.to_thread(next, reader.follow())
-
-    asyncio.run(live())
+async def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
+    async with published(run_dir) as publisher:
+        reader = EventReader(run_dir)
+        await until(lambda: publisher.wants(publications.MODELS))
+    with reader, pytest.raises(Disconnected, match="the server has ended"):
+        await asyncio.to_thread(next, reader.follow())
 
 
 def test_no_server(run_dir: Path) -> None:

@@ -1,7 +1,5 @@
 """Descriptors that programs outside the server send."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The gateways' processes, as the supervisor starts and ends them."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -11,40 +9,32 @@ from shmserve.supervisor.kept import Gateways
 from tests.rigs.process_rig import Processes, turns
 
 
-def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
+async def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
     """What it is told before it has made contact is lost, and it would not end."""
-
-    async def live() -> str:
-        processes = Processes()
-        gateways = Gateways(processes.context, Listeners(), list)
-        starting = asyncio.ensure_future(gateways.start())
-        await turns()
-        (child,) = processes.started
-        await gateways.stop()
-        starting.cancel()
-        return await child.exited
-
-    assert asyncio.run(live()) == "signal 9"
+    processes = Processes()
+    gateways = Gateways(processes.context, Listeners(), list)
+    starting = asyncio.ensure_future(gateways.start())
+    await turns()
+    (child,) = processes.started
+    await gateways.stop()
+    starting.cancel()
+    assert (await child.exited) == "signal 9"
 
 
-def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
+async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
     """One that is started is told what there is; only then it opens its ports, and says so."""
-
-    async def live() -> list[bool]:
-        processes = Processes()
-        told: list[Any] = []
-        gateways = Gateways(processes.context, Listeners(), lambda: ["what there is"])
-        starting = asyncio.ensure_future(gateways.start())
+    processes = Processes()
+    told: list[Any] = []
+    gateways = Gateways(processes.context, Listeners(), lambda: ["what there is"])
+    starting = asyncio.ensure_future(gateways.start())
+    await turns()
+    (child,) = processes.started
+    processes.context.control.send = (  # type: ignore[method-assign]
+        lambda address, message: told.append(message)
+    )
+    seen = []
+    for message in (m.Started(), m.GatewayReady()):
+        processes._dispatch(child.pid, message)
         await turns()
-        (child,) = processes.started
-        processes.context.control.send = (  # type: ignore[method-assign]
-            lambda address, message: told.append(message)
-        )
-        seen = []
-        for message in (m.Started(), m.GatewayReady()):
-            processes._dispatch(child.pid, message)
-            await turns()
-            seen += [starting.done(), "what there is" in told]
-        return seen
-
-    assert asyncio.run(live()) == [False, True, True, True]
+        seen += [starting.done(), "what there is" in told]
+    assert seen == [False, True, True, True]

@@ -1,7 +1,5 @@
 """Where the server listens: every address that a name has and this host as well."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from pathlib import Path

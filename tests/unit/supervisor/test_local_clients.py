@@ -1,7 +1,5 @@
 """The listener for programs: who has a place there, and what is left of who does not stay."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -46,66 +44,60 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_user_does_not_take_all_places(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R15: three quarters are for one user, however many come; and again once one has left."""
     monkeypatch.setattr(fd_limits, "for_local_clients", lambda: PLACES)
     nobody: Any = None
-
-    async def let_in() -> None:
-        left = asyncio.Event()
-        capabilities = Capabilities(os.urandom(32))
-        local_clients = LocalClientServer(
-            folder,
-            NO_GROUP,
-            capabilities,
-            nobody,
-            lambda: (),
-            Acknowledgements(),
-            lambda _: left.set(),
-            nobody,
-        )
-        with contextlib.ExitStack() as stack:
-            stack.callback(local_clients.connections.close)
-            inside = []
-            for _ in range(PLACES):
-                link = stack.enter_context(come(folder))
-                if await welcome(link):
-                    inside.append(link)
-            assert len(inside) == fd_limits.share_of(PLACES) < PLACES
-            inside.pop().close()
-            await left.wait()
-            assert await welcome(stack.enter_context(come(folder)))
-
-    asyncio.run(let_in())
+    left = asyncio.Event()
+    capabilities = Capabilities(os.urandom(32))
+    local_clients = LocalClientServer(
+        folder,
+        NO_GROUP,
+        capabilities,
+        nobody,
+        lambda: (),
+        Acknowledgements(),
+        lambda _: left.set(),
+        nobody,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(local_clients.connections.close)
+        inside = []
+        for _ in range(PLACES):
+            link = stack.enter_context(come(folder))
+            if await welcome(link):
+                inside.append(link)
+        assert len(inside) == fd_limits.share_of(PLACES) < PLACES
+        inside.pop().close()
+        await left.wait()
+        assert await welcome(stack.enter_context(come(folder)))
 
 
-def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> None:
+async def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> None:
     """It said hello and shared memory in one message: all of it goes with the program."""
+    left = asyncio.Event()
+    capabilities = Capabilities(bytes(32))
+    registry = LocalMemory(capabilities, RegionOpener(POLICY), ToldProcesses(), print)
+    nobody: Any = None
 
-    async def serve() -> None:
-        left = asyncio.Event()
-        capabilities = Capabilities(bytes(32))
-        registry = LocalMemory(capabilities, RegionOpener(POLICY), ToldProcesses(), print)
-        nobody: Any = None
+    def gone(number: int) -> None:
+        registry.release(number)
+        left.set()
 
-        def gone(number: int) -> None:
-            registry.release(number)
-            left.set()
-
-        local_clients = LocalClientServer(
-            folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone, nobody
-        )
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
-            program.connect(str(endpoints.listener(folder)))
-            words = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
-            socket.send_fds(program, [words], [fd])
-        async with asyncio.timeout(10):
-            await left.wait()
-        assert not len(registry)
-        local_clients.connections.close()
-        registry.close()
-
-    asyncio.run(serve())
+    local_clients = LocalClientServer(
+        folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone, nobody
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
+        program.connect(str(endpoints.listener(folder)))
+        words = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
+        socket.send_fds(program, [words], [fd])
+    async with asyncio.timeout(10):
+        await left.wait()
+    assert not len(registry)
+    local_clients.connections.close()
+    registry.close()
 
 
 @pytest.mark.parametrize(
@@ -115,72 +107,62 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
         msgpack.packb([frames.VERSION, ["Hello", frames.VERSION - 1]]),
     ],
 )
-def test_a_program_of_another_version_gets_an_error_that_names_both(
+async def test_a_program_of_another_version_gets_an_error_that_names_both(
     folder: Path, packet: bytes
 ) -> None:
     never: Any = object()
-
-    async def serve() -> None:
-        registry = LocalMemory(
-            Capabilities(bytes(32)), RegionOpener(POLICY), ToldProcesses(), print
-        )
-        local_clients = LocalClientServer(
-            folder,
-            NO_GROUP,
-            Capabilities(bytes(32)),
-            registry,
-            list,
-            Acknowledgements(),
-            lambda number: None,
-            never,
-        )
-        with come(folder) as link:
-            link.send(packet)
-            loop = asyncio.get_running_loop()
-            async with asyncio.timeout(10):
-                (refused,) = frames.unpack(await loop.sock_recv(link, 1024))
-                assert await loop.sock_recv(link, 1024) == b""
-        text = "the peer has protocol version 2, this process has version 3"
-        assert refused == Refused(0, "UNSUPPORTED", text)
-        local_clients.connections.close()
-        registry.close()
-
-    asyncio.run(serve())
+    registry = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), ToldProcesses(), print)
+    local_clients = LocalClientServer(
+        folder,
+        NO_GROUP,
+        Capabilities(bytes(32)),
+        registry,
+        list,
+        Acknowledgements(),
+        lambda number: None,
+        never,
+    )
+    with come(folder) as link:
+        link.send(packet)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(10):
+            (refused,) = frames.unpack(await loop.sock_recv(link, 1024))
+            assert await loop.sock_recv(link, 1024) == b""
+    text = "the peer has protocol version 2, this process has version 3"
+    assert refused == Refused(0, "UNSUPPORTED", text)
+    local_clients.connections.close()
+    registry.close()
 
 
 @pytest.mark.parametrize(("tensors", "told"), [(2000, True), (20_000, False)])
-def test_a_model_with_many_inputs_costs_nobody_the_connection(
+async def test_a_model_with_many_inputs_costs_nobody_the_connection(
     folder: Path, tensors: int, told: bool
 ) -> None:
     """Neither who is there when it is loaded, nor who comes later."""
     wide = _model("wide", tensors)
     models: list[Any] = [_model("plain", 1), HealthChanged(True, True, False)]
     nobody: Any = None
-
-    async def serve() -> None:
-        known = Acknowledgements()
-        local_clients = LocalClientServer(
-            folder,
-            NO_GROUP,
-            Capabilities(bytes(32)),
-            *(nobody, lambda: models, known, lambda _: None, nobody),
-        )
-        with contextlib.ExitStack() as stack:
-            stack.callback(local_clients.connections.close)
-            there = stack.enter_context(come(folder))
-            assert _names(await _told(there, 3)) == {"plain"}
-            number = known.begin(local_clients.numbers())
-            local_clients.announce(replace(wide, acknowledge=number))
-            (news,) = await _told(there, 1, hello=False)
-            assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
-            there.send(frames.pack([Acknowledged(news.acknowledge)]))
-            while not known.know(number):
-                await known.news()
-            models.insert(0, wide)
-            later = stack.enter_context(come(folder))
-            assert _names(await _told(later, 4)) == ({"plain", "wide"} if told else {"plain"})
-
-    asyncio.run(serve())
+    known = Acknowledgements()
+    local_clients = LocalClientServer(
+        folder,
+        NO_GROUP,
+        Capabilities(bytes(32)),
+        *(nobody, lambda: models, known, lambda _: None, nobody),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(local_clients.connections.close)
+        there = stack.enter_context(come(folder))
+        assert _names(await _told(there, 3)) == {"plain"}
+        number = known.begin(local_clients.numbers())
+        local_clients.announce(replace(wide, acknowledge=number))
+        (news,) = await _told(there, 1, hello=False)
+        assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
+        there.send(frames.pack([Acknowledged(news.acknowledge)]))
+        while not known.know(number):
+            await known.news()
+        models.insert(0, wide)
+        later = stack.enter_context(come(folder))
+        assert _names(await _told(later, 4)) == ({"plain", "wide"} if told else {"plain"})
 
 
 def test_what_local_clients_are_told_of_tensors() -> None:

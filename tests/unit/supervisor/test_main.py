@@ -1,12 +1,9 @@
 """What the supervisor imports, and the environment that worker processes are started in."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
 
 from shmserve.supervisor.main import _worker_environment
+from tests.support.servers import run_python
 
 
 def test_idle_threads_of_openmp_do_not_spin_for_long() -> None:
@@ -22,6 +19,5 @@ def test_variables_of_the_operator_win() -> None:
 def test_it_imports_nothing_that_only_its_children_need() -> None:
     """Each of these takes a tenth of a second, or more, before any child is started."""
     program = "import sys, shmserve.supervisor.main; print(*sys.modules)"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = run_python("-c", program, check=True)
     assert not {"torch", "numpy", "aiohttp", "uvloop"} & set(done.stdout.split())

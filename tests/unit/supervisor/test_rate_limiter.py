@@ -1,7 +1,5 @@
 """The rate limiter (section 3.9), and the shares of the response cache."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

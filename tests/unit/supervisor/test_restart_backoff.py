@@ -1,7 +1,5 @@
 """When something that died is started again."""
 
-from __future__ import annotations
-
 from shmserve.supervisor.processes.table import RestartBackoff
 
 

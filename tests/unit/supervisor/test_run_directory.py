@@ -1,7 +1,5 @@
 """Run directories that must be refused, and one that a killed server left."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """What a service manager is told, and the sockets that it gives."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -78,17 +76,13 @@ def test_it_may_ask_for_signs_of_life(
     manager.close()
 
 
-def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
+async def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
     address, sock = heard
-
-    async def wait() -> None:
-        manager = ServiceManager(address)
-        waiting = asyncio.ensure_future(manager.keep_waiting())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        manager.close()
-
-    asyncio.run(wait())
+    manager = ServiceManager(address)
+    waiting = asyncio.ensure_future(manager.keep_waiting())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    manager.close()
     assert sock.recv(1000) == b"EXTEND_TIMEOUT_USEC=60000000"
 
 
@@ -166,10 +160,7 @@ def test_without_one_nothing_is_said(address: str | None) -> None:
         ({}, "0/0 models ready"),
         ({"a": "ready", "b": "loading", "c": "loading"}, "1/3 models ready; loading b, c"),
         ({"a": "ready", "b": "failed: why"}, "1/2 models ready; failed b"),
-        (
-            dict.fromkeys("abcdefg", "loading"),
-            "0/7 models ready; loading a, b, c, d, e and 2 more",
-        ),
+        (dict.fromkeys("abcdefg", "loading"), "0/7 models ready; loading a, b, c, d, e and 2 more"),
     ],
 )
 def test_progress_is_a_line(progress: dict[str, str], line: str) -> None:

@@ -1,9 +1,6 @@
 """The supervisor's own end, whatever goes wrong in it."""
 
-from __future__ import annotations
-
 import asyncio
-import logging
 from dataclasses import fields
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, call
@@ -65,25 +62,20 @@ def test_a_start_that_fails_when_it_is_cut_short(
 
 
 @pytest.mark.parametrize("role", ["gateway", "host", "worker", "workspace", ""])
-def test_a_death_is_one_message_and_goes_to_who_knows_the_role(role: str) -> None:
-    async def live() -> Any:
-        hears = supervisor()
-        context = hears.context
-        context.control.dismiss.return_value = role
-        child = Child(7, "it", asyncio.get_running_loop().create_future(), cause="it was slow")
-        child.exited.set_result("signal 9")
-        hears._process_exited(child)
-        context.broadcast.assert_called_once()
-        assert context.broadcast.call_args.args[0] == ProcessExited(7, "signal 9")
-        return {
-            "gateway": hears.regions.draining.gateway_exited.mock_calls,
-            "host": context.tickets.exited.mock_calls,
-            "worker": hears.readiness.exited.mock_calls,
-        }
-
-    assert asyncio.run(live()) == {
-        known: [call(7)] if known == role else [] for known in ("gateway", "host", "worker")
-    }
+async def test_a_death_is_one_message_and_goes_to_who_knows_the_role(role: str) -> None:
+    hears = supervisor()
+    context = hears.context
+    context.control.dismiss.return_value = role
+    child = Child(7, "it", asyncio.get_running_loop().create_future(), cause="it was slow")
+    child.exited.set_result("signal 9")
+    hears._process_exited(child)
+    context.broadcast.assert_called_once()
+    assert context.broadcast.call_args.args[0] == ProcessExited(7, "signal 9")
+    assert {
+        "gateway": hears.regions.draining.gateway_exited.mock_calls,
+        "host": context.tickets.exited.mock_calls,
+        "worker": hears.readiness.exited.mock_calls,
+    } == {known: [call(7)] if known == role else [] for known in ("gateway", "host", "worker")}
 
 
 READERS, OTHERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
@@ -112,21 +104,20 @@ def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.Mo
     ]
 
 
-def test_what_fails_in_the_background_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_fails_in_the_background_is_logged_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def fail() -> None:
         raise RuntimeError("so it is")
 
-    async def live() -> list[logging.LogRecord]:
-        tasks: set[asyncio.Task[None]] = set()
-        task = in_background(fail(), tasks)
-        kept = in_background(asyncio.sleep(60), tasks)
-        await asyncio.wait({task})
-        assert tasks == {kept}
-        kept.cancel()
-        await asyncio.wait({kept})
-        assert not tasks
-        return list(caplog.records)
-
-    (record,) = asyncio.run(live())
+    tasks: set[asyncio.Task[None]] = set()
+    task = in_background(fail(), tasks)
+    kept = in_background(asyncio.sleep(60), tasks)
+    await asyncio.wait({task})
+    assert tasks == {kept}
+    kept.cancel()
+    await asyncio.wait({kept})
+    assert not tasks
+    (record,) = list(caplog.records)
     assert record.exc_info is not None
     assert str(record.exc_info[1]) == "so it is"

@@ -1,7 +1,5 @@
 """Signs of life for a service manager."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Hashable
@@ -63,19 +61,16 @@ def test_one_that_does_not_answer_is_named_and_there_is_no_sign(
     asyncio.run(asyncio.wait_for(watch(), 20))
 
 
-def test_it_ends_when_the_last_answer_comes_with_the_end() -> None:
-    async def watch() -> None:
-        control, manager = Control(), MagicMock(watchdog_s=40.0)
-        watching = asyncio.ensure_future(
-            Watchdog(control, MagicMock(), manager).run()  # type: ignore[arg-type]
-        )
-        for peer in (7, 8):
-            control.answer(await control.asked.get() if peer == 7 else 1, peer)
-        watching.cancel()
-        await asyncio.wait({watching}, timeout=10)
-        assert watching.cancelled()
-
-    asyncio.run(watch())
+async def test_it_ends_when_the_last_answer_comes_with_the_end() -> None:
+    control, manager = Control(), MagicMock(watchdog_s=40.0)
+    watching = asyncio.ensure_future(
+        Watchdog(control, MagicMock(), manager).run()  # type: ignore[arg-type]
+    )
+    for peer in (7, 8):
+        control.answer(await control.asked.get() if peer == 7 else 1, peer)
+    watching.cancel()
+    await asyncio.wait({watching}, timeout=10)
+    assert watching.cancelled()
 
 
 def test_nobody_is_asked_for_nobody() -> None:

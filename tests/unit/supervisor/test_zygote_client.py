@@ -1,7 +1,5 @@
 """What the zygote of workers imports: torch where a model may import it, and only then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Offline models of Ascend devices, up to the library's edge: the calls that it would get."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A worker's data path: views where possible, one copy where not; each request's errors its own."""
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from collections.abc import Iterator
@@ -437,8 +435,7 @@ def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
     for data in (np.array(["é", "b"]), np.array([b"x", b"y"]), np.array([5, "z"], dtype=object)):
         worker.serve(
             FunctionBackend(
-                worker.context,
-                lambda requests, data=data: [Response([Output("Y", "BYTES", data)])],
+                worker.context, lambda requests, data=data: [Response([Output("Y", "BYTES", data)])]
             ),
             one_tensor("STRING", (2,)),
         )
@@ -593,11 +590,7 @@ def test_a_batch_that_raises_is_run_again_one_by_one(worker: Rig) -> None:
     ("most", "sizes"), [(2, [8, 4, 2, 2, 4, 2, 2]), (1, [8, *[4, 2, 1, 1, 2, 1, 1] * 2])]
 )
 def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
-    worker: Rig,
-    monkeypatch: pytest.MonkeyPatch,
-    full: BaseException,
-    most: int,
-    sizes: list[int],
+    worker: Rig, monkeypatch: pytest.MonkeyPatch, full: BaseException, most: int, sizes: list[int]
 ) -> None:
     """What torch keeps is given back before each; a request cancelled meanwhile is left out."""
     freed: list[int] = []

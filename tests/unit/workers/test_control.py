@@ -1,7 +1,5 @@
 """A worker's link to the supervisor: questions from any thread, and nothing is lost on the way."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,9 +75,7 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, 
     assert list(control.inbox) == [MemoryDropped(7), m.Stop()]
 
 
-def test_what_the_loop_itself_took_is_not_waited_for(
-    ends: tuple[SupervisorLink, Router],
-) -> None:
+def test_what_the_loop_itself_took_is_not_waited_for(ends: tuple[SupervisorLink, Router]) -> None:
     """A model asks in its `execute`, and with the answer comes what the loop must do after that."""
     control, router = ends
 

@@ -1,8 +1,6 @@
 """What a model's first request imports: nothing, whatever its backend. A module that is imported
 there is waited for, and stays in every worker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

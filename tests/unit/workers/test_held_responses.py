@@ -1,7 +1,5 @@
 """Responses that are sent together: which wait for others, how long, and that none is lost."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

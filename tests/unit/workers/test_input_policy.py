@@ -1,7 +1,5 @@
 """Views or copies: what a model's failures, and their cure, are taken to mean."""
 
-from __future__ import annotations
-
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
 from shmserve.workers.batch.failures import InputPolicy

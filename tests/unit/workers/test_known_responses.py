@@ -1,8 +1,6 @@
 """Small responses of a form that was there before are put together, not written anew: they are the
 same as the first one, and what differs is checked as it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Native models: what annotations say, whole batches in and out, errors that say what to write."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Native models whose `predict` yields its responses, or is a coroutine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent

@@ -1,7 +1,5 @@
 """ONNX models: completion from the file, outputs computed in place, options, errors in words."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -24,14 +22,7 @@ from shmserve.workers.backends.onnx import (
 )
 from shmserve.workers.backends.onnx.binding import DeviceBinding
 from shmserve.workers.device import Device
-from tests.rigs.worker_rig import (
-    Region,
-    Rig,
-    inference,
-    model_config,
-    tensor,
-    tensor_config,
-)
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 from tests.support.onnx_models import FLOAT, save
 
 F32 = np.float32
@@ -161,11 +152,7 @@ def test_ragged_batches_are_flat_for_the_model_and_cut_for_clients(worker: Rig) 
             }
         ],
         batch_output=[
-            {
-                "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
-                "target_name": ["s"],
-                "source_input": ["a"],
-            }
+            {"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", "target_name": ["s"], "source_input": ["a"]}
         ],
     )
     worker.serve(OnnxBackend(worker.context), config)

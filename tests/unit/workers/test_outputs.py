@@ -1,7 +1,5 @@
 """Large copies by several threads."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Padded batches: what a model gets of unequal requests, and what clients get back."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

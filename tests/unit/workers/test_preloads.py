@@ -1,7 +1,5 @@
 """What a zygote runs of torch before it forks: it leaves no thread, and children compute."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

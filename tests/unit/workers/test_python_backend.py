@@ -646,10 +646,7 @@ def test_a_model_that_only_reads_gets_views(model: Model, region: Region) -> Non
     assert rounds(model, region, 11) == [1] * 8 + [0] * 3
 
 
-@pytest.mark.parametrize(
-    "output",
-    ["array", "array[:1]", "array.reshape(-1, 2)[0]", "2 * array"],
-)
+@pytest.mark.parametrize("output", ["array", "array[:1]", "array.reshape(-1, 2)[0]", "2 * array"])
 def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, output: str) -> None:
     model.serve(
         f"""

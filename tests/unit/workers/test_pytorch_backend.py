@@ -1,7 +1,5 @@
 """Torch models of each form: names, whole batches, datatypes, errors that say what to write."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -120,11 +118,7 @@ class Three(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("names", "order"),
-    [
-        (("c", "a", "b"), "cab"),
-        (("X__2", "X__0", "X__1"), "cab"),
-        (("x", "y", "z"), "abc"),
-    ],
+    [(("c", "a", "b"), "cab"), (("X__2", "X__0", "X__1"), "cab"), (("x", "y", "z"), "abc")],
 )
 @pytest.mark.parametrize("form", ["script", "exported"])
 def test_inputs_by_argument_by_index_or_in_order(
@@ -356,14 +350,10 @@ def test_torch_compile_is_asked_for_by_its_parameters(
 
     monkeypatch.setattr(torch, "compile", compiled)
     write_class(
-        worker,
-        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x\n",
+        worker, "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x\n"
     )
     key = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
-    for text, want in (
-        ('{"backend": "eager"}', [{"backend": "eager"}]),
-        ('{"disable": true}', []),
-    ):
+    for text, want in (('{"backend": "eager"}', [{"backend": "eager"}]), ('{"disable": true}', [])):
         calls.clear()
         serve(worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": text}}))
         assert calls == want

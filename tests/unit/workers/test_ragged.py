@@ -1,7 +1,5 @@
 """Ragged batches (reference section 3.6): what a model gets of one, and how outputs are cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -21,12 +19,7 @@ NOBODY: Any = None
 
 
 def batch_input(kind: str, data_type: str = "TYPE_INT32") -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "target_name": ["T"],
-        "data_type": data_type,
-        "source_input": ["X"],
-    }
+    return {"kind": kind, "target_name": ["T"], "data_type": data_type, "source_input": ["X"]}
 
 
 def config(*kinds: str, most: int = 8, dims: tuple[int, ...] = (-1,)) -> dict[str, Any]:
@@ -87,11 +80,7 @@ def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
 
 
 def scattering(**more: Any) -> dict[str, Any]:
-    split = {
-        "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
-        "target_name": ["Y"],
-        "source_input": ["X"],
-    }
+    split = {"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", "target_name": ["Y"], "source_input": ["X"]}
     return config("BATCH_ACCUMULATED_ELEMENT_COUNT", **more) | {"batch_output": [split]}
 
 

@@ -1,7 +1,5 @@
 """Control inputs and implicit state in a worker (reference 3.3 and 3.5)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages of the scheduler that an instance serves: batches, or those in its backend's table."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with fixed shapes: allocated at load; then a steady stream allocates nothing."""
 
-from __future__ import annotations
-
 import logging
 import tracemalloc
 from collections.abc import Callable

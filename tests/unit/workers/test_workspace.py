@@ -1,7 +1,5 @@
 """A worker's lease of its device's workspace, on a stand-in for CUDA."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator
@@ -90,9 +88,7 @@ def settled(worker: OnDevice, count: int, kind: type = ReturnWorkspace) -> None:
     raise AssertionError(worker.came)
 
 
-def test_a_lease_is_a_tensor_there_and_comes_back_when_the_device_is_done(
-    worker: OnDevice,
-) -> None:
+def test_a_lease_is_a_tensor_there_and_comes_back_when_the_device_is_done(worker: OnDevice) -> None:
     with worker.workspace.lease(MB) as buffer:
         assert buffer.dtype == torch.uint8 and buffer.shape == (MB,)
         buffer.fill_(7)
@@ -134,7 +130,7 @@ def test_more_than_there_is_and_a_second_one(worker: OnDevice) -> None:
     settled(worker, 1)
 
 
-def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
+async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
     """Each has its own lease, and those that wait stop nobody: all of it is 2 MB."""
     order: list[int] = []
 
@@ -145,49 +141,41 @@ def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
             await asyncio.sleep(0.01)
             return bool((buffer == number).all())
 
-    async def all_of_them() -> list[bool]:
-        return await asyncio.gather(*map(use, range(8)))
-
-    assert asyncio.run(all_of_them()) == [True] * 8
+    assert (await asyncio.gather(*map(use, range(8)))) == [True] * 8
     settled(worker, 8)
     assert sorted(order) == list(range(8))
 
 
-def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_nothing(worker: OnDevice) -> None:
-    async def run() -> None:
-        holds = asyncio.Event()
-        leave = asyncio.Event()
+async def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_nothing(
+    worker: OnDevice,
+) -> None:
+    holds = asyncio.Event()
+    leave = asyncio.Event()
 
-        async def hold() -> None:
-            async with worker.workspace.lease(2 * MB):
-                holds.set()
-                await leave.wait()
+    async def hold() -> None:
+        async with worker.workspace.lease(2 * MB):
+            holds.set()
+            await leave.wait()
 
-        async def use() -> None:
-            async with worker.workspace.lease(2 * MB):
-                raise AssertionError
+    async def use() -> None:
+        async with worker.workspace.lease(2 * MB):
+            raise AssertionError
 
-        holder = asyncio.ensure_future(hold())
-        await holds.wait()
-        waiting = asyncio.ensure_future(use())
-        await asyncio.to_thread(settled, worker, 2, LeaseWorkspace)  # its question is there
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert waiting.cancelled()
-        leave.set()
-        await holder
-        await asyncio.to_thread(settled, worker, 2)
-
-    asyncio.run(run())
+    holder = asyncio.ensure_future(hold())
+    await holds.wait()
+    waiting = asyncio.ensure_future(use())
+    await asyncio.to_thread(settled, worker, 2, LeaseWorkspace)  # its question is there
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    leave.set()
+    await holder
+    await asyncio.to_thread(settled, worker, 2)
     with worker.workspace.lease(2 * MB):
         pass
 
 
-def test_a_coroutine_that_would_stop_the_others_is_told(worker: OnDevice) -> None:
-    async def run() -> None:
-        async with worker.workspace.lease(64):
-            await asyncio.ensure_future(other())
-
+async def test_a_coroutine_that_would_stop_the_others_is_told(worker: OnDevice) -> None:
     async def other() -> None:
         from contextvars import Context
 
@@ -197,5 +185,6 @@ def test_a_coroutine_that_would_stop_the_others_is_told(worker: OnDevice) -> Non
             async with worker.workspace.lease(64):
                 pass
 
-    asyncio.run(run())
+    async with worker.workspace.lease(64):
+        await asyncio.ensure_future(other())
     settled(worker, 1)

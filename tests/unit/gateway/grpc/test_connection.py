@@ -1,7 +1,5 @@
 """A connection and its calls, without a socket: turns, patience, lifetime, ends."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import random

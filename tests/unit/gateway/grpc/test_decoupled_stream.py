@@ -1,7 +1,5 @@
 """Responses of decoupled models in a stream: as they come, each in its form, for credit."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The head of a call, as clients may write it, and the header blocks of responses."""
 
-from __future__ import annotations
-
 import base64
 from urllib.parse import unquote
 

@@ -1,7 +1,5 @@
 """gRPC's messages: however their bytes are cut they are the same; what is none is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import sys
@@ -257,19 +255,14 @@ def test_a_bomb(encoding: str) -> None:
     assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_bombs_at_once() -> None:
+async def test_bombs_at_once() -> None:
     """Each is within the limit; what they would take together is not there."""
     size = 4 << 20
     _, bomb = Deflater(9).framed(bytes(size), "gzip")
-
-    async def run() -> list[bytes | BaseException]:
-        budget = BodyBudget(2 * size, MallocTrim())
-        bombs = (inflated(bomb, "gzip", size, budget) for _ in range(20))
-        found = await asyncio.gather(*bombs, return_exceptions=True)
-        assert budget._used == 0
-        return found
-
-    found = asyncio.run(run())
+    budget = BodyBudget(2 * size, MallocTrim())
+    bombs = (inflated(bomb, "gzip", size, budget) for _ in range(20))
+    found = await asyncio.gather(*bombs, return_exceptions=True)
+    assert budget._used == 0
     fine = [it for it in found if it == bytes(size)]
     refused = [it for it in found if isinstance(it, BrokenMessage)]
     assert len(fine) >= 1

@@ -1,7 +1,5 @@
 """What the gRPC listener decides without a call: whose each RPC is, what identifies a request."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.common.auth_tokens import RESTRICTABLE

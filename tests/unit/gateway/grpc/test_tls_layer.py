@@ -1,7 +1,5 @@
 """TLS without sockets: a client's TLS against a connection's."""
 
-from __future__ import annotations
-
 import contextlib
 import ssl
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ModelInferRequest and ModelInferResponse as bytes, the plans of requests, the table of RPCs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +10,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import split
-from shmserve.gateway.grpc.wire.response import (
-    ResponseEncoder,
-    streamed,
-    streamed_error,
-    varint,
-)
+from shmserve.gateway.grpc.wire.response import ResponseEncoder, streamed, streamed_error, varint
 from shmserve.gateway.inference.request import ANONYMOUS
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred

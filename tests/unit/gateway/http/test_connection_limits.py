@@ -1,7 +1,5 @@
 """R15: how many connections one peer may have, and that it costs the others none of theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -22,7 +20,7 @@ HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"
 
 
-class ConnectionLimits:
+class PeerConnections:
     """Connections of one peer, that stay."""
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
@@ -74,10 +72,10 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield made
 
 
-def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> ConnectionLimits:
+def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnections:
     """Clients with one address, at a listener that is not this host's alone."""
     to, own = ("127.0.0.1", gateway.port), (address, 0)
-    made = ConnectionLimits(lambda: socket.create_connection(to, 20, source_address=own))
+    made = PeerConnections(lambda: socket.create_connection(to, 20, source_address=own))
     stack.callback(made.close)
     return made
 
@@ -140,7 +138,7 @@ def test_a_user_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
         return sock
 
     people = {
-        uid: ConnectionLimits(lambda uid=uid: as_user(uid, connect))  # type: ignore[misc]
+        uid: PeerConnections(lambda uid=uid: as_user(uid, connect))  # type: ignore[misc]
         for uid in (os.geteuid(), ALICE, BOB)
     }
     for crowd in people.values():

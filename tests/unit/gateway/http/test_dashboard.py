@@ -1,7 +1,5 @@
 """The feed of figures: one look for all viewers, nothing without any; and the page's policy."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """Flat JSON: what becomes an input and of which shape, what a parameter, and what comes back."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

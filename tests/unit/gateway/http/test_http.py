@@ -1,7 +1,5 @@
 """HTTP as hostile or clumsy clients speak it: framing, size, time, and what others notice."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import http.client
@@ -84,6 +82,12 @@ def others_are_served(gateway: Rig, hasty: Rig) -> Iterator[None]:
         assert "Traceback" not in made.log
 
 
+@pytest.fixture
+def connection(gateway: Rig) -> Iterator[socket.socket]:
+    with raw_connection(gateway.port) as made:
+        yield made
+
+
 def simple_body(**members: Any) -> bytes:
     inputs = [
         {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
@@ -135,14 +139,13 @@ def is_closed(connection: socket.socket) -> bool:
         b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_refused_briefly(gateway: Rig, raw: bytes) -> None:
+def test_what_is_not_http_is_refused_briefly(connection: socket.socket, raw: bytes) -> None:
     """R12: doubled and odd lengths smuggle nothing."""
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(raw)
-        reply = read_reply(connection)
-        assert (reply.status, reply.error) == (400, "malformed HTTP request")
-        assert reply.headers["Connection"] == "close"
-        assert is_closed(connection)
+    connection.sendall(raw)
+    reply = read_reply(connection)
+    assert (reply.status, reply.error) == (400, "malformed HTTP request")
+    assert reply.headers["Connection"] == "close"
+    assert is_closed(connection)
 
 
 @pytest.mark.parametrize(
@@ -153,25 +156,23 @@ def test_what_is_not_http_is_refused_briefly(gateway: Rig, raw: bytes) -> None:
     ],
 )
 def test_bytes_of_a_head_that_are_no_text_are_answered(
-    gateway: Rig, raw: bytes, status: int
+    connection: socket.socket, raw: bytes, status: int
 ) -> None:
     """A refusal quotes them, and the connection goes on."""
-    with raw_connection(gateway.port) as connection:
-        for _ in range(2):
-            connection.sendall(raw)
-            reply = read_reply(connection)
-            assert reply.status == status
-            assert reply.error
+    for _ in range(2):
+        connection.sendall(raw)
+        reply = read_reply(connection)
+        assert reply.status == status
+        assert reply.error
 
 
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1])
-def test_a_length_beyond_counting_smuggles_nothing(gateway: Rig, size: int) -> None:
+def test_a_length_beyond_counting_smuggles_nothing(connection: socket.socket, size: int) -> None:
     """R12: what follows is neither taken for no body nor for another request."""
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(head(size) + head(0))
-        reply = read_reply(connection)
-        assert (reply.status, reply.headers["Connection"]) == (400, "close")
-        assert is_closed(connection)
+    connection.sendall(head(size) + head(0))
+    reply = read_reply(connection)
+    assert (reply.status, reply.headers["Connection"]) == (400, "close")
+    assert is_closed(connection)
 
 
 def test_a_request_may_come_byte_by_byte(gateway: Rig) -> None:
@@ -197,24 +198,22 @@ def test_too_many_chunks_are_refused(patient: Rig) -> None:
     assert reply.error.startswith("Chunked request body exceeds maximum of 65536 non-empty chunks")
 
 
-def test_a_broken_chunk_is_refused(gateway: Rig) -> None:
+def test_a_broken_chunk_is_refused(connection: socket.socket) -> None:
     start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(start + b"5\r\nabc")
-        time.sleep(0.05)
-        connection.sendall(b"\r\nxyz\r\n")
-        reply = read_reply(connection)
-        assert reply.status == 400
-        assert is_closed(connection)
+    connection.sendall(start + b"5\r\nabc")
+    time.sleep(0.05)
+    connection.sendall(b"\r\nxyz\r\n")
+    reply = read_reply(connection)
+    assert reply.status == 400
+    assert is_closed(connection)
 
 
-def test_the_client_may_ask_before_it_sends(gateway: Rig) -> None:
+def test_the_client_may_ask_before_it_sends(connection: socket.socket) -> None:
     body = simple_body()
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(head(len(body), "Expect: 100-continue"))
-        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        connection.sendall(body)
-        read_reply(connection).ok()
+    connection.sendall(head(len(body), "Expect: 100-continue"))
+    assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    connection.sendall(body)
+    read_reply(connection).ok()
 
 
 def test_a_client_that_asks_first_sends_nothing_in_vain(gateway: Rig) -> None:
@@ -225,33 +224,30 @@ def test_a_client_that_asks_first_sends_nothing_in_vain(gateway: Rig) -> None:
     assert "Use --http-max-input-size" in reply.error
 
 
-def test_old_clients_are_answered(gateway: Rig) -> None:
+def test_old_clients_are_answered(connection: socket.socket) -> None:
     body = simple_body()
-    with raw_connection(gateway.port) as connection:
-        for _ in range(2):
-            connection.sendall(head(len(body), "Connection: keep-alive", version="1.0") + body)
-            assert read_reply(connection).ok().headers["Connection"] == "keep-alive"
-        connection.sendall(head(len(body), version="1.0") + body)
-        assert read_reply(connection).ok().headers["Connection"] == "close"
-        assert is_closed(connection)
+    for _ in range(2):
+        connection.sendall(head(len(body), "Connection: keep-alive", version="1.0") + body)
+        assert read_reply(connection).ok().headers["Connection"] == "keep-alive"
+    connection.sendall(head(len(body), version="1.0") + body)
+    assert read_reply(connection).ok().headers["Connection"] == "close"
+    assert is_closed(connection)
 
 
-def test_a_connection_ends_when_the_client_says_so(gateway: Rig) -> None:
+def test_a_connection_ends_when_the_client_says_so(connection: socket.socket) -> None:
     body = simple_body()
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(head(len(body), "Connection: close") + body)
-        assert read_reply(connection).ok().headers["Connection"] == "close"
-        assert is_closed(connection)
+    connection.sendall(head(len(body), "Connection: close") + body)
+    assert read_reply(connection).ok().headers["Connection"] == "close"
+    assert is_closed(connection)
 
 
-def test_an_upgrade_is_not_taken(gateway: Rig) -> None:
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(
-            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
-            b"Upgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
-        )
-        assert read_reply(connection).ok().json()["name"] == "triton"
-        assert is_closed(connection)
+def test_an_upgrade_is_not_taken(connection: socket.socket) -> None:
+    connection.sendall(
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+        b"Upgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
+    )
+    assert read_reply(connection).ok().json()["name"] == "triton"
+    assert is_closed(connection)
 
 
 def test_head_has_no_body(gateway: Rig) -> None:
@@ -264,15 +260,14 @@ def test_head_has_no_body(gateway: Rig) -> None:
     assert b"{" not in received
 
 
-def test_a_body_that_nobody_reads_ends_the_connection(gateway: Rig) -> None:
-    with raw_connection(gateway.port) as connection:
-        start = head(3 * MIB).replace(b"/v2/models/simple/infer", b"/nowhere")
-        connection.sendall(start + bytes(MIB))
-        reply = read_reply(connection)
-        assert (reply.status, reply.error) == (404, "Not Found")
-        assert reply.headers["Connection"] == "close"
-        connection.sendall(bytes(2 * MIB))
-        assert is_closed(connection)
+def test_a_body_that_nobody_reads_ends_the_connection(connection: socket.socket) -> None:
+    start = head(3 * MIB).replace(b"/v2/models/simple/infer", b"/nowhere")
+    connection.sendall(start + bytes(MIB))
+    reply = read_reply(connection)
+    assert (reply.status, reply.error) == (404, "Not Found")
+    assert reply.headers["Connection"] == "close"
+    connection.sendall(bytes(2 * MIB))
+    assert is_closed(connection)
 
 
 # --- time
@@ -627,66 +622,61 @@ def numbered(number: int) -> bytes:
     return simple_body(id=f"{number:04}")
 
 
-def test_a_head_that_comes_again_brings_its_own_body(gateway: Rig) -> None:
-    with raw_connection(gateway.port) as connection:
-        for number in range(8):
-            body = numbered(number)
-            connection.sendall(head(len(body)) + body)
-            assert read_reply(connection).json()["id"] == f"{number:04}"
+def test_a_head_that_comes_again_brings_its_own_body(connection: socket.socket) -> None:
+    for number in range(8):
+        body = numbered(number)
+        connection.sendall(head(len(body)) + body)
+        assert read_reply(connection).json()["id"] == f"{number:04}"
 
 
-def test_a_known_head_may_come_in_any_pieces(gateway: Rig) -> None:
+def test_a_known_head_may_come_in_any_pieces(connection: socket.socket) -> None:
     body = numbered(1)
     whole = head(len(body)) + body
     cuts = (1, 20, len(whole) - len(body) - 1, len(whole) - len(body), len(whole) - 1)
-    with raw_connection(gateway.port) as connection:
+    connection.sendall(whole)
+    read_reply(connection).ok()
+    for cut in cuts:
+        connection.sendall(whole[:cut])
+        assert not select.select([connection], (), (), 0.05)[0]
+        connection.sendall(whole[cut:])
+        assert read_reply(connection).json()["id"] == "0001"
         connection.sendall(whole)
-        read_reply(connection).ok()
-        for cut in cuts:
-            connection.sendall(whole[:cut])
-            assert not select.select([connection], (), (), 0.05)[0]
-            connection.sendall(whole[cut:])
-            assert read_reply(connection).json()["id"] == "0001"
-            connection.sendall(whole)
-            assert read_reply(connection).json()["id"] == "0001"
+        assert read_reply(connection).json()["id"] == "0001"
 
 
-def test_known_heads_may_come_at_once(gateway: Rig) -> None:
+def test_known_heads_may_come_at_once(connection: socket.socket) -> None:
     bodies = [numbered(number) for number in range(5)]
-    with raw_connection(gateway.port) as connection:
-        for _ in range(2):
-            connection.sendall(head(len(bodies[0])) + bodies[0])
-            read_reply(connection).ok()
-            connection.sendall(b"".join(head(len(body)) + body for body in bodies))
-            replies = b""
-            while replies.count(b'"outputs"') < len(bodies) or not replies.endswith(b"]}]}"):
-                replies += connection.recv(MIB)
-            ids = re.findall(rb'"id":"(\d+)"', replies)
-            assert ids == [b"%04d" % number for number in range(5)]
+    for _ in range(2):
+        connection.sendall(head(len(bodies[0])) + bodies[0])
+        read_reply(connection).ok()
+        connection.sendall(b"".join(head(len(body)) + body for body in bodies))
+        replies = b""
+        while replies.count(b'"outputs"') < len(bodies) or not replies.endswith(b"]}]}"):
+            replies += connection.recv(MIB)
+        ids = re.findall(rb'"id":"(\d+)"', replies)
+        assert ids == [b"%04d" % number for number in range(5)]
 
 
-def test_a_head_that_is_only_almost_known_is_read(gateway: Rig) -> None:
+def test_a_head_that_is_only_almost_known_is_read(connection: socket.socket) -> None:
     body = numbered(3)
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(head(len(body), "X-One: 1") + body)
-        assert read_reply(connection).status == 200
-        other = head(len(body), "X-One: 1").replace(b"models/simple", b"models/nobody")
-        connection.sendall(other + body)
-        assert read_reply(connection).status == 404
-        # As long as the known one, but the last byte belongs to another message.
-        connection.sendall(head(len(body) - 1, "X-One: 1") + body)
-        assert read_reply(connection).status == 400
-        assert is_closed(connection)
+    connection.sendall(head(len(body), "X-One: 1") + body)
+    assert read_reply(connection).status == 200
+    other = head(len(body), "X-One: 1").replace(b"models/simple", b"models/nobody")
+    connection.sendall(other + body)
+    assert read_reply(connection).status == 404
+    # As long as the known one, but the last byte belongs to another message.
+    connection.sendall(head(len(body) - 1, "X-One: 1") + body)
+    assert read_reply(connection).status == 400
+    assert is_closed(connection)
 
 
-def test_a_known_head_that_asks_to_close_is_obeyed(gateway: Rig) -> None:
+def test_a_known_head_that_asks_to_close_is_obeyed(connection: socket.socket) -> None:
     body = numbered(4)
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(head(len(body)) + body)
-        read_reply(connection).ok()
-        connection.sendall(head(len(body), "Connection: close") + body)
-        read_reply(connection).ok()
-        assert is_closed(connection)
+    connection.sendall(head(len(body)) + body)
+    read_reply(connection).ok()
+    connection.sendall(head(len(body), "Connection: close") + body)
+    read_reply(connection).ok()
+    assert is_closed(connection)
 
 
 @pytest.mark.parametrize("encoding", ["", "gzip"])

@@ -1,7 +1,5 @@
 """A request from its submission to its end: answers, cancellation, lost schedulers, held memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json
@@ -898,7 +896,6 @@ def test_nothing_is_accepted_before_everything_is_known(tmp_path: Path) -> None:
         send(connection, "simple", simple_body())
         scheduler = gateway.scheduler(add_sub)
         gateway.tell(
-            publication(SIMPLE, scheduler),
-            HealthChanged(live=True, ready=True, exiting=False),
+            publication(SIMPLE, scheduler), HealthChanged(live=True, ready=True, exiting=False)
         )
         assert read_reply(connection).status == 200

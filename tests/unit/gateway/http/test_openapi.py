@@ -1,7 +1,5 @@
 """The description of the HTTP API has every route, once, and is sound."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """Requests that are like those before them on their connection: they are begun and answered without
 a turn of its task, with no other result."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

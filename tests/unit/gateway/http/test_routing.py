@@ -1,7 +1,5 @@
 """Route tables: each route has a scope and a form for its errors; and chunked responses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
@@ -45,12 +43,7 @@ class Request(SimpleNamespace):
 
         connection = SimpleNamespace(client=SimpleNamespace(refuse=refuse))
         super().__init__(
-            method=method,
-            target=target,
-            headers={},
-            match=None,
-            begun=None,
-            connection=connection,
+            method=method, target=target, headers={}, match=None, begun=None, connection=connection
         )
 
 

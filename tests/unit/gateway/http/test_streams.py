@@ -1,8 +1,6 @@
 """Any number of responses to one request over HTTP: generate, generate_stream, and infer as a
 stream."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The layout of frames, and that it makes no difference how a client's bytes are cut."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

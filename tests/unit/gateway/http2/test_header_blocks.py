@@ -1,7 +1,5 @@
 """Header blocks: what is kept of them is never wrong, whatever they do to the table."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

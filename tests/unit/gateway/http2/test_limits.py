@@ -1,7 +1,5 @@
 """Attacks on a connection: each ends it, or costs a bounded number of bytes and steps."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import tracemalloc

@@ -1,7 +1,5 @@
 """What a connection sends: never more than its client's windows, all of it in the end, in turns."""
 
-from __future__ import annotations
-
 import struct
 
 from hypothesis import given, settings

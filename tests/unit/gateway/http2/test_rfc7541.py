@@ -1,7 +1,5 @@
 """RFC 7541 by section: header blocks of requests, as clients may write them."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.gateway.http2.frames import FaultCode

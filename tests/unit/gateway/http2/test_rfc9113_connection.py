@@ -1,7 +1,5 @@
 """RFC 9113 by section: the preface, frames in general, and those of the whole connection."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest
@@ -112,15 +110,9 @@ CASES = [
         frame(HEADERS, 0, 1, GET) + frame(HEADERS, END_HEADERS, 3, GET),
         PROTOCOL,
     ),
+    Case(*("4.3", "a block that DATA interrupts", frame(HEADERS, 0, 1, GET) + LAST), PROTOCOL),
     Case(
-        *("4.3", "a block that DATA interrupts", frame(HEADERS, 0, 1, GET) + LAST),
-        PROTOCOL,
-    ),
-    Case(
-        "4.3",
-        "a block that SETTINGS interrupts",
-        frame(HEADERS, 0, 1, GET) + NO_SETTINGS,
-        PROTOCOL,
+        "4.3", "a block that SETTINGS interrupts", frame(HEADERS, 0, 1, GET) + NO_SETTINGS, PROTOCOL
     ),
     Case(
         "4.3",

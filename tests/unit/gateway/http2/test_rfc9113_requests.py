@@ -1,7 +1,5 @@
 """RFC 9113 by section: requests, their fields and their trailers."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.gateway.http2.frames import FaultCode

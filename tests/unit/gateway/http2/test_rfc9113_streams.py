@@ -1,7 +1,5 @@
 """RFC 9113 by section: the states of streams, and the frames of a stream."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest
@@ -145,8 +143,7 @@ CASES = [
         served=SERVED,
     ),
     Case(
-        *("6.1", "padding of no bytes", BEGUN + frame(DATA, PADDED, 1, b"\0") + LAST),
-        served=SERVED,
+        *("6.1", "padding of no bytes", BEGUN + frame(DATA, PADDED, 1, b"\0") + LAST), served=SERVED
     ),
     Case("6.1", "as much padding as frame", BEGUN + frame(DATA, 8, 1, b"\x05data"), PROTOCOL),
     Case("6.1", "more padding than frame", BEGUN + frame(DATA, PADDED, 1, b"\xffdata"), PROTOCOL),
@@ -235,8 +232,7 @@ CASES = [
         PROTOCOL,
     ),
     Case(
-        *("6.10", "of no stream", frame(HEADERS, 0, 1, GET) + frame(CONTINUATION, 4, 0)),
-        PROTOCOL,
+        *("6.10", "of no stream", frame(HEADERS, 0, 1, GET) + frame(CONTINUATION, 4, 0)), PROTOCOL
     ),
 ]
 

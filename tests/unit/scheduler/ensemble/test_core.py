@@ -1,7 +1,5 @@
 """An ensemble's decisions, message by message (section 3.7)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

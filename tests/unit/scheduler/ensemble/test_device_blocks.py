@@ -1,7 +1,5 @@
 """Tensors between steps that are on one CUDA device: they stay there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -99,13 +97,7 @@ def test_a_worker_that_is_told_of_the_ensembles_death_lets_its_memory_go() -> No
 
 
 @pytest.mark.parametrize(
-    "second",
-    [
-        on_gpu("b", (1,)),
-        on_gpu("b", (0, 1)),
-        on_cpu("b"),
-        on_gpu("b", backend="python"),
-    ],
+    "second", [on_gpu("b", (1,)), on_gpu("b", (0, 1)), on_cpu("b"), on_gpu("b", backend="python")]
 )
 def test_other_tensors_go_by_the_host(second: dict[str, Any]) -> None:
     """Of a model on another device, on two, on none, or that takes its inputs in host memory."""

@@ -1,7 +1,5 @@
 """What becomes of steps' responses when nobody reads them, or not yet; and of steps that waited."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The blocks of a pool: whose they are, which are evicted first, and that they lie side by side."""
 
-from __future__ import annotations
-
 import itertools
 from array import array
 

@@ -1,8 +1,6 @@
 """Requests of a generative model on their way through the scheduler: prepared, run, cancelled, and
 taken over where an instance dies."""
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 """The engine: whatever is preempted, shared, copied and cancelled, each sample has the tokens that
 it has alone, no block is lost, and nobody is overtaken."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

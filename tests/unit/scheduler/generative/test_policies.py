@@ -1,7 +1,5 @@
 """Who goes first, and what follows from what steps have cost."""
 
-from __future__ import annotations
-
 from array import array
 from typing import Any
 
@@ -11,11 +9,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.scheduler.generative.sequences import Generation, Sequence, ranking
-from shmserve.scheduler.generative.steps import (
-    Acceptance,
-    StepTimes,
-    StepWork,
-)
+from shmserve.scheduler.generative.steps import Acceptance, StepTimes, StepWork
 
 S = 1_000_000_000
 NOW = 100 * S

@@ -1,7 +1,5 @@
 """The dynamic batcher's rules, 3.1.1 to 3.1.10, each seen at what workers and clients are sent."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

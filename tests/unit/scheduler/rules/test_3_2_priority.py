@@ -1,7 +1,5 @@
 """The rules of priorities and queue policies, 3.2.1 to 3.2.6, seen at what is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The schedulers' numbered rules, and that each has a test whose docstring names it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """What is cancelled and which instances leave cost no more the more requests and slots there are,
 counted in operations of the interpreter."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

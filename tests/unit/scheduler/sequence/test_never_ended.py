@@ -1,8 +1,6 @@
 """Very many sequences that are opened and never ended (reference 3.3, idle sequences), in the
 table of sequences alone: what it keeps is bounded, and others are served."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

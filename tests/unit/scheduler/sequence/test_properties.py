@@ -1,7 +1,5 @@
 """Whatever comes in whatever order: what is always true of batches of sequences."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from typing import Any

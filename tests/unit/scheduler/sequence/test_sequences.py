@@ -1,7 +1,5 @@
 """What both strategies share (reference 3.3): ids, slots, the backlog, idle ones, cancellation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every check's judgement of made-up facts; the gathering on this machine; what a start says."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Whether another process can share memory with the server: by made-up facts, and for real."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -38,13 +36,7 @@ def elsewhere(*names: str) -> places.PeerFacts:
         ({}, elsewhere("user"), "user", WARNING, "user namespace"),
         ({}, PEER._replace(uid=7), "user", WRONG, "uid 7, the server is uid 1000"),
         ({"group": 50}, PEER._replace(uid=7), "user", WRONG, "may not open"),
-        (
-            {"group": 50},
-            PEER._replace(uid=7, groups=frozenset({50})),
-            "user",
-            OK,
-            "--shm-group",
-        ),
+        ({"group": 50}, PEER._replace(uid=7, groups=frozenset({50})), "user", OK, "--shm-group"),
         ({"process": PEER._replace(uid=0)}, PEER, "user", OK, "may open its objects"),
         ({}, elsewhere("run directory"), "run dir", WARNING, "does not find it"),
         ({"runs": False}, PEER, "run dir", OK, "no server runs there"),

@@ -1,7 +1,5 @@
 """The autoscaler: its changes of instances, its policy, and the capacity of the host."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -128,9 +126,7 @@ def test_one_at_a_time_and_every_change_is_told(
     played(monkeypatch, play)
 
 
-def test_not_while_an_order_is_followed_or_nothing_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_not_while_an_order_is_followed_or_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(rig: Rig) -> None:
         rig.wanted = 3
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))

@@ -1,7 +1,5 @@
 """Reloads that change instances only: what is one, and what comes and goes."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +20,7 @@ from shmserve.supervisor.models.instances import (
     change_between,
     expand_instances,
 )
-from shmserve.supervisor.models.model_version import (
-    ModelVersion,
-    differs_in_instances_only,
-)
+from shmserve.supervisor.models.model_version import ModelVersion, differs_in_instances_only
 from shmserve.supervisor.models.repository import find, version_fingerprint
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 
@@ -139,67 +134,57 @@ def update(version: ModelVersion, count: int) -> InstanceUpdate:
     return found
 
 
-def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> None:
-    async def live() -> list[list[InstanceState]]:
-        processes = Processes()
-        model = await serving(processes, 2)
-        seen = []
-        down = update(model, 1)
-        await model.instances.add(down)
-        model.commit(down)
-        seen.append(model.instances.states())
-        worker = model.instances.children()[1]
-        model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
-        await turns()
-        assert worker.alive
-        model._on_scheduler_message(m.InstanceRetired(worker.pid))
-        await turns()
-        assert not worker.alive and model.ready
-        seen.append(model.instances.states())
-        same = model.update_to(spec(config(group("m_0", 1))))
-        assert same is not None and not same.differs
-        await processes.end()
-        return seen
-
+async def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> None:
     ready, retiring = InstanceState.READY, InstanceState.RETIRING
-    assert asyncio.run(live()) == [[ready, retiring], [ready]]
+    processes = Processes()
+    model = await serving(processes, 2)
+    seen = []
+    down = update(model, 1)
+    await model.instances.add(down)
+    model.commit(down)
+    seen.append(model.instances.states())
+    worker = model.instances.children()[1]
+    model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
+    await turns()
+    assert worker.alive
+    model._on_scheduler_message(m.InstanceRetired(worker.pid))
+    await turns()
+    assert not worker.alive and model.ready
+    seen.append(model.instances.states())
+    same = model.update_to(spec(config(group("m_0", 1))))
+    assert same is not None and not same.differs
+    await processes.end()
+    assert seen == [[ready, retiring], [ready]]
 
 
-def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
-    async def live() -> tuple[int, list[InstanceState]]:
-        processes = Processes()
-        model = await serving(processes, 2)
-        down = update(model, 1)
-        await model.instances.add(down)
-        model.commit(down)
-        model.instances.children()[1].kill()
-        await turns()
-        found = len(processes.started), model.instances.states()
-        await processes.end()
-        return found
-
-    assert asyncio.run(live()) == (3, [InstanceState.READY])
+async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
+    processes = Processes()
+    model = await serving(processes, 2)
+    down = update(model, 1)
+    await model.instances.add(down)
+    model.commit(down)
+    model.instances.children()[1].kill()
+    await turns()
+    found = len(processes.started), model.instances.states()
+    await processes.end()
+    assert found == (3, [InstanceState.READY])
 
 
-def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:
+async def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:
     """Given up while it loads, as an unload does: readiness and configuration stay."""
-
-    async def live() -> list[InstanceState]:
-        processes = Processes()
-        model = await serving(processes, 1)
-        before = model.config
-        processes.hanging = True
-        up = update(model, 3)
-        adding = asyncio.ensure_future(model.instances.add(up))
-        await turns()
-        assert model.ready and len(model.instances.states()) == 3
-        model.instances.retire(up.added)
-        with pytest.raises(Unavailable, match="the model is unloaded"):
-            await adding
-        await turns()
-        assert model.ready and model.config is before
-        states = model.instances.states()
-        await processes.end()
-        return states
-
-    assert asyncio.run(live()) == [InstanceState.READY]
+    processes = Processes()
+    model = await serving(processes, 1)
+    before = model.config
+    processes.hanging = True
+    up = update(model, 3)
+    adding = asyncio.ensure_future(model.instances.add(up))
+    await turns()
+    assert model.ready and len(model.instances.states()) == 3
+    model.instances.retire(up.added)
+    with pytest.raises(Unavailable, match="the model is unloaded"):
+        await adding
+    await turns()
+    assert model.ready and model.config is before
+    states = model.instances.states()
+    await processes.end()
+    assert states == [InstanceState.READY]

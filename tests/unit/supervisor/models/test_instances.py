@@ -1,7 +1,5 @@
 """Instances of a version, the states of their processes, and loads that hang."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """The decisions about models, one event at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

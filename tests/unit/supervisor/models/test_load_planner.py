@@ -1,7 +1,5 @@
 """What is said of a model that cannot be planned: file, line and key, and all of it at once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

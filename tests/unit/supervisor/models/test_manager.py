@@ -1,7 +1,5 @@
 """Loads, unloads and polls in every order, and the publications of models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,117 +81,100 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("moment", ["reading", "waiting"])
-def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
+async def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
     """One whose configuration is being read, and one that waits for another to end."""
+    processes, repository = Processes(), Repository()
+    processes.hanging = True
+    served = models(processes, repository)
+    loop, asked = asyncio.get_running_loop(), []
 
-    async def live() -> list[Any]:
-        processes, repository = Processes(), Repository()
-        processes.hanging = True
-        served = models(processes, repository)
-        loop, asked = asyncio.get_running_loop(), []
+    def unload() -> None:
+        asked.append(asyncio.ensure_future(served.unload("m")))
 
-        def unload() -> None:
-            asked.append(asyncio.ensure_future(served.unload("m")))
+    def once() -> None:
+        repository.reading = lambda: None
+        loop.call_soon_threadsafe(unload)
 
-        def once() -> None:
-            repository.reading = lambda: None
-            loop.call_soon_threadsafe(unload)
-
-        loads = [asyncio.ensure_future(served.load("m"))]
-        if moment == "reading":
-            repository.reading = once
-        else:
-            await until(lambda: len(processes.started) == 2)
-            loads.append(asyncio.ensure_future(served.load("m")))
-            await turns()
-            unload()
-        async with asyncio.timeout(10):
-            outcomes = await asyncio.gather(*loads, return_exceptions=True)
-            await asyncio.gather(*asked)
-        await until(lambda: repository.discarded == repository.planned == 1)
-        processes.hanging = False
-        await served.load("m")
-        assert [row["state"] for row in await served.index(ready=False)] == ["READY"]
-        await served.stop()
-        await processes.end()
-        return outcomes
-
-    outcomes = asyncio.run(live())
+    loads = [asyncio.ensure_future(served.load("m"))]
+    if moment == "reading":
+        repository.reading = once
+    else:
+        await until(lambda: len(processes.started) == 2)
+        loads.append(asyncio.ensure_future(served.load("m")))
+        await turns()
+        unload()
+    async with asyncio.timeout(10):
+        outcomes = await asyncio.gather(*loads, return_exceptions=True)
+        await asyncio.gather(*asked)
+    await until(lambda: repository.discarded == repository.planned == 1)
+    processes.hanging = False
+    await served.load("m")
+    assert [row["state"] for row in await served.index(ready=False)] == ["READY"]
+    await served.stop()
+    await processes.end()
     assert outcomes
     for outcome in outcomes:
         assert isinstance(outcome, InvalidArgument)
         assert outcome.message == "failed to load 'm', no version is available"
 
 
-def test_a_file_that_changes_while_its_model_is_read() -> None:
+async def test_a_file_that_changes_while_its_model_is_read() -> None:
     """What was read may be the file as it was: it is read again."""
+    processes, repository = Processes(), Repository()
+    served, poller = server(processes, repository)
+    readings = []
 
-    async def live() -> int:
-        processes, repository = Processes(), Repository()
-        served, poller = server(processes, repository)
-        readings = []
+    def read() -> None:
+        readings.append(repository.changes)
+        if len(readings) == 1:
+            repository.changes += 1
 
-        def read() -> None:
-            readings.append(repository.changes)
-            if len(readings) == 1:
-                repository.changes += 1
-
-        repository.reading = read
-        for _ in range(3):
-            await poller.follow("m", present=True)
-        await served.stop()
-        await processes.end()
-        return len(readings)
-
-    assert asyncio.run(live()) == 2
+    repository.reading = read
+    for _ in range(3):
+        await poller.follow("m", present=True)
+    await served.stop()
+    await processes.end()
+    assert len(readings) == 2
 
 
-def test_a_model_that_hangs_is_removed() -> None:
+async def test_a_model_that_hangs_is_removed() -> None:
     """It is given up, and comes back when its files do."""
+    processes, repository = Processes(), Repository()
+    served, poller = server(processes, repository)
+    object.__setattr__(processes.context.config, "repository_poll_s", 0.001)
 
-    async def live() -> list[Any]:
-        processes, repository = Processes(), Repository()
-        served, poller = server(processes, repository)
-        object.__setattr__(processes.context.config, "repository_poll_s", 0.001)
+    async def shown(*states: str) -> None:
+        async with asyncio.timeout(10):
+            while [row.get("state") for row in await served.index(False)] != [*states]:
+                pass
 
-        async def shown(*states: str) -> None:
-            async with asyncio.timeout(10):
-                while [row.get("state") for row in await served.index(False)] != [*states]:
-                    pass
-
-        processes.hanging = True
-        polling = asyncio.ensure_future(poller.run())
-        await until(lambda: len(processes.started) == 2)
-        repository.present = False
-        await until(lambda: not any(child.alive for child in processes.started))
-        await shown()
-        processes.hanging = False
-        repository.present = True
-        await shown("READY")
-        polling.cancel()
-        await served.stop()
-        await processes.end()
-        return [child.alive for child in processes.started]
-
-    assert not any(asyncio.run(live()))
+    processes.hanging = True
+    polling = asyncio.ensure_future(poller.run())
+    await until(lambda: len(processes.started) == 2)
+    repository.present = False
+    await until(lambda: not any(child.alive for child in processes.started))
+    await shown()
+    processes.hanging = False
+    repository.present = True
+    await shown("READY")
+    polling.cancel()
+    await served.stop()
+    await processes.end()
+    assert not any(child.alive for child in processes.started)
 
 
-def test_the_end_of_a_server_waits_for_no_load() -> None:
+async def test_the_end_of_a_server_waits_for_no_load() -> None:
     """A model that hangs hears nothing: it is killed."""
-
-    async def live() -> list[str]:
-        processes = Processes()
-        processes.hanging = True
-        served = models(processes, Repository())
-        loading = asyncio.ensure_future(served.load("m"))
-        await until(lambda: processes._held)
-        loading.cancel()
-        await asyncio.wait({loading})
-        await served.stop()
-        await processes.end()
-        return [await child.exited for child in processes.started]
-
-    assert asyncio.run(live()) == ["signal 9", "signal 15"]
+    processes = Processes()
+    processes.hanging = True
+    served = models(processes, Repository())
+    loading = asyncio.ensure_future(served.load("m"))
+    await until(lambda: processes._held)
+    loading.cancel()
+    await asyncio.wait({loading})
+    await served.stop()
+    await processes.end()
+    assert [await child.exited for child in processes.started] == ["signal 9", "signal 15"]
 
 
 ONE = ModelPublished("m", "1", ModelSpec.of({}), {}, "a", True, True, 0.0, 0)

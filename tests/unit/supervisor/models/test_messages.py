@@ -1,9 +1,6 @@
 """The messages of a load, of deaths and of a move, in the order in which they are said: what one
 process sends another is right only after what came before it."""
 
-from __future__ import annotations
-
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -142,19 +139,16 @@ STORIES: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]],
 
 
 @pytest.mark.parametrize(("story", "said"), STORIES)
-def test_what_is_said_in_which_order(
+async def test_what_is_said_in_which_order(
     story: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], said: list[str]
 ) -> None:
-    async def live() -> list[str]:
-        processes = Traced()
-        model = processes.version(plan(), ALONE)
-        if story is not load:
-            await model.start()
-            await turns()
-            processes.said.clear()
-        await story(processes, model)
-        found = list(processes.said)
-        await processes.end()
-        return found
-
-    assert asyncio.run(live()) == said
+    processes = Traced()
+    model = processes.version(plan(), ALONE)
+    if story is not load:
+        await model.start()
+        await turns()
+        processes.said.clear()
+    await story(processes, model)
+    found = list(processes.said)
+    await processes.end()
+    assert found == said

@@ -1,7 +1,5 @@
 """The processes of a model version in every order of events, and the steps of an ensemble."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path
@@ -25,260 +23,224 @@ def deployment(processes: Processes) -> ModelVersion:
     return processes.version(plan())
 
 
-def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
+async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
     """Its first word and its end come in one turn of the loop: another one starts in its place."""
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
 
-    async def live() -> list[InstanceState]:
-        processes = Processes()
-        model = deployment(processes)
-        await model.start()
+    def once(child: Made) -> None:
+        processes.at_start = lambda child: None
+        child.kill()
 
-        def once(child: Made) -> None:
-            processes.at_start = lambda child: None
-            child.kill()
-
-        processes.at_start = once
-        processes.started[0].kill()
-        await turns(1)
-        assert not model.ready
-        async with asyncio.timeout(10):
-            await model.until_ready()
-        assert len(processes.started) == 4  # a worker, the scheduler, and two more workers
-        states = model.instances.states()
-        await processes.end()
-        return states
-
-    assert asyncio.run(live()) == [InstanceState.READY]
+    processes.at_start = once
+    processes.started[0].kill()
+    await turns(1)
+    assert not model.ready
+    async with asyncio.timeout(10):
+        await model.until_ready()
+    assert len(processes.started) == 4  # a worker, the scheduler, and two more workers
+    states = model.instances.states()
+    await processes.end()
+    assert states == [InstanceState.READY]
 
 
-def test_only_the_process_is_killed_that_its_scheduler_means(
+async def test_only_the_process_is_killed_that_its_scheduler_means(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may have died before that is heard, and another have been started in its place."""
     signalled: list[Made] = []
-
-    async def live() -> Made:
-        processes = Processes()
-        model = deployment(processes)
-        await model.start()
-        first = processes.started[0]
-        first.kill()
-        await turns(1)
-        async with asyncio.timeout(10):
-            await model.until_ready()
-        second = processes.started[-1]
-        monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
-        for child in (first, second):
-            model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
-        await turns()
-        await processes.end()
-        return second
-
-    meant = asyncio.run(live())
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
+    first = processes.started[0]
+    first.kill()
+    await turns(1)
+    async with asyncio.timeout(10):
+        await model.until_ready()
+    second = processes.started[-1]
+    monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
+    for child in (first, second):
+        model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
+    await turns()
+    await processes.end()
+    meant = second
     assert signalled == [meant]
 
 
-def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_none(
+async def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of its death everybody is told, whatever it was; one that takes over hears who is gone."""
     monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
-
-    async def live() -> None:
-        processes = Processes()
-        model = deployment(processes)
-        told: list[Any] = []
-        monkeypatch.setattr(model.scheduler, "tell", told.append)
-        await model.start()
-        first = processes.started[0]
-        first.kill()
-        await turns(1)
-        async with asyncio.timeout(10):
-            await model.until_ready()
-        second = processes.started[-1]
-        assert told == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
-        told.clear()
-        processes.at_start = lambda child: child.kill(signal.SIGABRT)
-        second.kill()
-        await turns()
-        text = "model 'm' failed: its instances stay down"
-        assert told == [m.InstanceGone(0, text)] and model.instances.failure
-        told.clear()
-        model.instances.introduce([second.pid])
-        assert told == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
-        await processes.end()
-
-    asyncio.run(live())
+    processes = Processes()
+    model = deployment(processes)
+    told: list[Any] = []
+    monkeypatch.setattr(model.scheduler, "tell", told.append)
+    await model.start()
+    first = processes.started[0]
+    first.kill()
+    await turns(1)
+    async with asyncio.timeout(10):
+        await model.until_ready()
+    second = processes.started[-1]
+    assert told == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
+    told.clear()
+    processes.at_start = lambda child: child.kill(signal.SIGABRT)
+    second.kill()
+    await turns()
+    text = "model 'm' failed: its instances stay down"
+    assert told == [m.InstanceGone(0, text)] and model.instances.failure
+    told.clear()
+    model.instances.introduce([second.pid])
+    assert told == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
+    await processes.end()
 
 
 @pytest.mark.parametrize("serves", [False, True])
-def test_an_instance_that_does_nothing_but_crash_stays_down(
+async def test_an_instance_that_does_nothing_but_crash_stays_down(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
     """Not one that has executed something in between; each is started again with pauses."""
     most = instance_processes._MOST_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,))
 
-    async def live() -> tuple[int, str]:
-        processes = Processes()
-        model = deployment(processes)
-        await model.start()
-        for death in range(most):
-            async with asyncio.timeout(10):
-                await model.until_ready()
-            worker = processes.started[-1] if death else processes.started[0]
-            if serves and death == most // 2:
-                model._on_scheduler_message(m.InstanceServed(worker.pid))
-            worker.kill(signal.SIGABRT)
-            await turns(1)
-        await turns()
-        await processes.end()
-        return len(processes.started) - 1, model.problem
-
     text = "its process ended 10 times in a row (signal 6), and has executed nothing meanwhile"
-    assert asyncio.run(live()) == ((most + 1, "") if serves else (most, text))
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
+    for death in range(most):
+        async with asyncio.timeout(10):
+            await model.until_ready()
+        worker = processes.started[-1] if death else processes.started[0]
+        if serves and death == most // 2:
+            model._on_scheduler_message(m.InstanceServed(worker.pid))
+        worker.kill(signal.SIGABRT)
+        await turns(1)
+    await turns()
+    await processes.end()
+    assert (len(processes.started) - 1, model.problem) == (
+        (most + 1, "") if serves else (most, text)
+    )
 
 
 @pytest.mark.parametrize("at_load", [False, True])
-def test_what_somebody_kills_is_not_given_up(
+async def test_what_somebody_kills_is_not_given_up(
     monkeypatch: pytest.MonkeyPatch, at_load: bool
 ) -> None:
     """It starts again after longer and longer pauses, as often as that is; a crash of its own is
     none of them, and a long life ends the row."""
     most, pauses = instance_processes._MOST_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,))
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
+    paused = instance_processes.Instances._pause_s
 
-    async def live() -> str:
-        processes = Processes()
-        model = deployment(processes)
-        await model.start()
-        paused = instance_processes.Instances._pause_s
+    def noted(*row: Any) -> float:
+        pauses.append(paused(*row))
+        return 0.0
 
-        def noted(*row: Any) -> float:
-            pauses.append(paused(*row))
-            return 0.0
-
-        monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(noted))
-        processes.started[0].kill(signal.SIGABRT)
-        await turns(1)
-        async with asyncio.timeout(10):
-            if at_load:
-                processes.at_start = lambda child: child.kill()
-            while len(pauses) <= 2 * most:
-                if not at_load:
-                    await model.until_ready()
-                    processes.started[-1].kill()
-                await turns(1)
-        await processes.end()
-        return model.problem
-
-    assert asyncio.run(live()) == ""
+    monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(noted))
+    processes.started[0].kill(signal.SIGABRT)
+    await turns(1)
+    async with asyncio.timeout(10):
+        if at_load:
+            processes.at_start = lambda child: child.kill()
+        while len(pauses) <= 2 * most:
+            if not at_load:
+                await model.until_ready()
+                processes.started[-1].kill()
+            await turns(1)
+    await processes.end()
+    assert model.problem == ""
     assert pauses[: most - 1] == [0.0] * (most - 1)
     assert pauses[most - 1 : 2 * most] == [1, 2, 4, 8, 16, *[30.0] * 6]
 
 
 @pytest.mark.parametrize("serves", [False, True])
-def test_a_scheduler_that_has_had_anything_executed_is_back_soon(
+async def test_a_scheduler_that_has_had_anything_executed_is_back_soon(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
     """One that only dies is waited for longer and longer."""
     monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,) * 5 + (60.0,))
-
-    async def live() -> bool:
-        processes = Processes()
-        model = deployment(processes)
-        await model.start()
-        for _ in range(8):
-            if serves:
-                model._on_scheduler_message(m.InstanceServed(processes.started[0].pid))
-            model.scheduler.serving.child.kill()
-            await turns(40)
-        ready = model.ready
-        await processes.end()
-        return ready
-
-    assert asyncio.run(live()) is serves
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
+    for _ in range(8):
+        if serves:
+            model._on_scheduler_message(m.InstanceServed(processes.started[0].pid))
+        model.scheduler.serving.child.kill()
+        await turns(40)
+    ready = model.ready
+    await processes.end()
+    assert ready is serves
 
 
-def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is any number of ends that are far apart, of a model that nobody asks."""
     monkeypatch.setattr("shmserve.supervisor.processes.table._HEALTHY_S", -1.0)
-
-    async def live() -> str:
-        processes = Processes()
-        model = deployment(processes)
-        await model.start()
-        for death in range(instance_processes._MOST_CRASHES + 1):
-            async with asyncio.timeout(10):
-                await model.until_ready()
-            (processes.started[-1] if death else processes.started[0]).kill()
-            await turns(1)
-        await turns()
-        await processes.end()
-        return model.problem
-
-    assert asyncio.run(live()) == ""
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
+    for death in range(instance_processes._MOST_CRASHES + 1):
+        async with asyncio.timeout(10):
+            await model.until_ready()
+        (processes.started[-1] if death else processes.started[0]).kill()
+        await turns(1)
+    await turns()
+    await processes.end()
+    assert model.problem == ""
 
 
-def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
+async def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Programs on this host hear of it by sockets of their own, which wait for no loop turn."""
-
-    async def live() -> None:
-        processes = Processes()
-        model = deployment(processes)
-        await model.start()
-        order: list[Any] = []
-        monkeypatch.setattr(model.scheduler, "tell", order.append)
-        monkeypatch.setattr(processes, "flush", lambda: order.append("flushed"))
-        monkeypatch.setattr(processes.context.local_clients, "tell", order.append)
-        lost = model.endpoint
-        model.scheduler.serving.child.kill()
-        await turns(40)
-        await processes.end()
-        expected = m.InstanceExpected(0, processes.started[0].pid)
-        assert order == [expected, "flushed", SchedulerLost(lost, model.endpoint)]
-
-    asyncio.run(live())
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
+    order: list[Any] = []
+    monkeypatch.setattr(model.scheduler, "tell", order.append)
+    monkeypatch.setattr(processes, "flush", lambda: order.append("flushed"))
+    monkeypatch.setattr(processes.context.local_clients, "tell", order.append)
+    lost = model.endpoint
+    model.scheduler.serving.child.kill()
+    await turns(40)
+    await processes.end()
+    expected = m.InstanceExpected(0, processes.started[0].pid)
+    assert order == [expected, "flushed", SchedulerLost(lost, model.endpoint)]
 
 
-def test_who_waits_for_an_end_is_cancelled() -> None:
+async def test_who_waits_for_an_end_is_cancelled() -> None:
     """The others hear of it all the same."""
-
-    async def live() -> str:
-        processes = Processes()
-        model = deployment(processes)
-        await model.start()
-        worker = processes.started[0]
-        waiting = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
-        worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
-        waiting += [asyncio.ensure_future(model.kill())]
-        await asyncio.sleep(0.001)
-        for waits in waiting:
-            waits.cancel()
-        await asyncio.wait(waiting)
-        worker.exited.set_result("signal 9")
-        await processes.end()
-        return await worker.exited
-
-    assert asyncio.run(live()) == "signal 9"
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
+    worker = processes.started[0]
+    waiting = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
+    worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
+    waiting += [asyncio.ensure_future(model.kill())]
+    await asyncio.sleep(0.001)
+    for waits in waiting:
+        waits.cancel()
+    await asyncio.wait(waiting)
+    worker.exited.set_result("signal 9")
+    await processes.end()
+    assert (await worker.exited) == "signal 9"
 
 
-def test_a_load_that_is_cancelled_leaves_nothing_to_wait_for() -> None:
-    async def live() -> set[str]:
-        processes = Processes()
-        processes.hanging = True
-        starting = asyncio.ensure_future(deployment(processes).start())
-        await turns()
-        assert len(processes.started) == 2  # a worker, and the scheduler
-        starting.cancel()
-        await asyncio.wait({starting})
-        await processes.end()
-        await asyncio.sleep(0)
-        return {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
-
-    assert asyncio.run(live()) == set()
+async def test_a_load_that_is_cancelled_leaves_nothing_to_wait_for() -> None:
+    processes = Processes()
+    processes.hanging = True
+    starting = asyncio.ensure_future(deployment(processes).start())
+    await turns()
+    assert len(processes.started) == 2  # a worker, and the scheduler
+    starting.cancel()
+    await asyncio.wait({starting})
+    await processes.end()
+    await asyncio.sleep(0)
+    assert {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}} == set()
 
 
 CONFIG: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Models on demand: which are unloaded, how large they are, and loads that fail."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.errors import Internal, ShmserveError
+from shmserve.errors import Internal
 from shmserve.supervisor.models import on_demand
 from shmserve.supervisor.models.on_demand import MemoryUse, OnDemand, Resident, to_unload
 from shmserve.supervisor.models.registry import ModelRegistry
@@ -135,36 +133,28 @@ def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch)
     assert found(model("a", a, version("a", loaded=False))) == [274]
 
 
-def test_an_unexpected_error_of_a_load_is_an_internal_error(
+async def test_an_unexpected_error_of_a_load_is_an_internal_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Every caller receives it, and the next load waits, as after any failure."""
-
-    async def live() -> list[ShmserveError]:
-        processes, registry = Processes(), ModelRegistry()
-        registry.model("m").on_demand = True
-        broken: Any = MagicMock(**{"load_on_demand.side_effect": RuntimeError("a defect")})
-        on_demand = OnDemand(processes.context, registry, broken, MagicMock())
-        callers = [on_demand.load("m", 5.0) for _ in range(2)]
-        errors: Any = await asyncio.gather(*callers, return_exceptions=True)
-        await processes.end()
-        return errors
-
-    errors = asyncio.run(live())
+    processes, registry = Processes(), ModelRegistry()
+    registry.model("m").on_demand = True
+    broken: Any = MagicMock(**{"load_on_demand.side_effect": RuntimeError("a defect")})
+    on_demand = OnDemand(processes.context, registry, broken, MagicMock())
+    callers = [on_demand.load("m", 5.0) for _ in range(2)]
+    errors: Any = await asyncio.gather(*callers, return_exceptions=True)
+    await processes.end()
     assert [(type(error), error.message) for error in errors] == [(Internal, "internal error")] * 2
     assert caplog.text.count("RuntimeError: a defect") == 1
 
 
-def test_who_waits_for_a_load_when_the_server_ends_is_told_so() -> None:
-    async def live() -> list[ShmserveError]:
-        processes, registry = Processes(), ModelRegistry()
-        registry.model("m").on_demand = True
-        hanging: Any = asyncio.Event()
-        on_demand = OnDemand(processes.context, registry, MagicMock(), lambda _: hanging.wait())
-        caller = asyncio.ensure_future(on_demand.load("m", 0))
-        await turns()
-        await processes.end()
-        return await asyncio.gather(caller, return_exceptions=True)  # type: ignore[return-value]
-
-    (error,) = asyncio.run(live())
-    assert error.message == "the server ends"
+async def test_who_waits_for_a_load_when_the_server_ends_is_told_so() -> None:
+    processes, registry = Processes(), ModelRegistry()
+    registry.model("m").on_demand = True
+    hanging: Any = asyncio.Event()
+    on_demand = OnDemand(processes.context, registry, MagicMock(), lambda _: hanging.wait())
+    caller = asyncio.ensure_future(on_demand.load("m", 0))
+    await turns()
+    await processes.end()
+    with pytest.raises(Exception, match="the server ends"):
+        await caller

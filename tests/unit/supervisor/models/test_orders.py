@@ -1,7 +1,5 @@
 """Orders to load and unload models that need one another, and what is told of them meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """What is in a repository: names, versions, changes; and the folders the server writes itself."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -15,10 +13,7 @@ from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import UNWRITTEN, to_dict
-from shmserve.supervisor.models.load_planner import (
-    LoadPlanner,
-    materialise_override,
-)
+from shmserve.supervisor.models.load_planner import LoadPlanner, materialise_override
 from shmserve.supervisor.models.repository import (
     ModelFolder,
     find,

@@ -1,7 +1,5 @@
 """CUDA regions as clients and the supervisor see them; no device is touched on this side."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc
@@ -88,55 +86,47 @@ class Office(RegionOffice):
             self.withdrawn.put_nowait(self.told[-1].name)
 
 
-def test_register_and_unregister() -> None:
-    async def steps() -> None:
-        office = Office()
-        handle = CudaHandle(HANDLE, 1, UUID)
-        await office.registry.register_cuda("r", handle, 100, 1000, ME)
-        (checked,) = office.checked
-        assert (checked.cuda, checked.byte_size) == (handle, 1100)
-        (published,) = office.told
-        extent = unpack_range(published.place)
-        memory = extent.memory
-        assert memory.cuda == CudaHandle(HANDLE, 1, UUID)
-        assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
-        await office.registry.unregister("r", ME)
-        assert len(office.registry.active()) == 1, "it is no system memory"
-        await office.registry.unregister("r", ME, cuda=True)
-        assert office.told[1:] == [
-            m.RegionWithdrawn("r", memory.id, 1),
-            replace(published, draining=True),
-        ]
-        assert list(office.registry.published()) == [
-            replace(published, draining=True, acknowledge=0)
-        ]
-        assert office.workers == [], "a gateway may still have requests that use it"
-        office.registry.draining.released(7, memory.id)
-        assert office.workers == [m.MemoryDropped(memory.id)]
-        assert list(office.registry.published()) == []
-        await asyncio.sleep(0)
-        assert office.told[-1] == m.RegionDrained(memory.id, 1)
-
-    asyncio.run(steps())
+async def test_register_and_unregister() -> None:
+    office = Office()
+    handle = CudaHandle(HANDLE, 1, UUID)
+    await office.registry.register_cuda("r", handle, 100, 1000, ME)
+    (checked,) = office.checked
+    assert (checked.cuda, checked.byte_size) == (handle, 1100)
+    (published,) = office.told
+    extent = unpack_range(published.place)
+    memory = extent.memory
+    assert memory.cuda == CudaHandle(HANDLE, 1, UUID)
+    assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
+    await office.registry.unregister("r", ME)
+    assert len(office.registry.active()) == 1, "it is no system memory"
+    await office.registry.unregister("r", ME, cuda=True)
+    assert office.told[1:] == [
+        m.RegionWithdrawn("r", memory.id, 1),
+        replace(published, draining=True),
+    ]
+    assert list(office.registry.published()) == [replace(published, draining=True, acknowledge=0)]
+    assert office.workers == [], "a gateway may still have requests that use it"
+    office.registry.draining.released(7, memory.id)
+    assert office.workers == [m.MemoryDropped(memory.id)]
+    assert list(office.registry.published()) == []
+    await asyncio.sleep(0)
+    assert office.told[-1] == m.RegionDrained(memory.id, 1)
 
 
-def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
-    async def steps() -> None:
-        office = Office()
-        handle = CudaHandle(HANDLE, 0)
-        for _ in range(2):
-            await office.registry.register_cuda("r", handle, 0, 64, ME)
-        assert len(office.told) == 1
-        for other, offset, size in (
-            (CudaHandle(OTHER, 0), 0, 64),
-            (CudaHandle(HANDLE, 1), 0, 64),
-            (handle, 0, 63),
-            (handle, 1, 64),
-        ):
-            with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-                await office.registry.register_cuda("r", other, offset, size, ME)
-
-    asyncio.run(steps())
+async def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
+    office = Office()
+    handle = CudaHandle(HANDLE, 0)
+    for _ in range(2):
+        await office.registry.register_cuda("r", handle, 0, 64, ME)
+    assert len(office.told) == 1
+    for other, offset, size in (
+        (CudaHandle(OTHER, 0), 0, 64),
+        (CudaHandle(HANDLE, 1), 0, 64),
+        (handle, 0, 63),
+        (handle, 1, 64),
+    ):
+        with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
+            await office.registry.register_cuda("r", other, offset, size, ME)
 
 
 def test_one_name_space_for_both_kinds() -> None:
@@ -168,94 +158,79 @@ def test_one_name_space_for_both_kinds() -> None:
         posix_ipc.unlink_shared_memory(key)
 
 
-def test_a_region_is_its_users() -> None:
-    async def steps() -> None:
-        office = Office()
-        registry = office.registry
-        handle = CudaHandle(HANDLE, 0)
-        await registry.register_cuda("r", handle, 0, 64, ME)
-        memory = unpack_range(office.told[0].place).memory
-        assert (office.told[0].uid, memory.copied) == (ME.uid, False)
-        with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-            await registry.register_cuda("r", handle, 0, 64, BOB)
-        for name in ("r", ""):
-            await registry.unregister(name, BOB, cuda=True)
-        assert len(registry.active()) == 1
-        await registry.unregister("", Peer(EVERYONE), cuda=True)
-        assert registry.active() == []
-
-    asyncio.run(steps())
-
-
-def test_the_limits_of_a_user() -> None:
-    async def steps() -> None:
-        registry = Office().registry
-        handle = CudaHandle(HANDLE, 0)
-        with pytest.raises(InvalidArgument, match="--shm-max-byte-size"):
-            await registry.register_cuda("r", handle, 0, (1 << 20) + 1, ME)
-        for number in range(4):
-            await registry.register_cuda(f"r{number}", handle, 0, 64, ME)
-        with pytest.raises(InvalidArgument, match="--shm-max-regions-per-uid"):
-            await registry.register_cuda("r", handle, 0, 64, ME)
+async def test_a_region_is_its_users() -> None:
+    office = Office()
+    registry = office.registry
+    handle = CudaHandle(HANDLE, 0)
+    await registry.register_cuda("r", handle, 0, 64, ME)
+    memory = unpack_range(office.told[0].place).memory
+    assert (office.told[0].uid, memory.copied) == (ME.uid, False)
+    with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
         await registry.register_cuda("r", handle, 0, 64, BOB)
-        await registry.unregister("r0", ME, cuda=True)
-        registry.draining.gateway_exited(7)
-        with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
-            await registry.register_cuda("r0", handle, 0, 64, ME, 2**22 + 1)
-        await registry.register_cuda("r0", handle, 0, 64, ME)
-
-    asyncio.run(steps())
+    for name in ("r", ""):
+        await registry.unregister(name, BOB, cuda=True)
+    assert len(registry.active()) == 1
+    await registry.unregister("", Peer(EVERYONE), cuda=True)
+    assert registry.active() == []
 
 
-def test_what_no_worker_can_open_is_not_registered() -> None:
-    async def steps() -> None:
-        office = Office(fault=InvalidArgument("no"))
-        with pytest.raises(InvalidArgument, match="no"):
-            await office.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-        assert office.told == []
-        assert office.registry.active() == []
+async def test_the_limits_of_a_user() -> None:
+    registry = Office().registry
+    handle = CudaHandle(HANDLE, 0)
+    with pytest.raises(InvalidArgument, match="--shm-max-byte-size"):
+        await registry.register_cuda("r", handle, 0, (1 << 20) + 1, ME)
+    for number in range(4):
+        await registry.register_cuda(f"r{number}", handle, 0, 64, ME)
+    with pytest.raises(InvalidArgument, match="--shm-max-regions-per-uid"):
+        await registry.register_cuda("r", handle, 0, 64, ME)
+    await registry.register_cuda("r", handle, 0, 64, BOB)
+    await registry.unregister("r0", ME, cuda=True)
+    registry.draining.gateway_exited(7)
+    with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
+        await registry.register_cuda("r0", handle, 0, 64, ME, 2**22 + 1)
+    await registry.register_cuda("r0", handle, 0, 64, ME)
 
-    asyncio.run(steps())
+
+async def test_what_no_worker_can_open_is_not_registered() -> None:
+    office = Office(fault=InvalidArgument("no"))
+    with pytest.raises(InvalidArgument, match="no"):
+        await office.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
+    assert office.told == []
+    assert office.registry.active() == []
 
 
-def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> None:
-    async def steps() -> None:
-        office = Office()
-        registry, asked, answered = office.registry, asyncio.Event(), asyncio.Event()
+async def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> None:
+    office = Office()
+    registry, asked, answered = office.registry, asyncio.Event(), asyncio.Event()
 
-        async def slow(memory: Memory) -> None:
-            asked.set()
-            await answered.wait()
+    async def slow(memory: Memory) -> None:
+        asked.set()
+        await answered.wait()
 
+    await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+    assert registry._opener.handles is not None
+    registry._opener.handles.check = slow  # type: ignore[method-assign]
+    waiting = [
+        asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
+        for _ in range(2)
+    ]
+    await asked.wait()
+    async with asyncio.timeout(10):
         await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
-        assert registry._opener.handles is not None
-        registry._opener.handles.check = slow  # type: ignore[method-assign]
-        waiting = [
-            asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
-            for _ in range(2)
-        ]
-        await asked.wait()
-        async with asyncio.timeout(10):
-            await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
-            await registry.unregister("mine", ME, cuda=True)
-        answered.set()
-        await asyncio.gather(*waiting)
-        assert [region.name for region in registry.active()] == ["theirs"]
-        usable = [t for t in office.told if isinstance(t, m.RegionPublished) and not t.draining]
-        assert len(usable) == 2
-
-    asyncio.run(steps())
+        await registry.unregister("mine", ME, cuda=True)
+    answered.set()
+    await asyncio.gather(*waiting)
+    assert [region.name for region in registry.active()] == ["theirs"]
+    usable = [t for t in office.told if isinstance(t, m.RegionPublished) and not t.draining]
+    assert len(usable) == 2
 
 
-def test_without_gpus() -> None:
-    async def steps() -> None:
-        registry = RegionOffice(POLICY).registry
-        text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
-        with pytest.raises(InvalidArgument, match=text):
-            await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-        await registry.unregister("r", ME, cuda=True)
-
-    asyncio.run(steps())
+async def test_without_gpus() -> None:
+    registry = RegionOffice(POLICY).registry
+    text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
+    with pytest.raises(InvalidArgument, match=text):
+        await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
+    await registry.unregister("r", ME, cuda=True)
 
 
 @pytest.fixture
@@ -268,33 +243,28 @@ def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[bytes]]) -> None:
-    async def steps() -> None:
-        office = Office()
-        registry = office.registry
-        gc.collect()  # what other tests dropped is closed now, not in the middle of this one
-        before = len(os.listdir("/proc/self/fd"))
-        for number, exporter in enumerate(exporters):
-            handle = CudaHandle(HANDLE, number)
-            await registry.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
-        await registry.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
-        await registry.unregister("r1", ME, cuda=True)
-        exporters[0].kill()
-        assert [await asyncio.wait_for(office.withdrawn.get(), 10) for _ in range(2)] == [
-            *("r1", "r0")
-        ]
-        assert [region.name for region in registry.active()] == ["r2", "of nobody known"]
-        assert office.workers == [], "requests in flight finish"
-        registry.draining.gateway_exited(7)
-        assert len(office.workers) == 2
-        assert len(os.listdir("/proc/self/fd")) == before + 1
-        exporters[0].wait()
-        with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
-            await registry.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
-        registry.close()
-        assert len(os.listdir("/proc/self/fd")) == before
-
-    asyncio.run(steps())
+async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[bytes]]) -> None:
+    office = Office()
+    registry = office.registry
+    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    before = len(os.listdir("/proc/self/fd"))
+    for number, exporter in enumerate(exporters):
+        handle = CudaHandle(HANDLE, number)
+        await registry.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
+    await registry.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
+    await registry.unregister("r1", ME, cuda=True)
+    exporters[0].kill()
+    assert [await asyncio.wait_for(office.withdrawn.get(), 10) for _ in range(2)] == [*("r1", "r0")]
+    assert [region.name for region in registry.active()] == ["r2", "of nobody known"]
+    assert office.workers == [], "requests in flight finish"
+    registry.draining.gateway_exited(7)
+    assert len(office.workers) == 2
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    exporters[0].wait()
+    with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
+        await registry.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
+    registry.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # --- what workers say of a handle
@@ -629,44 +599,40 @@ class Stub:
     administrator = peer
 
 
-def test_grpc() -> None:
+async def test_grpc() -> None:
     stub: Any = Stub()
     call = AdminCall(stub, stub)
-
-    async def steps() -> None:
-        for name in ("", "device"):
-            status = pb.CudaSharedMemoryStatusRequest(name=name)
-            (shown,) = (await call.cuda_status(status)).regions.values()
-            assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
-            told = pb.CudaSharedMemoryUnregisterRequest(name=name)
-            await call.cuda_unregister(told)
-            asked = stub.asked.pop()
-            assert asked == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
-        everything = pb.SystemSharedMemoryStatusRequest()
-        system = await call.system_status(everything)
-        assert list(system.regions) == ["host"]
-        with pytest.raises(NotFound, match="'host' is registered as system shared memory"):
-            await call.cuda_status(pb.CudaSharedMemoryStatusRequest(name="host"))
-        request = pb.CudaSharedMemoryRegisterRequest(
-            name="r", raw_handle=HANDLE, device_id=1, byte_size=64
-        )
+    for name in ("", "device"):
+        status = pb.CudaSharedMemoryStatusRequest(name=name)
+        (shown,) = (await call.cuda_status(status)).regions.values()
+        assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
+        told = pb.CudaSharedMemoryUnregisterRequest(name=name)
+        await call.cuda_unregister(told)
+        asked = stub.asked.pop()
+        assert asked == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+    everything = pb.SystemSharedMemoryStatusRequest()
+    system = await call.system_status(everything)
+    assert list(system.regions) == ["host"]
+    with pytest.raises(NotFound, match="'host' is registered as system shared memory"):
+        await call.cuda_status(pb.CudaSharedMemoryStatusRequest(name="host"))
+    request = pb.CudaSharedMemoryRegisterRequest(
+        name="r", raw_handle=HANDLE, device_id=1, byte_size=64
+    )
+    await call.cuda_register(request)
+    whose = (ME.uid, list(ME.groups))
+    assert stub.asked == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
+    for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
+        bad = pb.CudaSharedMemoryRegisterRequest()
+        bad.CopyFrom(request)
+        for field, value in changed.items():
+            setattr(bad, field, value)
+        with pytest.raises(InvalidArgument, match=re.escape(f"{INVALID} (")):
+            await call.cuda_register(bad)
+    stub.settings = GatewaySettings()
+    with pytest.raises(InvalidArgument, match="GPUs not supported"):
         await call.cuda_register(request)
-        whose = (ME.uid, list(ME.groups))
-        assert stub.asked == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
-        for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
-            bad = pb.CudaSharedMemoryRegisterRequest()
-            bad.CopyFrom(request)
-            for field, value in changed.items():
-                setattr(bad, field, value)
-            with pytest.raises(InvalidArgument, match=re.escape(f"{INVALID} (")):
-                await call.cuda_register(bad)
-        stub.settings = GatewaySettings()
-        with pytest.raises(InvalidArgument, match="GPUs not supported"):
-            await call.cuda_register(request)
-        stub.shm = False
-        assert not (await call.system_status(everything)).regions
-
-    asyncio.run(steps())
+    stub.shm = False
+    assert not (await call.system_status(everything)).regions
 
 
 # --- small parts

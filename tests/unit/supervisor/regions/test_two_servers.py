@@ -1,7 +1,5 @@
 """Regions of two servers, one of which takes over from the other: what one has, the other has."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

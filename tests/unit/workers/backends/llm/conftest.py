@@ -1,7 +1,5 @@
 """Tiny models that the tests share: nothing writes into them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path

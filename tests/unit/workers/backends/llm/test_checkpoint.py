@@ -1,7 +1,5 @@
 """Folders: all that is wrong with one is said at once, and what it leaves open is completed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

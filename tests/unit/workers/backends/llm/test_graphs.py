@@ -1,7 +1,5 @@
 """What a CUDA graph computes of a pass, computed without one: the same as any other way."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

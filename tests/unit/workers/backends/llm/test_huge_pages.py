@@ -1,7 +1,5 @@
 """Memory on huge pages: what is moved, and that nothing else is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

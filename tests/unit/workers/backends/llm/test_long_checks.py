@@ -1,8 +1,6 @@
 """A slice of each of the long checks (`python -m tests.generation`), and that they see what is
 wrong."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

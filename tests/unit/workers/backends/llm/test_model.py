@@ -1,7 +1,5 @@
 """The model: equal to transformers in every schedule, and to the bit where that is promised."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -101,12 +99,7 @@ def test_a_wrong_block_is_seen(folder: Folder) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     ("chunk", "block_size", "shuffled", "disturbance"),
-    [
-        (16, 4, False, ""),
-        (1, 1, True, ""),
-        (7, 4, True, "recompute"),
-        (64, 16, True, "swap"),
-    ],
+    [(16, 4, False, ""), (1, 1, True, ""), (7, 4, True, "recompute"), (64, 16, True, "swap")],
 )
 def test_greedy_texts_are_those_of_transformers(
     folder: Folder,

@@ -1,7 +1,5 @@
 """Parameters: each wrong one is named, with what was found and what is allowed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Speculation: exact at every temperature, and as good as it can be."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,13 +1,14 @@
-"""A scheduler with a response cache: hits, misses, what passes it by, and what is counted."""
-
-from __future__ import annotations
+"""The response cache of a scheduler: its keys, its entries, and the responses of requests."""
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import LentMemory
@@ -15,17 +16,18 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import CacheStart, ResizeCache, StatisticsSnapshot
-from shmserve.ipc.tensors.descriptors import Range, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
     Packed,
     RequestedOutput,
+    RequestSchema,
     pack_inference,
     pack_inferred,
     unpack_inferred,
 )
-from shmserve.scheduler.response_cache import ResponseCache
+from shmserve.scheduler.response_cache import LruCache, ResponseCache, cache_head, cache_key
 from tests.rigs.scheduler_rig import Rig, ok, ready_rig
 from tests.support.messages import inferred_of
 
@@ -315,3 +317,108 @@ def test_arrays_of_any_shape_are_told_apart() -> None:
     run(rig, peer, flat, body(b"flat"))
     run(rig, peer, row, body(b"row"))
     assert answer_of(hit(rig, flat)) == body(b"flat")
+
+
+A = TensorRef("A", "INT32", (1, 2), b"12345678")
+B = TensorRef("B", "INT8", (3,), b"abc")
+REQUEST = Inference((A, B), (RequestedOutput("Y"),), {"p": 1})
+
+
+NO_SEQUENCE = (0, "", 0)
+
+
+def key(
+    request: Inference,
+    model: str = "m",
+    version: str = "1",
+    sequence: tuple[int, str, int] = NO_SEQUENCE,
+) -> bytes:
+    schema, _ = pack_inference(request)
+    head = cache_head(model, version, RequestSchema(schema))
+    datas = [request.inputs[index].data for index in head.order]
+    read = [b"12345678" if isinstance(data, Range) else data for data in datas]
+    return cache_key(head.prefix, sequence, read)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(REQUEST, inputs=(replace(A, name="C"), B)),
+        replace(REQUEST, inputs=(replace(A, shape=(2, 1)), B)),
+        replace(REQUEST, inputs=(replace(A, datatype="UINT32"), B)),
+        replace(REQUEST, inputs=(replace(A, data=b"12345679"), B)),
+        replace(REQUEST, inputs=(replace(A, data=b"12345678a"), replace(B, data=b"bc"))),
+        replace(REQUEST, inputs=(A,)),
+        replace(REQUEST, outputs=()),
+        replace(REQUEST, outputs=(RequestedOutput("Y"), RequestedOutput("Z"))),
+        replace(REQUEST, parameters={}),
+        replace(REQUEST, parameters={"p": 2}),
+        replace(REQUEST, parameters={"p": 1.0}),
+        replace(REQUEST, parameters={"p": True}),
+        replace(REQUEST, parameters={"p": "1"}),
+    ],
+)
+def test_requests_that_differ_have_different_keys(other: Inference) -> None:
+    """Rule 3.8.2."""
+    assert key(other) != key(REQUEST)
+
+
+def test_another_sequence_or_place_in_it_has_another_key() -> None:
+    """Rule 3.8.2."""
+    places = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
+    assert len({key(REQUEST, sequence=place) for place in places}) == len(places)
+
+
+def test_another_model_or_version_has_another_key() -> None:
+    assert len({key(REQUEST), key(REQUEST, "n"), key(REQUEST, "m", "2")}) == 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"inputs": (B, A)},
+        {"inputs": (replace(A, data=Range(Memory(1, 2, 3, 4, 8, True), 0, 8)), B)},
+    ],
+)
+def test_requests_that_ask_the_same_have_the_same_key(fields: dict[str, Any]) -> None:
+    assert key(replace(REQUEST, **fields)) == key(REQUEST)
+
+
+def test_the_order_of_parameters_does_not_matter() -> None:
+    one = replace(REQUEST, parameters={"p": 1, "q": 2})
+    assert key(one) == key(replace(REQUEST, parameters={"q": 2, "p": 1}))
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("insert"), st.integers(0, 6), st.integers(0, 60)),
+        st.tuples(st.just("find"), st.integers(0, 6), st.just(0)),
+        st.tuples(st.just("resize"), st.integers(0, 100), st.just(0)),
+    )
+)
+
+
+@given(STEPS)
+def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int, int]]) -> None:
+    """Rule 3.8.5: bounded by bytes, the least recently used evicted, nothing larger than all."""
+    cache: LruCache[int] = LruCache(50)
+    bound = 50
+    kept: dict[bytes, int] = {}  # by recency
+    for what, number, size in steps:
+        key = b"%d" % number
+        if what == "insert":
+            assert cache.insert(key, size, size) == (size <= bound)
+            if size <= bound:
+                kept.pop(key, None)
+                kept[key] = size
+        elif what == "find":
+            assert cache.find(key) == kept.get(key)
+            if key in kept:
+                kept[key] = kept.pop(key)
+        else:
+            bound = number
+            cache.resize(bound)
+        while sum(kept.values()) > bound:
+            del kept[next(iter(kept))]
+        assert (cache.used, len(cache)) == (sum(kept.values()), len(kept))
+        assert cache.used <= bound

@@ -1,12 +1,13 @@
-"""Responses by their index: what each kind of response counts as."""
-
-from __future__ import annotations
+"""The tables of a scheduler's statistics: quantiles of a minute, and responses by their index."""
 
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
-from shmserve.scheduler.tables import LAST_INDEX
+from shmserve.scheduler.tables import ACCURACY, LAST_INDEX, Quantiles
 from shmserve.supervisor.models.scheduler_process import CarryOver
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
@@ -50,7 +51,7 @@ def test_each_response_counts_from_the_one_before_it() -> None:
         "2": {"compute_infer": (1, 5 * MS), "empty_response": (1, 5 * MS)},
     }
     assert set(rig.report()["response_stats"]["0"]) == {
-        *("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"),
+        *("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
     }
 
 
@@ -97,15 +98,15 @@ def test_requests_add_up_by_index() -> None:
     found = stats(rig)
     assert [found[index].get("success", (0, 0))[0] for index in sorted(found)] == [2, 2, 1, 0]
     assert [found[index].get("empty_response", (0, 0))[0] for index in sorted(found)] == [
-        *(0, 0, 1, 1),
+        *(0, 0, 1, 1)
     ]
 
 
 def test_times_that_cannot_be_are_cut() -> None:
     rig, peer, _, key = begun()
-    for given, written in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
+    for given_ns, written in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
         rig.pass_time(10)
-        rig.respond(peer, key, given_ns=given, written_ns=written)
+        rig.respond(peer, key, given_ns=given_ns, written_ns=written)
     found = stats(rig)
     assert found["0"]["success"] == (1, 10)
     assert all(ns >= 0 for row in found.values() for _, ns in row.values())
@@ -196,3 +197,43 @@ def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
     rig.pass_time(61_000 * MS)
     assert rig.report()["shmserve"]["quantiles"]["request"] == [[0.5, None], [1.0, None]]
     assert Rig().report()["shmserve"]["quantiles"] == {}
+
+
+SECOND = 1_000_000_000
+ALL = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
+
+
+@given(st.lists(st.integers(-5, 10**12), min_size=1, max_size=300))
+def test_a_quantile_is_near_the_value_of_its_rank(values: list[int]) -> None:
+    sketch = Quantiles()
+    for value in values:
+        sketch.observe(value, 5)
+    ranked = sorted(max(0, value) for value in values)
+    for quantile, found in sketch.report(ALL, 6):
+        assert quantile is not None and found is not None
+        exact = ranked[int(quantile * (len(ranked) - 1))]
+        assert abs(found - exact) <= ACCURACY * exact * 1.000001
+
+
+def test_nothing_observed_is_no_value() -> None:
+    assert Quantiles().report((0.5, 0.9), 77) == [[0.5, None], [0.9, None]]
+
+
+def test_what_is_older_than_a_minute_is_forgotten() -> None:
+    sketch = Quantiles()
+    at = 1_000 * SECOND
+    sketch.observe(100, at)
+    sketch.observe(7_000, at + 30 * SECOND)
+
+    def median(now_ns: int) -> int:
+        ((_, value),) = sketch.report((1.0,), now_ns)
+        return 0 if value is None else int(round(value, -2))
+
+    assert median(at + 47 * SECOND) == 7_000
+    ((_, least),) = sketch.report((0.0,), at + 47 * SECOND)
+    assert least is not None and round(least) == 100
+    ((_, least),) = sketch.report((0.0,), at + 61 * SECOND)
+    assert least is not None and round(least, -2) == 7_000
+    assert median(at + 91 * SECOND) == 0
+    sketch.observe(300, at + 3_600 * SECOND)
+    assert median(at + 3_600 * SECOND) == 300

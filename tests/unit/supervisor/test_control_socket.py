@@ -1,0 +1,120 @@
+"""The supervisor's socket to its processes, and changes that each of them acknowledges."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from shmserve.ipc import endpoints
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.control_requests import ChangeLogging, FindModel, IndexRepository
+from shmserve.ipc.messages.publications import SchedulerLost
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.supervisor.processes.control_socket import Acknowledgements, ControlSocket
+from tests.rigs.arrivals import arrived
+
+
+async def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
+    """The end of a process may be noticed while its words wait to be read."""
+    heard: list[Any] = []
+    control = ControlSocket(endpoints.control(tmp_path))
+    control.enrol(os.getpid(), "worker", heard.append)
+    worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
+    worker.send(m.WorkerStarted(os.getpid()))
+    worker.send(m.LoadFailed("INTERNAL", "no such file"))
+    control.dismiss(os.getpid())
+    worker.close()
+    control.close()
+    assert heard == [m.WorkerStarted(os.getpid()), m.LoadFailed("INTERNAL", "no such file")]
+
+
+async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
+    tmp_path: Path,
+) -> None:
+    """Everything else goes to whoever started the process."""
+    heard: list[Any] = []
+    asked: list[Any] = []
+    control = ControlSocket(endpoints.control(tmp_path))
+    control.serve((IndexRepository, FindModel), lambda pid, message: asked.append((pid, message)))
+    gateway = Dealer(endpoints.control(tmp_path), f"gateway.1.{os.getpid()}")
+    gateway.send(m.Started())
+    gateway.send(IndexRepository(1, False))
+    control.receive_all()
+    assert not (heard or asked), "nobody has started it"
+    control.enrol(os.getpid(), "gateway", heard.append)
+    known = asyncio.ensure_future(control.publish(m.Acknowledged, "gateway"))
+    await asyncio.sleep(0)
+    assert not known.done()
+    gateway.send(m.Acknowledged(1))
+    control.receive_all()
+    await known
+    gateway.close()
+    control.close()
+    assert heard == [m.Started()]
+    assert asked == [(os.getpid(), IndexRepository(1, False))]
+
+
+async def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path) -> None:
+    stop, lost = m.Stop(), SchedulerLost("ipc://a", "")
+    control = ControlSocket(endpoints.control(tmp_path))
+    control.enrol(os.getpid(), "worker", lambda message: None)
+    worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
+    worker.send(m.WorkerStarted(os.getpid()))
+    control.receive_all()
+    heard = []
+    for _ in range(2):
+        control.broadcast(SchedulerLost("ipc://a", ""), "caller")
+        control.broadcast(m.Stop(), "worker", "caller")
+        control.flush()
+        heard.append(arrived(worker))
+        control.calls(os.getpid())
+    worker.close()
+    control.close()
+    assert heard == [[stop], [lost, stop]]
+
+
+async def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
+    """Models run foreign code in workers: that changes no log settings, and registers no region."""
+    heard: list[Any] = []
+    control = ControlSocket(endpoints.control(tmp_path))
+    control.serve((ChangeLogging, FindModel), lambda pid, message: heard.append(message))
+    control.enrol(os.getpid(), "worker", heard.append)
+    worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
+    for message in (
+        ChangeLogging(1, {"log_verbose_level": 7}),
+        m.Started(),
+        m.Acknowledged(1),
+        FindModel(1, "m", ""),
+    ):
+        worker.send(message)
+    control.receive_all()
+    worker.close()
+    control.close()
+    assert heard == [FindModel(1, "m", "")]
+
+
+async def test_all_must_acknowledge_that_are_there() -> None:
+    changes = Acknowledgements()
+    number = changes.begin({1, 2, 3})
+    waiting = asyncio.ensure_future(changes.news())
+    changes.acknowledged(1, number)
+    changes.acknowledged(1, number)
+    changes.exited(2)
+    changes.acknowledged(4, number)
+    changes.acknowledged(3, number + 1)
+    assert not changes.know(number)
+    await asyncio.sleep(0)
+    changes.acknowledged(3, number)
+    assert changes.know(number)
+    await waiting
+    assert changes.know(changes.begin(set()))
+
+
+def test_what_all_know_is_not_kept() -> None:
+    """A program may stay for weeks and acknowledge nothing, and models come and go."""
+    changes = Acknowledgements()
+    number = changes.begin({1})
+    changes.acknowledged(1, number)
+    assert not changes._missing
+    changes.acknowledged(1, number)
+    assert changes.know(number)
