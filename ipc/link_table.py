@@ -1,4 +1,4 @@
-"""Links to schedulers: one socket each, whose queued messages leave at `flush` as one frame."""
+"""Links to schedulers, one socket each; `flush` sends a link's queued messages as one frame."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from shmserve.ipc.transport.dealer import Dealer
 
 Message = Submit | Cancel | Credit | Release | ReportStatistics
 
-_MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its bounds as well
+# Above these limits, queued messages are sent at once, because the size of a frame is limited.
+_MOST_UNSENT = 1 << 19  # bytes of requests
 _MOST_TOGETHER = 1 << 14  # messages
 
 
 def _nothing() -> None:
-    """Leave it to the owner to flush."""
+    """Do nothing: the owner of the table calls `flush`."""
 
 
 @dataclass(eq=False)
@@ -25,12 +26,13 @@ class LinkTable:
     """Dealers by endpoint and by descriptor.
 
     Attributes:
-        _identity: Names this end of every link.
-        _watch: Called with a descriptor that is to be waited for.
+        _identity: The identity of this end of every link.
+        _watch: Called with the descriptor of a new link.
         _unwatch: Called with a descriptor that is about to be closed.
         _on_queued: Called when the first message after a flush was queued.
-        _on_held: Called when a message was queued that may wait for others.
-        unsent: The number of messages that are queued and do not wait for others.
+        _on_held: Called when a message was queued that may be delayed.
+        pending: The links with queued messages.
+        unsent: The number of queued messages, without those that may be delayed.
     """
 
     _identity: str
@@ -40,7 +42,7 @@ class LinkTable:
     _on_held: Callable[[], None] = _nothing
     _by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _by_fd: dict[int, Dealer] = field(default_factory=dict)
-    pending: list[Dealer] = field(default_factory=list)  # with something to flush
+    pending: list[Dealer] = field(default_factory=list)
     unsent: int = 0
     _unsent_bytes: int = 0
 
@@ -52,37 +54,41 @@ class LinkTable:
         return self._by_fd.get(fd)
 
     def open(self, endpoint: str) -> Dealer:
-        """Return the link to a scheduler, and make it if there is none.
+        """Return the link to a scheduler; open it if needed.
 
         Raises:
-            Unavailable: The process has no descriptor left for it.
+            Unavailable: The process is out of file descriptors.
         """
         return self._by_endpoint.get(endpoint) or self.keep(self.connect(endpoint))
 
     def connect(self, endpoint: str) -> Dealer:
-        """Make a link that is not in the table yet, see `keep`. Raises what `open` does."""
+        """Open a link without adding it to the table (see `keep`).
+
+        Raises:
+            Unavailable: The process is out of file descriptors.
+        """
         try:
             return Dealer(endpoint, self._identity)
         except OSError as error:
             raise Unavailable(f"no link to a scheduler can be made: {error.strerror}") from error
 
     def keep(self, link: Dealer) -> Dealer:
-        """Make a link the one to its endpoint from now on."""
+        """Add a link to the table, and return it."""
         self._by_endpoint[link.endpoint] = link
         self._by_fd[link.fd] = link
         self._watch(link.fd)
         return link
 
     def queue(self, endpoint: str, message: Message, byte_size: int = 0) -> None:
-        """Send a message at the next `flush`, or now with what waits if it is much.
+        """Queue a message for the next `flush`. A large queue is flushed at once.
 
         Args:
-            endpoint: The endpoint of the scheduler.
+            endpoint: The endpoint of the scheduler, to which a link is opened if needed.
             message: The message.
-            byte_size: Its size, about.
+            byte_size: The approximate size of the message.
 
         Raises:
-            Unavailable: As `open` does.
+            Unavailable: The process is out of file descriptors.
         """
         try:
             link = self._by_endpoint[endpoint]
@@ -99,12 +105,12 @@ class LinkTable:
             self.flush()
 
     def tell(self, endpoint: str, message: Message) -> None:
-        """Queue a message for a scheduler; nothing if there is no link to it."""
+        """Queue a message for a scheduler; do nothing if there is no link to it."""
         if endpoint in self._by_endpoint:
             self.queue(endpoint, message)
 
     def hold(self, endpoint: str, message: Message) -> None:
-        """As `tell`, but the message may wait for others to the same scheduler."""
+        """Queue a message that may be delayed until other messages go to the same scheduler."""
         link = self._by_endpoint.get(endpoint)
         if link is not None:
             link.post(message)
@@ -113,18 +119,18 @@ class LinkTable:
             self._on_held()
 
     def flush(self) -> None:
-        """Send what is queued."""
+        """Send the queued messages."""
         pending, self.pending = self.pending, []
         self.unsent = self._unsent_bytes = 0
         for link in pending:
             link.flush()
 
     def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
-        """Close the link to a scheduler that has ended.
+        """Close the link to a scheduler that has exited.
 
         Args:
             endpoint: The endpoint of the scheduler.
-            take: Called with the endpoint and each message that the scheduler sent last.
+            take: Called with the endpoint and each message that has not been received yet.
         """
         link = self._by_endpoint.get(endpoint)
         if link is None:
@@ -136,7 +142,7 @@ class LinkTable:
         self.drop(link)
 
     def drop(self, link: Dealer) -> None:
-        """Close a link, for another one to its endpoint or for none."""
+        """Close a link and remove it from the table."""
         del self._by_endpoint[link.endpoint]
         self._close(link)
 

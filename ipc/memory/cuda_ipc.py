@@ -217,7 +217,7 @@ def address_of(view: memoryview) -> int:
 class DeviceAllocation:
     """Zeroed device memory of this process that other processes open by one handle.
 
-    It is exported as a whole, and freed when the object is collected.
+    The allocation is exported as a whole, and freed when the object is collected.
 
     Attributes:
         size: The size in bytes, at least the requested one.

@@ -144,8 +144,8 @@ class _Again(NamedTuple):
 class LentMemory:
     """The memory that a process lends to readers.
 
-    It consists of an arena of `byte_size`, which is created at the first allocation, and of the
-    blocks of other processes' arenas that are passed on.
+    The memory consists of an arena of `byte_size` bytes, which the first allocation creates, and of
+    blocks of other processes' arenas that this process forwards.
     """
 
     def __init__(self, byte_size: int) -> None:

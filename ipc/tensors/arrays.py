@@ -1,4 +1,4 @@
-"""numpy's counterparts of the protocol's datatypes, and the wire form of BYTES and BF16."""
+"""The numpy types of the protocol's datatypes, and the serialization of BYTES and BF16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import element_count
 
-# Protocol name -> numpy's type of what is stored: of BF16, which numpy does not know, its bits.
+# Datatype -> numpy type of the stored elements. numpy has no BF16, so its bits are uint16.
 STORED: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "UINT8": np.dtype(np.uint8),
@@ -30,7 +30,7 @@ NUMPY: dict[str, np.dtype[Any]] = {n: kind for n, kind in STORED.items() if n !=
 
 
 def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The upper halves of 32-bit floats as uint16, rounded to the nearest, ties to even."""
+    """Convert floats to BF16 (as uint16), rounding to nearest with ties to even."""
     bits = array.astype(np.float32).view(np.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     kept = np.where(np.isnan(array), bits | 0x400000, rounded)
@@ -38,10 +38,10 @@ def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def encode_bytes(array: np.ndarray[Any, Any]) -> bytes:
-    """A BYTES tensor's wire form: 4-byte little-endian length and the bytes of each element,
-    row-major.
+    """Serialize a BYTES tensor.
 
-    Elements may be bytes, str (UTF-8) or anything with a `str()`, as in Triton's clients.
+    The elements follow each other in row-major order. Each has a 4-byte little-endian length and
+    its bytes. As in Triton's clients, elements that are not bytes are encoded as `str()` in UTF-8.
     """
     parts: list[bytes] = []
     for item in array.ravel():
@@ -54,15 +54,16 @@ def encode_bytes(array: np.ndarray[Any, Any]) -> bytes:
 def decode_bytes(
     raw: bytes | memoryview, shape: tuple[int, ...], name: str, model: str
 ) -> np.ndarray[Any, Any]:
-    """The elements of a BYTES tensor as an object array of `shape`.
+    """Return the elements of a serialized BYTES tensor as an object array of `shape`.
 
-    `raw` is copied once before a length in it is read, so a client that rewrites its region
-    meanwhile changes nothing. Raises InvalidArgument when the lengths and the element count do not
-    agree with `raw`.
+    `raw` is copied before it is read, so a client cannot change the lengths during decoding.
+
+    Raises:
+        InvalidArgument: The lengths or the number of elements do not match `raw`.
     """
     data = bytes(raw)
     want = element_count(shape)
-    # Each element needs its length field: a count that the bytes cannot hold takes no memory.
+    # Every element has a 4-byte length, so an excessive element count allocates no memory.
     items = np.empty(min(want, len(data) // 4), dtype=np.object_)
     at = got = 0
     while at < len(data):

@@ -1,8 +1,8 @@
-"""The protocol's datatypes, in its words and the configuration's, and the sizes of tensors."""
+"""The datatypes, by their names in the protocol and in configurations, and the sizes of tensors."""
 
 from __future__ import annotations
 
-# Bytes of an element; those of BYTES vary. In the order of Triton's numbers for them.
+# Bytes of an element; 0 for BYTES, whose elements vary. In the order of Triton's numbering.
 ITEM_SIZE: dict[str, int] = {
     "BOOL": 1,
     "UINT8": 1,
@@ -24,13 +24,15 @@ FROM_CONFIG: dict[str, str] = {
     ("TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"): name for name in ITEM_SIZE
 }
 TO_CONFIG: dict[str, str] = {protocol: config for config, protocol in FROM_CONFIG.items()}
-BEYOND = 2**64  # elements
+BEYOND = 2**64  # stands for any larger number of elements
 
 
 def element_count(shape: tuple[int, ...] | list[int]) -> int:
-    """The number of elements of a tensor of `shape`; 1 for a scalar. If they are more than any can
-    have, it is `BEYOND`: exact, that number has as many digits as a client likes, and takes
-    hours."""
+    """Return the number of elements of a tensor; 1 for a scalar.
+
+    A number of `BEYOND` or more is returned as `BEYOND`. A client could otherwise choose a shape
+    whose exact product takes hours to compute.
+    """
     count = 1
     for dim in shape:
         count *= dim

@@ -1,18 +1,16 @@
-"""Tensor descriptors: where the bytes of a tensor are, as one process sends it to another.
+"""Tensor descriptors, by which one process refers to the bytes of a tensor in another process.
 
-The bytes of a tensor are either inside the message (small ones) or a `Range` of a `Memory`, an
-object that another process of the server holds open: a client's registered region or a process's
-arena.
+A small tensor is inside the message. A large tensor is a `Range` of a `Memory`: a client's
+registered region or a process's arena, which another process of the server holds open.
 
     Memory  id, pid, fd, inode, byte_size, sealed, copied, pinned
-            /proc/PID/fd/FD is that very object; the inode proves it
+            /proc/PID/fd/FD refers to the object; the inode identifies it
     Range   memory, offset, byte_size
             bytes [offset, offset + byte_size) of the object
 
-Memory on a device has a `CudaHandle` instead of a descriptor; only workers open it.
+Device memory has a `CudaHandle` instead of a file descriptor. Only workers open it.
 
-Ownership: the sender of a descriptor leaves the bytes alone until the response; the response hands
-them back.
+Ownership: the sender of a descriptor must not change the bytes until it receives the response.
 """
 
 from __future__ import annotations
@@ -29,10 +27,12 @@ from shmserve.ipc.transport.records import MalformedMessage, record
 
 @record
 class CudaHandle:
-    """The handle of an allocation of another process: its `cudaIpcMemHandle_t`, 64 bytes.
+    """The handle of a device allocation of another process.
 
-    `device` is the ordinal of the device in this server; `uuid` the device's 16 bytes where the
-    exporter gave them, else empty.
+    Attributes:
+        raw: The `cudaIpcMemHandle_t` (64 bytes).
+        device: The ordinal of the device in this server.
+        uuid: The device's UUID (16 bytes), or empty if the exporter sent none.
     """
 
     raw: bytes
@@ -42,13 +42,24 @@ class CudaHandle:
 
 @record
 class Memory:
-    """An object that process `pid` holds as `fd`; `byte_size` is how much of it may be used.
+    """A memory object that a process holds open, or a device allocation.
 
-    `sealed`: it cannot shrink. `copied`: whoever owns it is not trusted not to shrink it, so it is
-    never mapped, only read and written by system calls. `pinned`: workers on CUDA devices lock it,
-    for faster copies. With `cuda` it is device memory: `fd` and `inode` mean nothing, and `pid` is
-    the process of the server that exported it, 0 where a client has. Nobody can cut an allocation
-    short, so it counts as sealed.
+    A device allocation cannot shrink, so it is always sealed.
+
+    Attributes:
+        id: The id of the memory.
+        pid: The process that holds the object open. For device memory, the process of the server
+            that exported it, or 0 if a client did.
+        fd: The file descriptor in that process; unused for device memory.
+        inode: The inode of the object; unused for device memory.
+        byte_size: The number of bytes that may be used.
+        sealed: Whether the object cannot shrink.
+        copied: Whether the object is read and written by system calls and never mapped, because
+            its untrusted owner could shrink it.
+        pinned: Whether workers on CUDA devices pin the memory for faster copies.
+        cuda: The handle of device memory; None for host memory.
+        packed: The memory in the form of messages.
+        object: The identity shared by all memories of one object or allocation.
     """
 
     id: int
@@ -60,13 +71,12 @@ class Memory:
     copied: bool = False
     pinned: bool = False
     cuda: CudaHandle | None = None
-    packed: bytes = field(init=False, compare=False, repr=False)  # as messages carry it
-    # The identity common to all memories that are parts of one object or allocation.
+    packed: bytes = field(init=False, compare=False, repr=False)
     object: int | bytes = field(init=False, compare=False, repr=False)
 
     @classmethod
     def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle, pid: int = 0) -> Memory:
-        """Device memory: the first `byte_size` bytes of what `handle` opens."""
+        """Return the memory of the first `byte_size` bytes of a device allocation."""
         return cls(memory_id, pid, -1, 0, byte_size, sealed=True, cuda=handle)
 
     def __post_init__(self) -> None:
@@ -89,7 +99,7 @@ class Range:
     byte_size: int
 
     def overlaps(self, other: Range) -> bool:
-        """Check whether two ranges share bytes; an object may be registered under two names."""
+        """Check whether two ranges share bytes. One object may be registered under two names."""
         return (
             self.memory.object == other.memory.object
             and self.offset < other.offset + other.byte_size
@@ -119,7 +129,7 @@ def unpack_range(raw: Any) -> Range:
     """Return the range that `pack_range` packed.
 
     Raises:
-        MalformedMessage: `raw` is no range, or lies outside its memory.
+        MalformedMessage: `raw` is not a range, or the range exceeds its memory.
     """
     try:
         packed, offset, byte_size = raw
@@ -141,7 +151,11 @@ def unpack_range(raw: Any) -> Range:
 
 
 def unpack_memory(packed: bytes) -> Memory:
-    """Return the memory that was packed so (`Memory.packed`). Raises MalformedMessage."""
+    """Return the memory from its packed form (`Memory.packed`).
+
+    Raises:
+        MalformedMessage: The bytes are not a packed memory.
+    """
     if type(packed) is not bytes or len(packed) > _LONGEST_MEMORY:
         raise MalformedMessage("a memory is no bytes, or has too many")
     try:
@@ -160,15 +174,15 @@ def unpack_memory(packed: bytes) -> Memory:
             memory = Memory(ident, pid, fd, inode, byte_size, *flags)
     except MalformedMessage:
         raise
-    except Exception as error:  # msgpack and unpacking raise many kinds; all mean the same
+    except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
         raise MalformedMessage(f"not a memory: {error}") from error
     if any(type(number) is not int for number in numbers):
         raise MalformedMessage("a memory holds something that is not an integer")
     return memory
 
 
-# A handle has 64 bytes, and a device's uuid 16. Longer memories are refused, because those of local
-# clients are kept before it is known whose they are.
+# A handle has 64 bytes and a UUID 16. Longer memories are rejected, because memories of local
+# clients are cached before their owner is checked.
 _LONGEST_MEMORY = 256
 
 # Clients use the same few ranges of their regions repeatedly.

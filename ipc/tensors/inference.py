@@ -1,12 +1,12 @@
-"""An inference request and its response: as values, and as the schema and data of messages.
+"""Inference requests and responses, as values and as the schema and data of messages.
 
     request schema   [[name, datatype, shape], ...], [[name, kind], ...], parameters
-    its data         the bytes or place of each input; the place of each output that has one
+    its data         the bytes or range of each input; the range of each placed output
     response schema  [[name, datatype, shape], ...], parameters
-    its data         the bytes or place of each output
+    its data         the bytes or range of each output
 
-A place travels as `descriptors.pack_range` packs it. What differs between requests by its nature
-(id, sequence, limits on time) is beside the schema in `Submit` and `Work`.
+Ranges are packed by `descriptors.pack_range`. The properties of a single request (id, sequence,
+timeouts) are separate fields of `Submit` and `Work`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range, unpack_range
 from shmserve.ipc.transport.records import MalformedMessage, record
 
-# All tensor bytes of one request, or of one response, up to this many travel inside the messages:
-# below it the copies through two sockets cost less than an arena's allocation and release message.
+# A request or response with at most this many tensor bytes contains them in its messages. Below
+# this size, copying through two sockets costs less than an arena allocation and a release message.
 INLINE_LIMIT = 16 * 1024
 
-# Of `Submit.flags`: the request is the first, or the last, of its sequence.
+# Bits of `Submit.flags`: the request is the first or the last one of its sequence.
 SEQUENCE_START, SEQUENCE_END = 1, 2
-LONGEST_CORRELATION_ID = 128  # characters of one that is a text
+LONGEST_CORRELATION_ID = 128  # characters
 
 # The kinds of a requested output in a schema.
 _ANYWHERE, _PLACED, _PLACED_OR_INPUT = 0, 1, 2
 
-_PACKER = msgpack.Packer()  # to make one takes as long as to pack a request
+_PACKER = msgpack.Packer()  # creating a packer takes as long as packing a request
 
 # A schema and its data, as messages carry them.
 Packed = tuple[bytes, list[Any]]
@@ -40,12 +40,13 @@ Packed = tuple[bytes, list[Any]]
 
 @record
 class RequestedOutput:
-    """An output that the client asked for.
+    """An output requested by the client.
 
     Attributes:
         name: The output's name.
         place: The memory range that its bytes are written to, or None.
-        or_input: Where the model returns an input as it is, it may stay where that lies.
+        or_input: Whether an output that is identical to an input may be returned as the range of
+            that input.
     """
 
     name: str
@@ -55,7 +56,7 @@ class RequestedOutput:
 
 @record
 class Inference:
-    """The content of an inference request to a model. No `outputs` means all of them."""
+    """The content of an inference request. Empty `outputs` request all outputs of the model."""
 
     inputs: tuple[TensorRef, ...]
     outputs: tuple[RequestedOutput, ...] = ()
@@ -73,8 +74,9 @@ class Inference:
 def overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     """Return whether an output is written over an input.
 
-    Once a worker has begun to write, the inputs are gone: such a request can run only once, and
-    fails where nobody knows whether it has begun. An input cannot be returned in place either.
+    The execution of such a request overwrites its inputs, so the request can run only once. It
+    fails if its worker is lost after it may have started. Such a request also cannot return an
+    input in place.
     """
     given = list(inputs)
     for output in outputs:
@@ -88,7 +90,7 @@ def overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
 
 @record
 class Inferred:
-    """The response to an `Inference`. An output at the client's place has that place."""
+    """The response to an `Inference`. A placed output is returned as the client's own range."""
 
     outputs: tuple[TensorRef, ...]
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class TensorSchema(NamedTuple):
 
 
 class OutputSchema(NamedTuple):
-    """A requested output without its place; `placed`: the data have one."""
+    """A requested output without its range; `placed` if the data contain a range for it."""
 
     name: str
     placed: bool
@@ -116,7 +118,7 @@ class RequestSchema:
 
     Attributes:
         inputs: Names, datatypes and shapes of the inputs.
-        outputs: The requested outputs; empty: all of the model's.
+        outputs: The requested outputs; empty for all outputs of the model.
         parameters: The request's parameters.
         count: The number of entries in the data: one per input and per placed output.
     """
@@ -132,12 +134,16 @@ class RequestSchema:
             self.parameters: dict[str, Any] = _checked_parameters(parameters)
         except MalformedMessage:
             raise
-        except Exception as error:  # msgpack and unpacking raise many kinds; all mean the same
+        except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
             raise MalformedMessage(f"not a request's schema: {error}") from error
         self.count = len(self.inputs) + sum(output.placed for output in self.outputs)
 
     def inference(self, data: Sequence[Any]) -> Inference:
-        """Return the request that has these data. Raises MalformedMessage."""
+        """Return the request with these data.
+
+        Raises:
+            MalformedMessage: The data do not match the schema.
+        """
         if len(data) != self.count:
             raise MalformedMessage("a request's data do not match its schema")
         given = iter(data)
@@ -168,7 +174,11 @@ class ResponseSchema:
             raise MalformedMessage(f"not a response's schema: {error}") from error
 
     def inferred(self, data: Sequence[Any]) -> Inferred:
-        """Return the response that has these data. Raises MalformedMessage."""
+        """Return the response with these data.
+
+        Raises:
+            MalformedMessage: The data do not match the schema.
+        """
         if len(data) != len(self.outputs):
             raise MalformedMessage("a response's data do not match its schema")
         return Inferred(_tensors(self.outputs, data), self.parameters)
@@ -185,7 +195,7 @@ def _tensor_schema(raw: Any) -> TensorSchema:
 
 
 def tensor_schema(name: str, datatype: str, shape: tuple[int, ...]) -> TensorSchema:
-    """Return the schema of a tensor, its byte size worked out."""
+    """Return the schema of a tensor, including its byte size."""
     item = ITEM_SIZE[datatype]
     return TensorSchema(name, datatype, shape, element_count(shape) * item if item else -1)
 
@@ -222,11 +232,11 @@ def pack_request_schema(
     """Return the schema of requests of one kind.
 
     Args:
-        inputs: Their inputs, whose data do not matter.
-        outputs: The names of the outputs that they want; none: all.
-        placed: The names of those that have places in the data.
-        or_input: The names of those among them that may stay where an input lies.
-        parameters: Their parameters.
+        inputs: The inputs; their data are ignored.
+        outputs: The names of the requested outputs; empty for all outputs of the model.
+        placed: The names of the outputs that have ranges in the data.
+        or_input: The names of the placed outputs that may be returned as an input's range.
+        parameters: The parameters.
     """
     packed: bytes = _PACKER.pack(
         (
@@ -264,12 +274,16 @@ def pack_inference(request: Inference) -> Packed:
 
 
 def unpack_inference(schema: bytes, data: Sequence[Any]) -> Inference:
-    """Return the request with this schema and these data. Raises MalformedMessage."""
+    """Return the request with this schema and these data.
+
+    Raises:
+        MalformedMessage: The schema is malformed, or the data do not match it.
+    """
     return RequestSchema(schema).inference(data)
 
 
 def pack_response_schema(outputs: Iterable[TensorRef], parameters: dict[str, Any]) -> bytes:
-    """Return the schema of a response of this kind: the data of its tensors do not matter."""
+    """Return the schema of a response; the data of `outputs` are ignored."""
     packed: bytes = _PACKER.pack(
         ([(tensor.name, tensor.datatype, tensor.shape) for tensor in outputs], parameters)
     )
@@ -283,34 +297,42 @@ def pack_inferred(response: Inferred) -> Packed:
 
 
 def unpack_inferred(schema: bytes, data: Sequence[Any]) -> Inferred:
-    """Return the response with this schema and these data. Raises MalformedMessage."""
+    """Return the response with this schema and these data.
+
+    Raises:
+        MalformedMessage: The schema is malformed, or the data do not match it.
+    """
     return ResponseSchema(schema).inferred(data)
 
 
 def pack_data(data: Iterable[bytes | Range]) -> list[Any]:
-    """Return the data of tensors as messages carry them."""
+    """Return the data of tensors in the form of messages."""
     return [each if isinstance(each, bytes) else pack_range(each) for each in data]
 
 
 def ranges_of(data: Iterable[Any]) -> list[Range]:
-    """Return the places among a message's data. Raises MalformedMessage."""
+    """Return the memory ranges in a message's data.
+
+    Raises:
+        MalformedMessage: An element is neither bytes nor a valid range.
+    """
     return [unpack_range(each) for each in data if type(each) is not bytes]
 
 
 def byte_size_of(data: Iterable[Any]) -> int:
-    """Return the number of tensor bytes in a message's data, wherever they lie."""
+    """Return the number of tensor bytes in a message's data, inline and in memory ranges."""
     return sum([len(each) if type(each) is bytes else each[2] for each in data])
 
 
 def inline_size_of(data: Iterable[Any]) -> int:
-    """Return the number of tensor bytes that travel inside a message."""
+    """Return the number of tensor bytes inside a message's data."""
     return sum([len(each) for each in data if type(each) is bytes])
 
 
 def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
-    """Return whether this request writes an output over an input, see `overlap`.
+    """Return whether a request writes an output over an input (see `overlap`).
 
-    A request that cannot be read fails wherever it runs, so it counts as one that does not.
+    The result is False for a malformed request, which fails on every worker.
     """
     if sum([type(each) is not bytes for each in data]) < 2:
         return False

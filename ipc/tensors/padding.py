@@ -1,8 +1,9 @@
-"""Padding: which requests of unequal shapes may share a dense batch, and what shape it has (pure).
+"""Padding of requests with unequal shapes, which may then share a dense batch (no I/O).
 
-A model's parameter `padding` names inputs whose -1 dimensions are filled up, to the largest of the
-batch or to the smallest bucket that fits all of it. Gateways write the true shapes into a request's
-shape key, behind what must be equal; schedulers form batches by them, and workers fill them up.
+A model's parameter `padding` names the inputs whose -1 dimensions are padded. The padded size is
+the largest of the batch, or the smallest bucket that fits the whole batch. A gateway appends the
+true shapes to the constant part of the request's shape key. Schedulers form batches by these
+shapes, and workers pad the inputs.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from typing import Any
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.transport.records import record
 
-# Of one input in a batch, unless its requests are as large apart: two that are long in different
-# dimensions are small, and huge together.
+# The limit of a padded input in a batch. Two small requests that are long in different dimensions
+# could otherwise form a huge batch.
 _MOST_ELEMENTS = 1 << 28
 Shape = tuple[int, ...]
 
 
 @record
 class Pad:
-    """The padding of one input: `buckets` by their size, none: to the batch's largest. `lengths`
-    and `mask` are the inputs that tell the model what is true, "" for none. No request joins a
-    batch in which more than `max_waste` of the elements would be padding."""
+    """The padding of one input.
+
+    Attributes:
+        name: The name of the input.
+        dims: The configured dimensions.
+        value: The value of padding elements.
+        buckets: The padded shapes, ascending by size; empty to pad to the largest of the batch.
+        lengths: The name of the input that receives the true lengths; "" for none.
+        mask: The name of the input that receives the padding mask; "" for none.
+        max_waste: The largest fraction of padding elements with which a request joins a batch.
+    """
 
     name: str
     dims: Shape
@@ -37,27 +46,35 @@ class Pad:
     max_waste: float
 
     def padded(self, largest: Shape) -> Shape | None:
-        """The shape that an input gets whose largest sizes are these; None: no bucket fits."""
+        """Return the padded shape for the largest sizes of a batch, or None if no bucket fits."""
         if not self.buckets:
             return largest
         return next((bucket for bucket in self.buckets if _fits(largest, bucket)), None)
 
 
 class Padding:
-    """The padding that a model's configuration asks for, which `validate` has found in order:
-    `pads` by input, and `likes`, the outputs that are cut back, with their input."""
+    """The padding of a model, from a configuration that has been validated.
+
+    Attributes:
+        pads: The padding of each padded input, by name.
+        likes: The outputs that are cut to the true shape of an input, with the input's name.
+        read: Splits a shape key into its constant part and the shapes of the padded inputs.
+    """
 
     def __init__(self, pads: Iterable[Pad], likes: Mapping[str, str]) -> None:
         self.pads = {pad.name: pad for pad in pads}
         self.likes = dict(likes)
         self._form = struct.Struct(f"<{sum(len(pad.dims) for pad in self.pads.values())}q")
-        # (what must be equal, the shapes of padded inputs) of a request with a shape key
         self.read = lru_cache(1024)(self._split)
 
     @classmethod
     def of(cls, text: str, dims: Mapping[str, Shape]) -> Padding | None:
-        """The padding that the text of a model's parameter `padding` asks for; None: nothing is
-        padded. `dims` are those of its inputs, by name."""
+        """Return the padding of a model, or None if no input is padded.
+
+        Args:
+            text: The parameter `padding` of the model.
+            dims: The dimensions of the model's inputs, by name.
+        """
         said = entries(text)
         if not said:
             return None
@@ -66,15 +83,19 @@ class Padding:
         return cls(pads, likes)
 
     def key(self, rest: bytes, shapes: Mapping[str, Shape]) -> bytes:
-        """The shape key of a request: `rest` must be equal, `shapes` are those of its padded inputs
-        without the batch dimension."""
+        """Return the shape key of a request.
+
+        Args:
+            rest: The constant part, which is equal for all requests of a batch.
+            shapes: The shapes of the padded inputs, without the batch dimension.
+        """
         sizes: list[int] = []
         for pad in self.pads.values():
             sizes += shapes.get(pad.name) or (0,) * len(pad.dims)
         return rest + self._form.pack(*sizes)
 
     def batch(self) -> PaddedBatch:
-        """A batch that has no requests yet."""
+        """Return an empty batch."""
         return PaddedBatch(self)
 
     def _split(self, key: bytes) -> tuple[bytes, tuple[Shape, ...]]:
@@ -87,7 +108,7 @@ class Padding:
 
 
 class PaddedBatch:
-    """The requests that share a batch, as far as padding is concerned."""
+    """The shapes and the padding of the requests in a batch."""
 
     __slots__ = ("_apart", "_largest", "_padding", "_pads", "_rest", "_rows", "_true")
 
@@ -101,11 +122,18 @@ class PaddedBatch:
         self._apart = [0] * len(self._pads)  # elements if each request were padded by itself
 
     def may_join(self, key: bytes, units: int) -> bool:
-        """Whether a request of `units` rows joins; if it does, it is one of the batch.
+        """Add a request to the batch if it may join.
 
-        The first one does. Another one does where what must be equal is, there is a shape for all,
-        and of no input's elements more than its `max_waste` are padding, unless joining adds none;
-        nor are they more than a worker has memory for.
+        The first request always joins. A later request joins if the constant part of its key is
+        equal and some bucket fits every request. If joining adds padding to an input, the fraction
+        of padding must not exceed `max_waste`, and the input must not become too large.
+
+        Args:
+            key: The shape key of the request.
+            units: The rows of the request.
+
+        Returns:
+            Whether the request has joined.
         """
         rest, shapes = self._padding.read(key)
         if self._rest is None:
@@ -134,7 +162,7 @@ class PaddedBatch:
         return True
 
     def elements(self) -> dict[str, tuple[int, int]]:
-        """(elements that the model gets, of these padding) by input."""
+        """Return the number of elements and of padding elements in the batch, by input."""
         found = {}
         for pad, most, true in zip(self._pads, self._largest, self._true, strict=True):
             total = self._rows * element_count(pad.padded(most) or most)
@@ -143,7 +171,7 @@ class PaddedBatch:
 
 
 def entries(text: str) -> dict[str, dict[str, Any]]:
-    """The entries of the parameter `padding`; nothing where the text is none."""
+    """Return the entries of the parameter `padding`; empty if the text is not valid."""
     try:
         said = json.loads(text or "{}")
     except ValueError:

@@ -1,5 +1,4 @@
-"""The data that a configuration names or describes: the samples of `model_warmup`, and files in a
-model's folder."""
+"""The warm-up samples of a configuration, and data files in a model's folder."""
 
 from __future__ import annotations
 
@@ -16,15 +15,21 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 _FOLDER = "warmup"
-_MOST_BYTES = 1 << 34  # of a tensor
-_STRING_HEAD = 4  # the bytes of an empty text
-_LARGEST_INTEGER = 127  # of random data: in the range of every type
+_MOST_BYTES = 1 << 34  # per tensor
+_STRING_HEAD = 4  # the bytes of an empty string
+_LARGEST_INTEGER = 127  # the largest random integer, which every integer type can represent
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A warm-up sample, run `count` times: `batch_size` requests of these tensors, whose shapes
-    have a batch dimension of 1 where the model batches."""
+    """A warm-up sample.
+
+    Attributes:
+        name: The name of the sample.
+        batch_size: The number of requests in the batch.
+        count: The number of executions.
+        tensors: The inputs of each request, with a batch dimension of 1 if the model batches.
+    """
 
     name: str
     batch_size: int
@@ -33,10 +38,11 @@ class Sample:
 
 
 def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
-    """The samples of a configuration; none for those of batch size 0.
+    """Return the warm-up samples of a configuration, without those of batch size 0.
 
-    Raises InvalidArgument, with Triton's texts, for a tensor without fixed dimensions or data, and
-    for a file that is missing or too short.
+    Raises:
+        InvalidArgument: A tensor has variable dimensions or no data, or a file is missing or too
+            short. The texts are Triton's.
     """
     batch = (1,) if config.max_batch_size > 0 else ()
     return [
@@ -79,14 +85,17 @@ def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path)
     elif given.random_data and ITEM_SIZE[datatype]:
         data = _random(name, datatype, dims)
     elif given.zero_data is not None or given.random_data is not None:
-        data = bytes(size)  # of texts: empty ones
+        data = bytes(size)  # for BYTES, empty strings
     else:
         raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")
     return TensorRef(name, datatype, (*batch, *dims), data)
 
 
 def _random(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
-    """The same each time, and finite: numbers from 0 on, below 1 of the floating types."""
+    """Return random data that are the same in each call.
+
+    Floating-point numbers are in [0, 1), integers in [0, 127].
+    """
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     random = np.random.default_rng(seed)
     if datatype == "BF16":
@@ -102,11 +111,18 @@ def _random(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
 def read_data(
     folder: Path, file: str, size: int | None, *, setting: str, outside: str, unreadable: str
 ) -> bytes:
-    """The first `size` bytes (None: all) of a file of this folder of a model's, which a `setting`
-    of its configuration names.
+    """Read a file that a model's configuration names.
 
-    Raises InvalidArgument: in the words of `outside` for a file that is not in the folder, in those
-    of `unreadable` and with the reason, and for one that is too short.
+    Args:
+        folder: The folder of the model that must contain the file.
+        file: The path of the file in the folder.
+        size: The number of bytes to return; None for the whole file.
+        setting: The name of the setting, for the error of a file that is too short.
+        outside: The error text for a file outside of the folder.
+        unreadable: The start of the error text for a file that cannot be read.
+
+    Raises:
+        InvalidArgument: The file is outside of the folder, cannot be read or is too short.
     """
     path = folder / file
     if not path.resolve().is_relative_to(folder.resolve()):

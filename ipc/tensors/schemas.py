@@ -1,9 +1,9 @@
-"""Schemas: the constant part of messages, known by its bytes; and the bounded cache under them.
+"""A cache of message schemas, and a bounded cache for other values.
 
-A request and a response travel as a `schema` and `data`. The schema has what requests of one kind
-have in common: names, datatypes, shapes and parameters. It is packed once per kind, so that a
-receiver finds what it derived from an earlier one by a dictionary lookup. The data are the
-tensors' bytes, or where they lie.
+A request or response is sent as a `schema` and `data`. The schema contains the constant part of
+such messages: names, datatypes, shapes and parameters. The sender packs each schema once, so the
+receiver can look up the unpacked schema by its bytes. The data are the tensors' bytes or memory
+ranges.
 
     known = schemas.find(message.schema) or schemas.learn(message.schema)
     for tensor, data in zip(known.inputs, message.data): ...
@@ -19,15 +19,15 @@ V = TypeVar("V")
 T = TypeVar("T")
 
 _MOST_SCHEMAS = 256
-# Bytes; a longer one is unpacked each time. Local clients choose what a scheduler keeps.
+# Bytes; a longer schema is unpacked each time, because local clients could fill the cache with it.
 _LONGEST_SCHEMA = 4096
 
 
 class BoundedCache(Generic[K, V]):
     """A cache of at most `most` values by key.
 
-    A full cache is cleared, which costs least. With `on_evict` the oldest value is evicted instead,
-    and passed to it. Threads may use a cache at the same time.
+    A full cache is cleared, which is the cheapest policy. With `on_evict`, the oldest value is
+    evicted instead and passed to `on_evict`. Thread-safe.
     """
 
     __slots__ = ("_known", "_most", "_noticed", "_on_evict", "find")
@@ -37,14 +37,17 @@ class BoundedCache(Generic[K, V]):
         self._noticed: set[K] = set()
         self._most = most
         self._on_evict = on_evict
-        # The value of a key, or None: the dictionary's own method, without a call between.
+        # Returns the value of a key, or None. The dictionary's own method avoids a Python call.
         self.find: Callable[[K], V | None] = self._known.get
 
     def __len__(self) -> int:
         return len(self._known)
 
     def notice(self, key: K) -> bool:
-        """Return whether the key came before, so that nothing is derived for a single use."""
+        """Record a key, and return whether it was seen before.
+
+        A caller can thereby avoid deriving a value for a single use.
+        """
         if key in self._known or key in self._noticed:
             return True
         if len(self._noticed) >= self._most:
@@ -53,7 +56,7 @@ class BoundedCache(Generic[K, V]):
         return False
 
     def remember(self, key: K, value: V) -> None:
-        """Store a value, or replace the one of this key."""
+        """Store or replace the value of a key."""
         self._reserve(key)
         self._known[key] = value
 
@@ -91,14 +94,14 @@ class BoundedCache(Generic[K, V]):
 
 
 class Schemas(Generic[T]):
-    """What a process has derived from the schemas that it received, by their bytes.
+    """A cache of the values that a process derives from received schemas, by packed schema.
 
     Args:
-        derive: Makes an entry from a packed schema; what it raises, `learn` raises.
-        most: The number of entries that are kept; when it is reached, all are dropped.
+        derive: Returns the entry of a packed schema. `learn` propagates its exceptions.
+        most: The capacity. A full cache is cleared.
 
     Attributes:
-        known: The entries, for a single thread that looks into the dictionary itself.
+        known: The entries, for direct lookup by a single thread.
     """
 
     __slots__ = ("_derive", "_most", "find", "known")
@@ -107,14 +110,14 @@ class Schemas(Generic[T]):
         self.known: dict[bytes, T] = {}
         self._derive = derive
         self._most = most
-        # The entry of a schema, or None: the dictionary's own method, without a call between.
+        # Returns the entry of a schema, or None. The dictionary's own method avoids a Python call.
         self.find: Callable[[bytes], T | None] = self.known.get
 
     def __len__(self) -> int:
         return len(self.known)
 
     def learn(self, schema: bytes) -> T:
-        """Derive the entry of a schema that is not known, and keep it."""
+        """Derive and store the entry of a schema that is not in the cache."""
         entry = self._derive(schema)
         if len(schema) <= _LONGEST_SCHEMA:
             if len(self.known) >= self._most:
@@ -123,5 +126,5 @@ class Schemas(Generic[T]):
         return entry
 
     def clear(self) -> None:
-        """Drop all entries: other ones would be derived now."""
+        """Remove all entries, because `derive` would return different ones now."""
         self.known.clear()

@@ -1,7 +1,6 @@
-"""A model's signature, its inputs and outputs, and the check of requests against it: one for every
-listener.
+"""The signature of a model (its inputs and outputs), and the check of requests against it (no I/O).
 
-Used by gateways, local clients, and models that call other models. Pure. The texts are
+Gateways, local clients, and models that call other models use the same check. The error texts are
 Triton's.
 """
 
@@ -19,8 +18,8 @@ from shmserve.ipc.tensors.padding import Pad
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.transport.records import record
 
-# What no machine has memory for: a batch of arrays of this extent, of any datatype, has strides
-# that can be told in 63 bits.
+# More elements than any machine has memory for. The strides of a batch of such arrays still fit
+# into 63 bits, for every datatype.
 _MOST_ELEMENTS = 2**44
 _STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _BATCH_NOTE = (
@@ -33,15 +32,19 @@ _BATCH_NOTE = (
 
 @record
 class BatchFit:
-    """The batching of a request that fits its model: it has `batch_size` rows (0: the model does
-    not batch), and runs with others of an equal `shape_key`."""
+    """The batching properties of a request that fits its model.
+
+    Attributes:
+        batch_size: The rows of the request; 0 if the model does not batch.
+        shape_key: The shape key. Requests with equal keys may share a batch.
+    """
 
     batch_size: int
     shape_key: bytes
 
 
 class _Unexpected(InvalidArgument):
-    """A name that the model does not have."""
+    """A request with an input or output that the model does not have."""
 
 
 class Signature:
@@ -65,9 +68,12 @@ class Signature:
     ) -> BatchFit:
         """Check a request against the model.
 
-        Input byte sizes must already match `data`; BYTES contents are checked by the worker, which
-        alone reads them. Raises InvalidArgument with Triton's text, prefixed with the request's id
-        as there: not for names that the model does not have.
+        Input byte sizes must already match `data`. The elements of BYTES inputs are checked by the
+        worker, because only the worker reads them.
+
+        Raises:
+            InvalidArgument: The request does not fit. The text is Triton's. It starts with the id
+                of the request, except for unknown inputs and outputs.
         """
         try:
             return self._check(inputs, outputs, sized=True)
@@ -77,17 +83,23 @@ class Signature:
             raise InvalidArgument(id_prefix(request_id) + error.message) from None
 
     def fit(self, schema: bytes) -> BatchFit:
-        """Return how requests of a packed schema batch; the sizes of their data are not checked.
+        """Return the batching properties of requests with a packed schema.
+
+        The sizes of their data are not checked.
 
         Raises:
             InvalidArgument: Requests of this schema do not fit the model.
-            MalformedMessage: The bytes are no schema of a request.
+            MalformedMessage: The bytes are not a request schema.
         """
         known = RequestSchema(schema)
         return self._check(known.inputs, known.outputs, sized=False)
 
     def output_size(self, name: str, batch_size: int) -> int | None:
-        """The bytes of an output for a request of `batch_size`; None: only the model knows."""
+        """Return the byte size of an output for a request of `batch_size` rows.
+
+        Returns:
+            The size, or None if it depends on the model's results.
+        """
         spec = self.outputs[name]
         item = ITEM_SIZE[spec.datatype]
         if not item or not spec.static:
@@ -143,14 +155,14 @@ class Signature:
                     key.append((tensor.name, shape))
             if sized:
                 _check_size(tensor, self.name)
-        # Order of inputs is the client's: equal requests must have equal keys.
+        # Sorted, because clients send the inputs in any order and equal requests need equal keys.
         shape_key = repr(sorted(key, key=repr)).encode() if key else b""
         if self.padding is not None:
             shape_key = self.padding.key(shape_key, padded)
         return BatchFit(batch_size, shape_key)
 
     def _batch_size(self, inputs: Sequence[Any]) -> int:
-        # Before any shape is looked at: a batch dimension that is too large, or forgotten, is told.
+        # Checked before the shapes: a wrong or missing batch dimension needs an error of its own.
         batch_size = -1
         for tensor in inputs:
             shape = tensor.shape
@@ -210,31 +222,42 @@ class Signature:
 
 
 def id_prefix(request_id: str) -> str:
-    """The prefix of Triton's texts that name the request."""
+    """Return the prefix of Triton's error texts that name the request."""
     return f"[request id: {request_id or '<id_unknown>'}] "
 
 
 def stopping(request_id: str, *, of_sequence: bool = False) -> str:
-    """Return the error text for a request that comes, or is still here, when no work begins any
-    more. The words are Triton's, which name a request of a sequence only by a client's own id."""
+    """Return the error text for a request that is rejected because the server stops.
+
+    As in Triton, the text for a request of a sequence omits the id if the client sent none.
+    """
     return _STOPPING if of_sequence and not request_id else id_prefix(request_id) + _STOPPING
 
 
 def agree(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes may be of the same tensor; -1 in either stands for any size."""
+    """Return whether two shapes match; -1 in either of them matches any size."""
     return len(one) == len(other) and all(
         a == b or -1 in (a, b) for a, b in zip(one, other, strict=True)
     )
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as Triton prints it: [1,16]."""
+    """Return a shape in Triton's format: [1,16]."""
     return "[" + ",".join(map(str, shape)) + "]"
 
 
 def check_extent(name: str, shape: Sequence[int], count: int, item: int) -> None:
-    """Raise InvalidArgument for an input with a dimension, a number of elements or of bytes that no
-    64-bit integer with a sign can hold; `item` is 0 where elements vary in size."""
+    """Check that the extent of an input fits into signed 64-bit integers.
+
+    Args:
+        name: The name of the input.
+        shape: Its shape.
+        count: Its number of elements.
+        item: The byte size of an element; 0 if the size varies.
+
+    Raises:
+        InvalidArgument: A dimension, the number of elements or the byte size is too large.
+    """
     text = f"invalid shape for input '{name}': shape {shape_text(shape)}"
     if any(dim > LARGEST for dim in shape):
         raise InvalidArgument(f"{text} contains one or more invalid dimensions")
@@ -260,7 +283,7 @@ def _check_size(tensor: TensorRef, model: str) -> None:
     expected = count * item
     if expected > LARGEST:
         check_extent(tensor.name, tensor.shape, count, item)
-    # An array may have a dimension of 0 and still be refused for its others.
+    # An array with a dimension of 0 is empty, but its other dimensions may still be too large.
     if not count and element_count([dim for dim in tensor.shape if dim]) > _MOST_ELEMENTS:
         raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
     if not item:

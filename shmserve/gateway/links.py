@@ -1,7 +1,8 @@
-"""The links of a gateway in its event loop: to the supervisor, and to the schedulers.
+"""The links of a gateway to the supervisor and the schedulers, in the gateway's event loop.
 
-What is queued during a turn of the loop leaves as one frame at its end. A client that leaves frees
-no memory: its request is cancelled at the scheduler, and stays in flight until that responds.
+The messages queued during an iteration of the loop are sent together, as one frame for each link.
+When a client disconnects, its request is cancelled at the scheduler. The request keeps its memory
+until the scheduler responds.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ from shmserve.ipc.transport.dealer import Dealer
 logger = logging.getLogger(__name__)
 
 
-# Where others are in flight, what was read is released with the next request, which saves a wake-up
-# of the scheduler, and of the worker that owns the memory; or after this.
+# The longest delay of a `Release` while other requests are in flight. Sending it with the next
+# request saves a wake-up of the scheduler, and of the worker that owns the memory.
 _MOST_HELD_S = 0.001
 
 
 class SupervisorLink:
-    """The link to the supervisor: notifications, and requests with their responses.
+    """The link to the supervisor, for notifications and for requests with responses.
 
-    `on_message` gets everything but the responses to `ask`.
+    Args:
+        endpoint: The endpoint of the supervisor.
+        identity: The identity of the gateway.
+        on_message: Called with every message except the responses to `ask`.
     """
 
     def __init__(self, endpoint: str, identity: str, on_message: Callable[[Any], None]) -> None:
@@ -53,7 +57,7 @@ class SupervisorLink:
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def post(self, message: Any) -> None:
-        """Send a message at the end of this turn of the loop."""
+        """Queue a message, which is sent in the next iteration of the loop."""
         self._dealer.post(message)
         if not self._flushing:
             self._flushing = True
@@ -81,14 +85,14 @@ class SupervisorLink:
     async def ask(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
         """Send a request and return the response's payload.
 
-        A caller that is cancelled only stops waiting: the supervisor finishes the request.
+        Cancelling this coroutine does not cancel the request, which the supervisor completes.
 
         Args:
-            kind: The kind of the message.
-            fields: Its fields behind the number.
+            kind: The message class.
+            fields: The fields of the message, without the number.
 
         Raises:
-            ShmserveError: The supervisor refused the request.
+            ShmserveError: The supervisor rejected the request.
         """
         number = next(self._numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -115,12 +119,12 @@ class SupervisorLink:
 
 @dataclass(slots=True, eq=False)
 class GatewayRequest(InflightRequest):
-    """A request of a gateway; a subclass for each protocol says what a response does.
+    """An in-flight request of a gateway. A subclass for each protocol handles the responses.
 
     Attributes:
-        schedulers: The client that submits it.
-        release: Gives back what keeps its memory: its block of the arena, its regions.
-        ended: Its last response is here, or nobody waits for it any more.
+        schedulers: The client that submits the request.
+        release: Releases the arena block and the regions of the request.
+        ended: Whether the last response was received, or the request was abandoned.
     """
 
     schedulers: GatewaySchedulers
@@ -129,7 +133,7 @@ class GatewayRequest(InflightRequest):
 
     @abstractmethod
     def responded(self, message: Response) -> None:
-        """Take a response: the last one if the request is `ended`."""
+        """Handle a response; it is the last one if the request has `ended`."""
 
     def awaited(self) -> bool:
         return not self.ended
@@ -145,7 +149,7 @@ class GatewayRequest(InflightRequest):
         self.release()
 
     def discard(self, message: Response) -> None:
-        """Release the outputs of a response that nobody reads."""
+        """Release the outputs of a response without reading them."""
         self.schedulers.discard(self.endpoint, message)
 
     def release_outputs(self, inferred: Inferred | None) -> None:
@@ -157,8 +161,10 @@ class GatewayRequest(InflightRequest):
             self.schedulers.release(self.endpoint, releases(places))
 
     def abandon(self) -> None:
-        """Wait for it no more: what still comes is discarded, and its memory is in use until the
-        scheduler responds."""
+        """Cancel the request and discard further responses.
+
+        Its memory stays in use until the scheduler responds.
+        """
         self.ended = True
         self.schedulers.cancel(self)
 
@@ -166,13 +172,13 @@ class GatewayRequest(InflightRequest):
 class GatewaySchedulers(SchedulerClient[GatewayRequest]):
     """The client of all schedulers, in the event loop.
 
-    A link lasts until its scheduler has ended and nothing is in flight there: a scheduler takes
-    back what a client reads when the link closes.
+    A link is closed only when its scheduler has exited and no request is in flight there. When a
+    link closes, the scheduler reclaims the memory that the client may still be reading.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        # A scheduler reads the pid from the identity.
+        # Schedulers obtain the pid from the identity.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
         self._table = LinkTable(
             identity, self._watch, self._unwatch, self._on_queued, self._on_held
@@ -180,22 +186,22 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         super().__init__(self._table)
         self._releasing: asyncio.TimerHandle | None = None
         self._reports: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
-        # Returns another number for a request, each time it is called.
+        # Returns the number of the next request.
         self.next_number = itertools.count(1).__next__
 
     def open(self, endpoint: str) -> None:
-        """Make the link to a scheduler, which the first request need not wait for."""
+        """Open the link to a scheduler in advance, so that the first request is not delayed."""
         self._table.open(endpoint)
 
     def close(self) -> None:
-        """Close every link; requests in flight get no response."""
+        """Close every link. Requests in flight receive no response."""
         self._table.close_all()
 
-    # --- out
+    # --- sending
 
     def _on_queued(self) -> None:
         if len(self.pending) < 2:
-            self._table.flush()  # nothing else will come that could leave with it
+            self._table.flush()  # no other request is in flight, so no message will follow soon
         else:
             self._loop.call_soon(self._table.flush)
 
@@ -209,7 +215,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         self._releasing = None
         self._table.flush()
 
-    # --- in
+    # --- receiving
 
     def _watch(self, fd: int) -> None:
         self._loop.add_reader(fd, self._receive, fd)
@@ -235,16 +241,22 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
             report.set_result(message.statistics)
 
     def _drop_unused(self, link: Dealer) -> None:
-        """Close the link to a scheduler that has ended, unless `lost` is still to say who has what
-        was in flight there."""
+        """Close the link to a scheduler that has exited, if no request is in flight there.
+
+        Otherwise the link remains open until `fail_over`.
+        """
         endpoint = link.endpoint
         inflight = (*self.pending.values(), *self.settling.values())
         if all(request.endpoint != endpoint for request in inflight):
             self._table.drop(link)
 
     def fail_over(self, endpoint: str, successor: str) -> None:
-        """Submit what was in flight at the scheduler at `endpoint`, which has ended, to the
-        successor; fail it if that is ""."""
+        """Resubmit the requests of a scheduler that has exited to its successor.
+
+        Args:
+            endpoint: The endpoint of the scheduler that has exited.
+            successor: The endpoint of the successor. If it is "", the requests fail.
+        """
         self.successors.add(endpoint, successor)
         self.lost(endpoint)
         for at, report in list(self._reports.values()):
@@ -254,7 +266,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
     # --- statistics
 
     def report(self, endpoint: str) -> asyncio.Future[dict[str, Any]]:
-        """Request a scheduler's statistics; the caller sets the limit on time."""
+        """Request a scheduler's statistics. The caller must set a timeout."""
         report: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         number = self.next_number()
         endpoint = self.successors.latest(endpoint)

@@ -1,8 +1,8 @@
 """Batches of requests with unequal shapes: ragged (flat) inputs, or inputs padded to one shape.
 
-Ragged batches get tensors that say where each request begins in a flat input, and flat outputs are
-cut (a configuration's `batch_input` and `batch_output`). For requests with 2, 4 and 1 elements in
-the source input:
+The model of a ragged batch receives generated tensors with the extent of each request in a flat
+input (`batch_input`). Flat outputs are split (`batch_output`). The generated tensors for requests
+with 2, 4 and 1 elements in the source input:
 
     BATCH_ELEMENT_COUNT                           [2, 4, 1]
     BATCH_ACCUMULATED_ELEMENT_COUNT               [2, 6, 7]
@@ -11,10 +11,10 @@ the source input:
     BATCH_ITEM_SHAPE                              [rows of all, rank]: a shape for each row
     BATCH_ITEM_SHAPE_FLATTEN                      the same, flat
 
-    BATCH_SCATTER_WITH_INPUT_SHAPE                a flat output, cut into the inputs' shapes
+    BATCH_SCATTER_WITH_INPUT_SHAPE                a flat output, split into the inputs' shapes
 
-A padded input becomes rows of one dense array, in which the inputs of the batch are adjacent: the
-gatherer need not copy them, and a model that receives each request apart can join them.
+The padded inputs of a batch are adjacent rows of one dense array. The gatherer therefore does not
+copy them, and a model that receives separate requests can join them without a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shmserve.workers.batch.request import Array, Copied, Input, Request, Respon
 
 
 class _Made(NamedTuple):
-    """A tensor that is made for each batch."""
+    """A tensor that is generated for each batch."""
 
     name: str
     source: str
@@ -44,7 +44,7 @@ class _Made(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """An output that is cut: `dims` without the batch dimension, -1 as in the source."""
+    """An output that is split; -1 in `dims` (without the batch dimension) is the source's size."""
 
     source: str
     dims: Shape
@@ -254,7 +254,7 @@ def _share(
             whole[at:end],
             model=source.model,
             on_device=not isinstance(whole, memoryview),
-            writable=True,  # it is nobody else's
+            writable=True,  # the padded array belongs to this batch alone
             batch=whole,
         )
         at = end

@@ -312,7 +312,7 @@ class ResponseStream:
                     failed,
                 )
             )
-            # What has taken memory must know whether it was delivered.
+            # A response with arena memory is flushed now, because its delivery must be known.
             waits = self._sent and not final and not memory.has_fresh
             told = writer.link.flush_soon() if waits else writer.link.flush()
         if told:

@@ -23,7 +23,7 @@ _NO_PLACES: dict[str, Range] = {}
 def reshape(
     shape: tuple[int, ...], dims: tuple[int, ...], target: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Return `shape`, which fits `dims`, as `target` has it, with variable sizes in their order.
+    """Return a shape that matches `dims`, reshaped to `target` with variable sizes in order.
 
     >>> reshape((5, 7), (-1, 7), (7, -1))
     (7, 5)
@@ -35,18 +35,17 @@ def reshape(
 
 
 class _Kind:
-    """What follows for one model from the schema of a request.
+    """The properties that one model derives from the schema of a request.
 
     Attributes:
         schema: The unpacked schema.
-        inputs: Name, datatype, shape as the model sees it, and byte size of each input; -1: BYTES,
-            whose size varies.
+        inputs: The inputs, with the shapes that the model receives.
         input_count: The number of inputs.
-        batch_size: Rows in each input; 0 when the model does not batch.
+        batch_size: The rows of each input; 0 if the model does not batch.
         requested: The requested outputs by name.
-        placed: The names of the requested outputs that have a place in the data.
+        placed: The names of the requested outputs that have a range in the data.
         strings: The names of the BYTES inputs.
-        known: Responses to such requests, see `Request.known`.
+        known: The cache of responses to such requests (see `Request.known`).
     """
 
     __slots__ = (
@@ -79,10 +78,9 @@ class _Kind:
 
 @dataclass(eq=False)
 class Unpacker:
-    """Makes `Request`s of `Work` for one model.
+    """A converter of `Work` messages to the `Request`s of one model.
 
-    Inputs in device memory stay there with `device_inputs`; without it they are copied to the
-    host.
+    With `device_inputs`, inputs in device memory stay there. Otherwise they are copied to the host.
     """
 
     _signature: Signature
@@ -104,7 +102,7 @@ class Unpacker:
         """Return one request of a batch.
 
         Raises:
-            MalformedMessage: The work holds no request.
+            MalformedMessage: The message does not contain a request.
             InvalidArgument: The request does not fit the model, or names memory that is too small.
             Unavailable: The memory of a tensor no longer exists.
         """
@@ -119,7 +117,7 @@ class Unpacker:
         shared: list[Range] = []
         for (name, datatype, shape, expected), raw in zip(kind.inputs, data, strict=False):
             if type(raw) is bytes:
-                # A copy of a few bytes that the model may write into.
+                # Copied, so that the model may write into it.
                 own = memoryview(bytearray(raw))
                 size = own.nbytes
                 if expected not in (size, -1):
@@ -156,7 +154,7 @@ class Unpacker:
         )
 
     def _derive(self, packed: bytes) -> _Kind:
-        """Return what follows from a schema. Raises as `request` does."""
+        """Return the derived properties of a packed schema. Raises the exceptions of `request`."""
         schema = RequestSchema(packed)
         inputs: list[TensorSchema] = []
         batch_size = 0
@@ -170,7 +168,7 @@ class Unpacker:
         return _Kind(schema, inputs, batch_size, requested)
 
     def _as_model_sees(self, tensor: TensorSchema) -> TensorSchema:
-        """Return an input with the shape that the model sees.
+        """Return an input with the shape that the model receives.
 
         Raises:
             InvalidArgument: The model has no such input.
@@ -192,7 +190,7 @@ class Unpacker:
         )
 
     def _placed(self, name: str, datatype: str, shape: tuple[int, ...], data: Range) -> Input:
-        """Return the input that lies at a place."""
+        """Return the input in a memory range."""
         place: Range | None = None
         on_device = shared = False
         if data.memory.copied:
@@ -222,7 +220,7 @@ def _check_elements(inputs: dict[str, Input], names: Sequence[str], request_id: 
     """Check the strings of all BYTES inputs before the batch runs, so that only this request fails.
 
     Raises:
-        InvalidArgument: The lengths of an input's elements do not add up.
+        InvalidArgument: The lengths of an input's elements do not match its byte size.
     """
     wrong: list[str] = []
     for name in names:

@@ -1,10 +1,10 @@
-"""A worker's link to the scheduler that feeds its instance: thread-safe, with credit for responses.
+"""A worker's link to the scheduler of its instance, with flow control of responses (thread-safe).
 
     Execute, ... ──> commands (for the loop)     CancelExecution, CreditExecution ──> WorkerRequest
 
 The socket is read by the thread that needs a message: the loop while it waits, or a model's thread
-that checks for cancellation or waits for credit. If a thread reads a message for the loop or for
-another thread, it wakes that one.
+that checks for cancellation or waits for credit. A thread that reads a message for the loop or for
+another thread wakes the recipient.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 
 # A message that may be delayed is sent together with the next one. This saves a wake-up of the
 # scheduler, which on few cores preempts the gateway. After HOLD_NS, about the duration of a hop,
-# messages are sent immediately, so that the first one reaches the client meanwhile. No message is
-# delayed longer than `_MOST_HELD_NS`.
+# messages are sent immediately: the first one has reached the client by then. No message is delayed
+# longer than `_MOST_HELD_NS`.
 HOLD_NS = 200_000
 _MOST_HELD_NS = 400_000
 
-# With the interpreter held: they never wait, and are called as often as responses are sent.
+# PyDLL keeps the GIL: these calls never block, and are made for every response.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class Timer:
     """A kernel timer with a thread that waits for it, so that starting it wakes no thread.
 
-    The thread calls `due` a time of `delay_ns` (less than a second) after the last `start`. It is
-    created by the first `start`. See timerfd_create(2).
+    The thread calls `due` `delay_ns` (less than a second) after the last `start`. The first `start`
+    creates the thread. See timerfd_create(2).
     """
 
     def __init__(self, delay_ns: int, due: Callable[[], object]) -> None:
@@ -60,14 +60,18 @@ class Timer:
         self._closed = False
 
     def start(self) -> None:
-        """Be due in `delay_ns`, and at no time that was set before. Raises OSError."""
+        """Set or reset the timer to expire in `delay_ns`.
+
+        Raises:
+            OSError: The timer cannot be created or set.
+        """
         if self._fd < 0:
             self._begin()
         if _libc.timerfd_settime(self._fd, 0, self._expiration, None) < 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 
     def close(self) -> None:
-        """Be never due again, and have the thread end."""
+        """Stop the timer and its thread."""
         self._closed = True
         if self._fd >= 0:
             self.start()
@@ -115,7 +119,11 @@ class WorkerRequest:
         return self._window
 
     def open_window(self, placed: bool) -> None:
-        """Before its first response: these go to places of its client's, or not."""
+        """Create the send window before the first response.
+
+        Args:
+            placed: Whether outputs are written to the client's memory.
+        """
         self._window = SendWindow(placed)
 
     def cancel(self, listening: bool = False) -> None:
@@ -143,11 +151,17 @@ MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 class InstanceLink:
     """The link to the scheduler, through one `Dealer` at a time.
 
-    `lock` guards the link and other state that a model's threads share with the loop. `on_read` is
-    called for outputs that are not read any more. The link accepts the messages of requests, and in
-    order the messages whose types are `served` (see `MessageTable`). A message that starts work has
-    `requests`, and `live` is the scheduler's number of requests in flight. Requests are open from
-    the arrival of their message, so that a following cancellation finds them.
+    Requests are open from the arrival of their message, so that a following cancellation finds
+    them.
+
+    Attributes:
+        lock: Guards the link and other state that a model's threads share with the loop.
+        commands: The received messages for the loop, in order.
+        served: The message types that are passed to the loop (see `MessageTable`).
+        loop_reads: Whether the loop waits and reads the socket.
+        _on_read: Called for outputs that readers have released.
+        _waiting: The requests whose credit threads wait for, by the eventfd of the thread.
+        _reader: The eventfd of the thread that reads the socket; 0 for none.
     """
 
     _control: SupervisorLink
@@ -160,10 +174,9 @@ class InstanceLink:
     _flushed_ns: int = 0
     _held: bool = False
     _open: dict[int, WorkerRequest] = field(default_factory=dict)
-    # Eventfd of a thread -> whose credit it needs.
     _waiting: dict[int, WorkerRequest] = field(default_factory=dict)
-    _reader: int = 0  # the eventfd of the thread that reads the socket meanwhile
-    loop_reads: bool = False  # the loop waits and reads the socket
+    _reader: int = 0
+    loop_reads: bool = False
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -195,13 +208,13 @@ class InstanceLink:
         return dealer is not None and dealer.connected and dealer.endpoint == endpoint
 
     def post(self, message: Any) -> None:
-        """Queue a message for the next that is sent."""
+        """Queue a message for the next `flush`."""
         with self.lock:
             assert self._dealer is not None
             self._dealer.post(message)
 
     def flush(self) -> bool:
-        """Send the queued messages; return False if the scheduler is gone."""
+        """Send the queued messages; return False if the link is disconnected."""
         with self.lock:
             self._held = False
             self._flushed_ns = time.monotonic_ns()
@@ -211,7 +224,7 @@ class InstanceLink:
         """Call `flush`, or delay it to the next message or a timer shortly after another flush.
 
         Returns:
-            False if the scheduler is known to be gone.
+            False if the link is known to be disconnected.
         """
         with self.lock:
             if time.monotonic_ns() - self._flushed_ns >= HOLD_NS:
@@ -234,7 +247,7 @@ class InstanceLink:
             return self._dealer is not None and self._dealer.send(message)
 
     def pump(self) -> None:
-        """Take all that has arrived; most often nothing has, which `wait` finds sooner."""
+        """Handle all received messages. `wait` returns early in the common case of no message."""
         with self.lock:
             while self._dealer is not None and self._dealer.wait(0):
                 self.receive()
@@ -242,7 +255,7 @@ class InstanceLink:
                     self._control.wake()
 
     def receive(self) -> None:
-        """Take what has arrived, where something has; for the loop, which is not woken."""
+        """Handle the received messages. For the loop: unlike `pump`, it does not wake the loop."""
         with self.lock:
             dealer = self._dealer
             if dealer is None:
@@ -276,7 +289,7 @@ class InstanceLink:
                 logger.warning("unexpected %s", type(message).__name__)
 
     def _disconnect(self) -> None:
-        """Cancel all requests of a scheduler that is gone."""
+        """Cancel all requests of a scheduler that has disconnected."""
         self.commands.clear()
         for request in self._open.values():
             request.cancel()
@@ -307,7 +320,7 @@ class InstanceLink:
                     del known[request.key]
 
     def is_open(self, request: WorkerRequest) -> bool:
-        """Check whether the request's scheduler waits for its end."""
+        """Check whether the request's scheduler still expects its final response."""
         return self._open.get(request.key) is request
 
     def is_cancelled(self, request: WorkerRequest) -> bool:
@@ -317,9 +330,12 @@ class InstanceLink:
         return request.cancelled
 
     def wait_for_credit(self, request: WorkerRequest, timeout_s: float) -> bool:
-        """Wait until the client takes another response, or none any more; False: neither in time.
+        """Wait until the client accepts another response or stops reading responses.
 
-        One of those who wait reads the socket, unless the loop does (leader and followers).
+        One of the waiting threads reads the socket, unless the loop does (leader and followers).
+
+        Returns:
+            False if the timeout has expired.
         """
         deadline = time.monotonic() + timeout_s
         awaited = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

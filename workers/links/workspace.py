@@ -1,7 +1,7 @@
-"""A worker's end of its device's workspace pool: memory for the time of an execution.
+"""Leases of device memory from the workspace pool of a device, for the time of an execution.
 
-with lease:           the thread waits until the pool has it
-async with lease:     the coroutine does, and the others of its event loop go on
+with lease:           blocks the thread until the pool has enough memory
+async with lease:     suspends the coroutine; other coroutines of its event loop continue
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspa
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.workers.links.supervisor import SupervisorLink
 
-# Whether the execution that runs here, a thread's or a coroutine's, has a workspace.
+# Whether the current execution (of a thread or a coroutine) has a workspace.
 _HOLDS: ContextVar[bool] = ContextVar("holds_workspace", default=False)
 
 
@@ -33,34 +33,37 @@ def _unchanged(view: Any) -> Any:
 class Workspace:
     """The workspace leases of one instance.
 
-    `_settle(number)` waits until a CUDA device has done the work of this process.
+    Attributes:
+        _settle: Waits until a CUDA device has completed the work of this process.
+        coroutines: The number of coroutines that have a lease.
     """
 
     _control: SupervisorLink
     _mappings: Mappings
     _device: str
     _settle: Callable[[int], None]
-    coroutines: int = 0  # of the event loop, that have a lease
+    coroutines: int = 0
 
     def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> LeasedWorkspace:
-        """Return a lease of bytes for a with block; their contents are undefined.
+        """Return a lease for a `with` block. The contents of its memory are undefined.
 
         Args:
             byte_size: The number of bytes.
-            seen_as: Converts a writable memoryview, or a tensor of uint8 on the device.
+            seen_as: Converts the memory, a writable memoryview or a uint8 tensor on the device, to
+                the value of the `with` block.
         """
         return LeasedWorkspace(self, byte_size, seen_as)
 
     def ask(self, byte_size: int) -> Range:
-        """Wait until the pool has so many bytes.
+        """Wait until the pool has `byte_size` free bytes, and lease them.
 
         Raises:
-            Internal: The pool is smaller.
+            Internal: The pool is smaller than `byte_size`.
             Unavailable: The device has no pool.
         """
         try:
             granted = self._control.ask(LeaseWorkspace, self._device, byte_size)
-        except InvalidArgument as error:  # the model's fault, and no client's
+        except InvalidArgument as error:  # an error of the model, not of a client
             raise Internal(error.message) from None
         return replace(unpack_range(granted["place"]), byte_size=byte_size)
 
@@ -75,7 +78,7 @@ class Workspace:
             DeviceLost: This process cannot use the device any more.
         """
         if used and place.memory.cuda is not None:
-            # The next holder may be another process, whose work is not ordered with this one's.
+            # The next lease may be another process's, whose work is not ordered with this work.
             self._settle(place.memory.cuda.device)
         self._control.send(ReturnWorkspace(self._device, place.memory.id, place.offset))
 
@@ -84,10 +87,10 @@ class LeasedWorkspace:
     """A lease for a `with` block, or for an `async with` block of a coroutine.
 
     Raises:
-        Internal: On entering: the size is not positive or exceeds the pool, the execution already
-            has a lease (two executions could deadlock), or a coroutine would block the event loop
-            while another coroutine has a lease.
-        Unavailable: On entering: the device has no pool.
+        Internal: On entry, if the size is not positive or exceeds the pool. Also if the execution
+            already has a lease, since two executions could deadlock. Also if a coroutine would
+            block the event loop while another coroutine has a lease.
+        Unavailable: On entry, if the device has no pool.
     """
 
     def __init__(self, workspace: Workspace, byte_size: int, seen_as: Callable[[Any], Any]) -> None:
@@ -115,7 +118,7 @@ class LeasedWorkspace:
         self._check()
         loop = asyncio.get_running_loop()
         granted: asyncio.Future[Range] = loop.create_future()
-        # A thread for each that waits: no other work of the model's waits behind it.
+        # One thread for each waiting coroutine, so that no other work of the model is blocked.
         threading.Thread(target=self._wait, args=(loop, granted), daemon=True).start()
         try:
             place = await granted
@@ -143,11 +146,11 @@ class LeasedWorkspace:
             tell = partial(_settle, granted, error)
         else:
             tell = partial(self._granted, granted, place)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the process ends
+        with contextlib.suppress(RuntimeError):  # the loop is closed because the process exits
             loop.call_soon_threadsafe(tell)
 
     def _granted(self, granted: asyncio.Future[Range], place: Range) -> None:
-        if granted.done():  # it was cancelled meanwhile
+        if granted.done():  # the coroutine was cancelled
             self._workspace.release(place, used=False)
         else:
             granted.set_result(place)
@@ -166,7 +169,7 @@ class LeasedWorkspace:
 
     def _release(self) -> None:
         assert self._place is not None and self._token is not None
-        with contextlib.suppress(ValueError):  # a generator's, that is closed from elsewhere
+        with contextlib.suppress(ValueError):  # a generator that is closed in another context
             _HOLDS.reset(self._token)
         self._workspace.coroutines -= self._in_loop
         self._workspace.release(self._place)

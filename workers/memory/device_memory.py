@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class Allocation:
-    """An open handle; `room` is the number of bytes from `pointer` to the allocation's end."""
+    """An allocation opened by its handle; `room` is the bytes from `pointer` to its end."""
 
     __slots__ = ("__weakref__", "device", "pointer", "room")
 
@@ -256,7 +256,7 @@ class DeviceMemory:
             self.synchronize(self._written.pop())
 
     def synchronize(self, device: int) -> None:
-        """Wait until a device has done the work of this process; safe in any thread.
+        """Wait until a device has completed the work of this process; safe in any thread.
 
         Raises:
             DeviceLost: This process cannot use the device any more.

@@ -44,10 +44,10 @@ class OutputMemory:
     A reader may hold a block until it exits. Its release arrives by way of the scheduler that
     serves the model then. Blocks of responses that no scheduler received are freed at once.
 
-    A local client is not trusted to release its blocks. It may hold at most as many bytes as are
-    free (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998):
-    one client that keeps everything holds half of the arena, n clients n/(n + 1). A client without
-    a block may allocate an output of any size.
+    A local client is not trusted to release its blocks, so it may hold at most as many bytes as are
+    free. One client that releases nothing holds half of the arena, and n clients hold n/(n + 1). A
+    client without a block may allocate an output of any size. See "dynamic thresholds", Choudhury
+    and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -82,7 +82,7 @@ class OutputMemory:
         return place, self._arena.view(place)
 
     def reserve(self, reader: int, byte_size: int) -> memoryview:
-        """Allocate a block in which the model computes an output, and return its bytes.
+        """Allocate a block for an output that the model computes in place, and return its bytes.
 
         `claim` returns the block. A block that is not claimed is freed when the batch is sent.
 
@@ -135,7 +135,7 @@ class OutputMemory:
         self.take_back([at for at, output in self._fresh.items() if output.reader == reader])
 
     def take_back(self, offsets: Iterable[int]) -> None:
-        """Free blocks that were allocated for responses that will not be sent with them."""
+        """Free blocks that were allocated for responses and are not used for them."""
         for offset in offsets:
             output = self._fresh.pop(offset, None)
             if output is not None:
@@ -204,7 +204,7 @@ class _Job:
 
     def help(self) -> None:
         """Copy pieces until all are taken."""
-        for number in self.numbers:  # atomic: the iterator is one of C
+        for number in self.numbers:  # atomic, because the iterator is implemented in C
             piece = slice(number * _PIECE, (number + 1) * _PIECE)
             np.copyto(self._target[piece], self._source[piece])
             with self._lock:
@@ -218,7 +218,7 @@ class Copier:
 
     def __init__(self, threads: int) -> None:
         self._helpers = max(0, min(threads - 1, _MOST_HELPERS))
-        self._jobs: SimpleQueue[_Job] | None = None  # until the first copy that is worth it
+        self._jobs: SimpleQueue[_Job] | None = None  # created by the first large copy
 
     def copy(self, target: Array, source: Array) -> None:
         """Execute `target[...] = source` for arrays of one shape and type that do not overlap."""

@@ -5,12 +5,12 @@ The memory of all batches is known at load, and is allocated then:
     weights      once
     inputs       one buffer per input, for the largest batch; smaller buckets use its first rows
     outputs      the same
-    workspace    the intermediate memory of the model, where that was measured
+    workspace    the intermediate memory of the model, if it was measured
 
-A graph is recorded for each batch bucket, then replayed. It reads and writes the same memory in
-each replay, so inputs are copied into the buffers and outputs are read where the graph left them.
-Rows behind those of the batch are computed and ignored. All graphs share one memory pool, because
-they never run at the same time.
+A graph is recorded for each batch bucket and then replayed. Each replay reads and writes the same
+memory, so inputs are copied into the buffers and outputs are read from the graph's memory. The
+unused rows of a bucket are computed and ignored. All graphs share one memory pool, because they
+never run at the same time.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class MemoryPlan:
         return self.buckets[-1]
 
     def bucket(self, rows: int) -> int:
-        """Return the smallest bucket that holds so many rows.
+        """Return the smallest bucket of at least `rows` rows.
 
         Raises:
-            ValueError: No bucket does.
+            ValueError: `rows` exceeds the largest bucket.
         """
         for bucket in self.buckets:
             if rows <= bucket:
@@ -76,12 +76,12 @@ class MemoryPlan:
         raise ValueError(f"{rows} rows are more than the {self.rows} of the largest bucket")
 
     def byte_size(self, rows: int) -> tuple[int, int]:
-        """Return (inputs, outputs) in bytes of a batch of so many rows."""
+        """Return the bytes of the inputs and of the outputs of a batch of `rows` rows."""
         return sum(self.inputs.values()) * rows, sum(self.outputs.values()) * rows
 
     @property
     def total(self) -> int:
-        """The bytes in all, as far as they are known."""
+        """The total bytes; an unmeasured workspace counts as 0."""
         return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def text(self) -> str:
@@ -101,8 +101,8 @@ class MemoryPlan:
 def buckets(config: ModelSpec) -> tuple[int, ...]:
     """Return the batch sizes to prepare, ascending, the largest last.
 
-    They are those of `graph_spec` in `optimization.cuda`, or else the preferred sizes and the
-    powers of two.
+    The sizes are those of `graph_spec` in `optimization.cuda`. Without these, they are the
+    preferred sizes and the powers of two.
     """
     most = max(1, config.max_batch_size)
     named = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
@@ -122,7 +122,7 @@ def _row(spec: TensorSpec) -> int:
     return element_count(spec.dims) * ITEM_SIZE[spec.datatype]
 
 
-_WARM_UPS = 3  # as torch advises: libraries choose their algorithms in the first calls
+_WARM_UPS = 3  # torch's advice, because libraries choose their algorithms in the first calls
 
 Tensors = Mapping[str, torch.Tensor]
 

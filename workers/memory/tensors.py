@@ -82,7 +82,7 @@ class DeviceBuffers:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < total or buffer.device != device:
             buffer = None
-            self._buffers.pop(name, None)  # before there is another one
+            self._buffers.pop(name, None)  # freed before the new buffer is allocated
             buffer = torch.empty(max(room, total), dtype=torch.uint8, device=device)
             self._buffers[name] = buffer
         at = 0
