@@ -62,7 +62,7 @@ class Successors(dict[str, str]):
     """
 
     def add(self, endpoint: str, successor: str) -> None:
-        """Record the loss of the scheduler at `endpoint`; `successor` is "" if there is none."""
+        """Record the loss of a scheduler; `successor` is "" if it has no successor."""
         if len(self) >= _MOST_LOST:
             del self[next(iter(self))]
         self[endpoint] = successor
@@ -145,7 +145,7 @@ class InflightRequest(ABC):
         return ()
 
     def fail(self, why: str) -> None:
-        """Fail the request as unavailable and free its memory. It must no longer be in flight."""
+        """Fail the request, which is no longer in flight, as unavailable, and free its memory."""
         text = id_prefix(self.submit.request_id) + why
         try:
             self.respond(Failed(self.submit.id, Unavailable.code, text, 0, early=False))
@@ -185,10 +185,10 @@ class SchedulerClient(Generic[R]):
 
         Args:
             links: The transport.
-            find: Called when a request was refused as unavailable (the second argument is the
-                refusal) or its scheduler is lost (None). It returns the endpoint of the scheduler
-                that currently serves the model, or "" if none is known. It returns None if it will
-                submit or end the request later.
+            find: Returns the endpoint of the scheduler that currently serves a request's model, or
+                "" if none is known. A result of None means that the callee submits or ends the
+                request later. The second argument is the refusal if the request was refused as
+                unavailable, and None if its scheduler is lost.
             successors: The record of losses, which several clients may share.
         """
         self._links = links

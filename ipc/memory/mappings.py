@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.descriptors import Memory, Range
 
-# Python's own mmap knows no addresses.
+# Python's mmap cannot map memory at a given address.
 _libc = ctypes.CDLL(None, use_errno=True)
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _libc.mmap.restype = _libc.mremap.restype = _ADDRESS
@@ -31,7 +31,7 @@ _libc.mremap.argtypes = [_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
-_REMEMBERED = 1024  # memories that were dropped last
+_REMEMBERED = 1024  # the number of dropped memories whose ids are kept
 
 
 def _truncated() -> InvalidArgument:
@@ -164,8 +164,8 @@ class Mappings:
             opened = self._open(memory)
             mapping = self._known.setdefault(memory.id, opened)
             if mapping is not opened:
-                opened.close()  # another thread was faster
-        # Nobody else uses the position of this descriptor; fstat(2) takes three times as long.
+                opened.close()  # another thread has opened the memory meanwhile
+        # The file position is unused, so lseek(2) is safe; fstat(2) takes three times as long.
         if not memory.sealed and (
             os.lseek(mapping.fd, 0, os.SEEK_END) < place.offset + place.byte_size
         ):

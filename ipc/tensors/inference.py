@@ -74,9 +74,9 @@ class Inference:
 def overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     """Return whether an output is written over an input.
 
-    The execution of such a request overwrites its inputs, so the request can run only once. It
-    fails if its worker is lost after it may have started. Such a request also cannot return an
-    input in place.
+    The execution of a request with overlapping memory overwrites its inputs, so the request can run
+    only once. The request fails if its scheduler is lost after the execution may have started. The
+    model cannot return an input of the request in place, either.
     """
     given = list(inputs)
     for output in outputs:

@@ -72,8 +72,8 @@ class Signature:
         worker, because only the worker reads them.
 
         Raises:
-            InvalidArgument: The request does not fit. The text is Triton's. It starts with the id
-                of the request, except for unknown inputs and outputs.
+            InvalidArgument: The request does not fit. The text is Triton's, and starts with the id
+                of the request except for unknown inputs and outputs.
         """
         try:
             return self._check(inputs, outputs, sized=True)

@@ -66,7 +66,7 @@ class SharedWait:
         """Create the epoll descriptor.
 
         Args:
-            take: Handles all received messages. It is called without `lock`.
+            take: Called without `lock` to handle all received messages.
         """
         self.lock = threading.Lock()
         self._take = take

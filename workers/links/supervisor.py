@@ -23,8 +23,8 @@ from shmserve.ipc.transport.dealer import Dealer
 class SupervisorLink:
     """A dispatcher of received messages: responses, changes of other models, and the loop's inbox.
 
-    A model may send requests from its own threads, so a lock guards each use of the socket. If such
-    a thread reads a message for the loop, it wakes the loop.
+    A model may send requests from its own threads, so a lock guards each use of the socket. A
+    thread that reads a message for the loop wakes the loop.
     """
 
     def __init__(self, dealer: Dealer) -> None:
@@ -47,16 +47,16 @@ class SupervisorLink:
             self.dealer.send(message)
 
     def wake(self, always: bool = False) -> None:
-        """Let the loop look around, if another thread calls this, or `always`."""
+        """Wake the loop. The loop's own thread does so only with `always`."""
         if always or threading.get_ident() != self._loop_thread:
             os.eventfd_write(self._wake, 1)
 
     def watch(self, fd: int) -> None:
-        """Have `wait` return for this descriptor too."""
+        """Add a descriptor for which `wait` returns."""
         self._poll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """Undo `watch`; before the descriptor is closed."""
+        """Remove a descriptor. Must be called before the descriptor is closed."""
         self._poll.unregister(fd)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -79,19 +79,19 @@ class SupervisorLink:
         return others
 
     def follow_models(self, on_change: Callable[[Losses], None] | None) -> None:
-        """Have `on_change` called with changes of other models, in the thread that reads them.
+        """Set the callback for changes of other models, or remove it with None.
 
-        None: with none any more.
+        The callback runs in the thread that reads the message, with the lock held.
         """
         self._on_models_changed = on_change or _ignore
 
     def close(self, linger_s: float) -> None:
-        """Close the socket; what was sent gets this long to arrive."""
+        """Close the socket after at most `linger_s` for the delivery of sent messages."""
         self._poll.close()
         self.dealer.close(linger_s)
 
     def pump(self) -> None:
-        """Take everything that has arrived; what the loop must act on is appended to `inbox`."""
+        """Handle all received messages. Messages for the loop are appended to `inbox`."""
         with self._lock:
             for message in self.dealer.receive():
                 match message:
@@ -112,7 +112,9 @@ class SupervisorLink:
     def ask(self, request: Callable[..., Any], *fields: Any) -> dict[str, Any]:
         """Send `request(number, *fields)` and wait for the payload of its response.
 
-        Raises the ShmserveError that the supervisor refused with, Unavailable when it is gone.
+        Raises:
+            ShmserveError: The supervisor has rejected the request with this error.
+            Unavailable: The supervisor has exited.
         """
         arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with self._lock:
@@ -142,7 +144,7 @@ class SupervisorLink:
 
 
 def _ignore(news: Losses) -> None:
-    """No model here calls others."""
+    """Ignore a change, because no model of this process calls other models."""
 
 
 def readable(*fds: int, timeout_s: float | None = None) -> bool:
