@@ -16,8 +16,10 @@ logger = logging.getLogger(__name__)
 class HostCheck(NamedTuple):
     """A check, whose verdict is `judge(gather(config))`.
 
-    `at_start` is "refuse" if a server with a WRONG verdict does not start, "tell" if it logs a
-    verdict that is not OK, and "" if only the doctor runs the check.
+    Attributes:
+        at_start: The effect at the start of a server. With "refuse", the server does not start if
+            the verdict is WRONG. With "tell", the server logs a verdict that is not OK. With "",
+            only the doctor runs the check.
     """
 
     name: str

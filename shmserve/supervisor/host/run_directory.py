@@ -51,9 +51,9 @@ class RunDirectory:
             patience_s: The time in seconds to wait for a server that ends.
 
         Raises:
-            InvalidArgument: The folder cannot be created, is a link, is owned by another user,
-                accessible to others, too long, in use, or contains foreign files; or this user may
-                not admit the group.
+            InvalidArgument: The folder cannot be created or used: it is a link, owned by another
+                user, accessible to other users, in use, or contains foreign files. Also if its path
+                is too long, or if this user may not grant access to the group.
         """
         if wanted is None:
             with refused("--run-dir: is needed, no folder for temporary files can be used"):

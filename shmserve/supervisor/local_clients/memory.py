@@ -125,8 +125,8 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     """Check that workers can map the first `byte_size` bytes of the memfd `fd` safely.
 
     Raises:
-        InvalidArgument: An access could kill a worker: the memfd can shrink, is too small, has no
-            memory yet, or has huge pages, which only a `trusted` user is expected to keep.
+        InvalidArgument: An access could kill a worker, because the memfd can shrink, is too small
+            or has no memory yet. Huge pages are allowed only for a `trusted` user.
     """
     if not is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")

@@ -1,14 +1,14 @@
 """The autoscaler, which changes the number of a model's instances with its load.
 
-The number stays within the bounds of the model's configuration. An instance is added if a request
-that arrives now would wait too long, in two samples in a row, or if the mean wait of executed
-requests is too long. Waits in a queue are approximately exponential, so that their p99 is ln 100
-times the mean (L. Kleinrock, "Queueing Systems", vol. 1, 1975). No instance is added if the queue
-will be empty within a second, or if the host lacks processors or memory.
+The number stays within the bounds of the model's configuration. An instance is added if the wait of
+a new request would be too long in two consecutive samples, or if the mean wait of executed requests
+is too long. Waits in a queue are approximately exponential, so their p99 is ln 100 times the mean
+(L. Kleinrock, "Queueing Systems", vol. 1, 1975). No instance is added if the queue will be empty
+within a second, or if the host lacks processors or memory.
 
-An instance is removed if no request waited too long for twenty seconds and the remaining instances
-were busy for at most 60 % of each half second. If an instance is missed soon after its removal, the
-twenty seconds are doubled, so that a periodic load is expected from then on.
+An instance is removed if waits were short for twenty seconds, and the load would keep the remaining
+instances busy for at most 60 % of each half second. If an instance is added again soon after a
+removal, this period is doubled, which avoids repeated changes under a periodic load.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ from shmserve.supervisor.models.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 10.0  # after an instance could not be added
+_AGAIN_S = 10.0  # the pause after an instance could not be added
 
 # The parameters of the scaling policy.
 LOOK_EVERY_S = 0.1
-_LATE_LOOKS = 2
-_CATCH_UP_S = 1.0
+_LATE_LOOKS = 2  # consecutive samples with a wait that is too long
+_CATCH_UP_S = 1.0  # no instance is added if the queue will be empty by then
 _SERVED_S = 5.0  # the window of the mean wait
-_ENOUGH = 20  # requests for a mean
-_TAIL = math.log(100)  # the p99 of an exponential distribution, in means
-_IDLE_S = 20.0
+_ENOUGH = 20  # the fewest requests for a mean
+_TAIL = math.log(100)  # the ratio of the p99 to the mean of an exponential distribution
+_IDLE_S = 20.0  # the time without long waits before a removal
 _AT_WORK_S = 0.5  # the window of the mean number of busy instances
-_STEP_S = 2.0  # between two removals
-_FITS = 0.6
-_SOON = 3.0  # in idle times before a removal
+_STEP_S = 2.0  # the shortest time between a change and a removal
+_FITS = 0.6  # the highest utilization of the remaining instances
+_SOON = 3.0  # the idle time is doubled if an instance is added within this many idle times
 _LONGEST_IDLE_S = 320.0
-_LEAST_ALLOWED = 0.25  # of the target, if an execution takes nearly all of it
+_LEAST_ALLOWED = 0.25  # the smallest allowed p99 of the wait, as a fraction of the target
 
 # The host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PRIVATE = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
-_SPARE = 0.05  # of the host's memory, which stays available
-_KNOWN_S = 0.5  # of executions, after which their use of processors is known
-_FADES = 0.98
+_SPARE = 0.05  # the fraction of the host's memory that must stay available
+_KNOWN_S = 0.5  # the execution time after which the processors per instance are measured
+_FADES = 0.98  # the decay of the maximum per measurement
 _READ_EVERY_S = 1.0
-_FULL = 0.95
-_LITTLE = 0.25  # of a processor: such a model waits for others and competes for none
-_HALF = 0.5  # of a processor, which may be missing
+_FULL = 0.95  # the utilization at which the host's processors are fully used
+_LITTLE = 0.25  # processors per instance up to which a model does not compete for processors
+_HALF = 0.5  # processors by which the demand may exceed the limit
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """The state of a serving version."""
+    """The scaling state of a serving version."""
 
     policy: ScalingPolicy
     capacity: HostCapacity
@@ -84,7 +84,7 @@ class _Watch:
 
 @dataclass(slots=True, eq=False)
 class Autoscaler:
-    """Scales the serving versions of a registry that have bounds."""
+    """The task that scales the serving versions of a registry whose instances have bounds."""
 
     _context: SupervisorContext
     _registry: ModelRegistry
@@ -93,7 +93,7 @@ class Autoscaler:
     )
 
     async def run(self) -> None:
-        """Scale until this is cancelled."""
+        """Scale the versions until this coroutine is cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self.look()
@@ -101,7 +101,7 @@ class Autoscaler:
     def look(self) -> None:
         """Request the statistics of each scheduler that has answered the last request.
 
-        Models with open orders are left alone, because the orders change their instances.
+        Models with open orders are skipped, because the orders change their instances.
         """
         for model in self._registry.models.values():
             for version in model.serving.values():
@@ -235,14 +235,13 @@ class Change(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScalingPolicy:
-    """The decision how many instances a model needs.
+    """The policy that decides the number of instances of a model.
 
     Attributes:
         least: The minimum.
         most: The maximum.
-        target_s: The latency target, including the execution; 0 is no target.
-        delay_s: The mean wait that is allowed without a target. The time of one execution is always
-            allowed.
+        target_s: The latency target, including the execution; 0 for none.
+        delay_s: The allowed mean wait without a target, if it is longer than one execution.
     """
 
     least: int
@@ -251,11 +250,11 @@ class ScalingPolicy:
     delay_s: float = 0.0
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
     _changed_s: float = field(init=False, default=-math.inf)
-    _crowded_s: float = field(init=False, default=-math.inf)  # the last time of too long a wait
+    _crowded_s: float = field(init=False, default=-math.inf)  # the time of the last long wait
     _fresh_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
     _moved_s: float = field(init=False, default=math.inf)  # the last time of progress
-    _late: int = field(init=False, default=0)  # samples in a row with too long a wait
-    _request_s: float = field(init=False, default=0.0)  # of an instance's time for a request
+    _late: int = field(init=False, default=0)  # consecutive samples with a long wait
+    _request_s: float = field(init=False, default=0.0)  # mean execution time per request
     _execution_s: float = field(init=False, default=0.0)
     _idle_s: float = field(init=False, default=_IDLE_S)
     _spared_s: float = field(init=False, default=-math.inf)  # the time of the last removal
@@ -308,14 +307,14 @@ class ScalingPolicy:
 
     @property
     def _allowed_s(self) -> float:
-        """The mean wait that is allowed."""
+        """The allowed mean wait."""
         if self.target_s:
             left_s = max(self.target_s - self._execution_s, _LEAST_ALLOWED * self.target_s)
             return left_s / _TAIL
         return max(self.delay_s, self._execution_s)
 
     def _too_long(self, load: LoadSample) -> str:
-        """Return a text with the wait if it is too long, or ""."""
+        """Return a description of the wait if it is too long, else ""."""
         allowed_s = self._allowed_s
         if not allowed_s:
             return ""  # nothing has been executed yet
@@ -364,7 +363,7 @@ def _ms(seconds: float) -> str:
 
 
 def private_bytes(pid: int) -> int:
-    """Return the memory that a process shares with no other; 0 if it cannot be read."""
+    """Return the private memory of a process in bytes; 0 if it cannot be read."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -373,7 +372,7 @@ def private_bytes(pid: int) -> int:
 
 
 def processor_s(pid: int) -> float:
-    """Return the processor time of a process in seconds; 0 if it has ended."""
+    """Return the processor time of a process in seconds; 0 if it has exited."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -385,15 +384,16 @@ def processor_s(pid: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class HostCapacity:
-    """The resources that a model's workers use, and whether the host has them for another worker.
+    """The resource usage of a model's workers, compared with the capacity of the host.
 
-    `processors` is the number of processors that the server may use; it may be a fraction.
+    Attributes:
+        processors: The number of processors that the server may use, possibly a fraction.
     """
 
     processors: float
     _seen: dict[int, float] = field(init=False, default_factory=dict)
     _took_s: float = field(init=False, default=0.0)  # at the last measurement
-    _used_s: float = field(init=False, default=0.0)  # of processors, during `_executed_s`
+    _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
     _executed_s: float = field(init=False, default=0.0)
     _each: float = field(init=False, default=0.0)  # processors of a busy instance
     _host: CpuUtilization = field(init=False, default_factory=CpuUtilization)
@@ -415,7 +415,7 @@ class HostCapacity:
             self._used_s = self._executed_s = 0.0
 
     def lacks(self, count: int) -> str:
-        """Return a text with the resource that is insufficient for `count` instances, or ""."""
+        """Return a description of the resource that `count` instances lack, or ""."""
         if self._each * count > self.processors + _HALF:
             return f"{self.processors:g} processors, an instance at work takes {self._each:.2g}"
         if self._each > _LITTLE and self._busy > _FULL:

@@ -364,7 +364,7 @@ async def watched(loaded: Awaitable[T], instance: Instance, folder: Path, limit_
         limit_s: The seconds that the load may take; 0 is no limit.
 
     Raises:
-        Unavailable: The limit has passed; the text names the frame in which the model hangs.
+        Unavailable: The limit has expired. The text names the frame that the model hangs in.
     """
     reports = asyncio.ensure_future(_report(instance))
     try:

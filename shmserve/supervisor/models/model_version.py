@@ -356,7 +356,7 @@ class ModelVersion:
 
 @dataclass(slots=True, eq=False)
 class EnsembleInstances(Instances):
-    """The instances of an ensemble: none. The ensemble is ready while its steps' models are."""
+    """The instances of an ensemble, which has none; it is ready while its steps' models are."""
 
     find: Callable[[str, str], ModelVersion | None] = field(kw_only=True)
 

@@ -1,8 +1,8 @@
 """The control socket, which connects the supervisor and its processes, and the settings sent by it.
 
-Messages of a process, or of a scheduler in it, are routed to the handler of its address (`enrol`),
-and requests to the control plane to their service (`serve`). An announcement is complete once all
-receivers have acknowledged it (`Acknowledgements`).
+The messages of a process or of a scheduler are routed to the handler of its address (`enrol`).
+Requests to the control plane are routed to their service (`serve`). An announcement is complete
+once all receivers have acknowledged it (`Acknowledgements`).
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@
 
     or [number, -errno] from the zygote, if there are no resources for another process.
 
-A zygote also forks its spare, a zygote with all imports done, which takes over when it dies
+A zygote also forks a spare zygote with all imports done. The spare takes over when the zygote dies
 (`zygote_client.py`), so that torch is not imported again.
 
-The double fork makes the supervisor the parent of B: it reaps B, detects that B is stopped, and B
-dies with it, independently of the zygote. A zygote has no threads and opens no device. It exits
-after the supervisor: when its socket is closed, it kills the remaining processes that models have
-started, and removes the run directory.
+The double fork makes the supervisor the parent of B. The supervisor reaps B and detects that B is
+stopped, and B dies with the supervisor, independently of the zygote. A zygote has no threads and
+opens no device. The zygote exits after the supervisor. When its socket is closed, the zygote kills
+the remaining processes that models have started, and removes the run directory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 OOM_SCORE_ADJ = 100
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 SPARE = "spare"  # the entry point of a spare, whose descriptor is its link
-TAKE_OVER = b"take over"  # to a spare
+TAKE_OVER = b"take over"  # the message by which a spare replaces the zygote
 
 
 def encode_request(number: int, entry: str, start: bytes) -> int:
@@ -77,22 +77,22 @@ def main(argv: list[str]) -> int:
     zygote_pid = os.getpid()
 
     def supervisor_ended() -> None:
-        # Another zygote that is clearing the directory is not killed meanwhile.
+        # The lock protects another zygote that is clearing the directory from being killed.
         with contextlib.suppress(OSError), alone(lock_fd):
             kill_marked(supervisor_pid, run_dir)
             clear(run_dir, lock_fd)
         os._exit(0)
 
     def hung_up(*_: object) -> None:
-        # A closed terminal sends SIGHUP, too, and with `nohup` the supervisor lives on. Forked
-        # processes inherit the handler, and have another parent at first.
+        # A closed terminal also sends SIGHUP, and with `nohup` the supervisor continues. Forked
+        # processes inherit this handler, and their first parent is not the supervisor.
         if os.getpid() == zygote_pid and os.getppid() != supervisor_pid:
             supervisor_ended()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # The closed link shows it, too, but not during the imports.
+    # The closed link also reports the supervisor's exit, but is not read during the imports.
     signal.signal(signal.SIGHUP, hung_up)
     signal_at_parents_death(signal.SIGHUP)
     renounce_privileges()
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     if os.getppid() != supervisor_pid:
         supervisor_ended()
     name_process(title)
-    gc.disable()  # nearly all objects stay, and collections take a tenth of the time
+    gc.disable()  # nearly all objects stay alive, and collections take a tenth of the import time
     for name in argv[5:]:
         loaded = pkgutil.resolve_name(name)
         if callable(loaded):
@@ -133,7 +133,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
     """Fork the requested process.
 
     Returns:
-        The link; in a new spare its own link, since it continues on the same stack.
+        The link. A new spare also returns from this function, with a link of its own.
     """
     with open(fds[0], "rb") as file:
         file.seek(0)
@@ -149,7 +149,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
                 return socket.socket(fileno=fds[1])
             os._exit(_run(entry, start, fds[1:]))
         status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
-        failure = status if status >= 0 else errno.EAGAIN  # maybe killed before its report
+        failure = status if status >= 0 else errno.EAGAIN  # possibly killed before its report
     for fd in fds[1:]:
         os.close(fd)
     if failure:
@@ -159,7 +159,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
 
 
 def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
-    """Fork once more, and end; returns in the new process, whose parent is the supervisor."""
+    """Fork again and exit; return only in the new process, whose parent is the supervisor."""
     between = os.getpid()
     read_end, write_end = os.pipe()
     try:
@@ -169,12 +169,12 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
     if child:
         os.close(write_end)
         os._exit(0 if os.read(read_end, 1) else errno.EAGAIN)
-    # The new process reports itself: the supervisor kills the process in between when the zygote
-    # dies, and a process that is known must run on then.
+    # The new process reports its own pid. If the zygote dies, the intermediate process is killed,
+    # and a process that has been reported must continue to run.
     try:
         link.send(msgpack.packb([number, os.getpid()]))
     except OSError:
-        # The supervisor has closed the link, and starts another process instead.
+        # The supervisor has closed the link and starts another process instead of this one.
         os._exit(BOOT_FAILED)
     link.close()
     os.write(write_end, b"1")
@@ -184,7 +184,7 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
 
 
 def _become_child_of(supervisor_pid: int, between: int) -> None:
-    # A pidfd is readable once its process has exited, when its children have their new parent.
+    # A pidfd is readable once its process has exited. Its children have their new parent then.
     try:
         pidfd = os.pidfd_open(between)
     except ProcessLookupError:

@@ -1,14 +1,14 @@
 """Bounded resources that model versions share: the rate limiter's, and the response cache's bytes.
 
-An instance requests a ticket before each execution and releases it afterwards. Among the waiting
-instances whose resources are free, the one with the smallest product of executions and priority is
-granted first, as in Triton: priority 2 runs half as often. Unlike in Triton, an instance whose
-resources are not free does not block the others. Bypassing is bounded: after `PATIENCE` grants of
-resources that it needs, the instance is next, and its resources are reserved.
+An instance requests a ticket before each execution and releases it afterwards. The next ticket goes
+to the waiting instance with the smallest product of executions and priority among those whose
+resources are free. As in Triton, priority 2 therefore runs half as often. Unlike in Triton, an
+instance whose resources are not free does not block the others. Bypassing is bounded: after
+`PATIENCE` grants of resources that it needs, the instance is next, and its resources are reserved.
 
-Schedulers request tickets over the control socket. When a scheduler dies, all of its tickets are
-released, and the executions that its instances still run are not counted. A scheduler reports the
-death of its workers itself.
+Schedulers request tickets over the control socket. When a scheduler exits, all of its tickets are
+released, and the executions that its instances still run are not counted. Schedulers report the
+exits of their workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 PATIENCE = 64
-GLOBAL = -1  # instead of a device
+GLOBAL = -1  # the device of a global resource
 
 Resource = tuple[str, int]  # a name, and the device or GLOBAL
 
@@ -88,10 +88,11 @@ GrantedTicket = tuple[Hashable, Hashable]  # a member, and its ticket
 
 
 class RateLimiter:
-    """The state of the rate limiter (pure). Members are model versions.
+    """The state of the rate limiter, whose members are model versions (no I/O).
 
-    `explicit` are configured capacities by name and device (None: every device). The capacity of
-    another resource is the largest number that any instance needs.
+    Args:
+        explicit: The configured capacities by name and device; None stands for every device. The
+            capacity of any other resource is the largest count that an instance needs.
     """
 
     def __init__(self, explicit: Mapping[tuple[str, int | None], int]) -> None:
@@ -113,7 +114,7 @@ class RateLimiter:
     # --- members ----------------------------------------------------------------------------------
 
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
-        """Add instances of a model version by index, with the smallest score of the others.
+        """Add instances of a model version by index, with the smallest score of all instances.
 
         Raises:
             InvalidArgument: A resource is both global and device-specific, or exceeds its capacity.
@@ -162,7 +163,7 @@ class RateLimiter:
             self._capacity[resource] = count if configured is None else configured
 
     def disconnect(self, member: Hashable) -> list[GrantedTicket]:
-        """Release a member's tickets, also the waiting ones, since its scheduler exited.
+        """Release a member's tickets and ticket requests, because its scheduler has exited.
 
         Returns:
             The tickets that are granted now.
@@ -177,7 +178,7 @@ class RateLimiter:
         return self._grant()
 
     def remove_instance(self, member: Hashable, index: int) -> list[GrantedTicket]:
-        """Remove an instance that ends. Its granted ticket is released by its holder.
+        """Remove an instance. Its granted ticket is released later by its scheduler.
 
         Returns:
             The tickets that are granted now.
@@ -190,7 +191,7 @@ class RateLimiter:
         return self._grant()
 
     def remove(self, member: Hashable) -> list[GrantedTicket]:
-        """Remove a model version that ends; return the tickets that are granted now."""
+        """Remove a model version; return the tickets that are granted now."""
         if member not in self._members:
             return []
         granted = self.disconnect(member)
@@ -214,7 +215,12 @@ class RateLimiter:
         return self._grant()
 
     def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
-        """Release a ticket after its execution, or without one (not `executed`).
+        """Release a ticket, or withdraw the request for it.
+
+        Args:
+            member: The model version.
+            ticket: The ticket.
+            executed: Whether the ticket was used for an execution.
 
         Returns:
             The tickets that are granted now.
@@ -261,9 +267,12 @@ class RateLimiter:
 
 
 class Tickets:
-    """The rate limiter of the server, which is `on` if the server was started with it.
+    """The rate limiter of the server. Each member is bound to its current scheduler.
 
-    Each member is bound to its scheduler, which `send` queues messages for.
+    Args:
+        on: Whether the server was started with the rate limiter.
+        explicit: The configured capacities (see `RateLimiter`).
+        send: Queues a message for a scheduler.
     """
 
     def __init__(
@@ -283,7 +292,7 @@ class Tickets:
         """Add instances of a model version by index.
 
         Raises:
-            InvalidArgument: An instance could never run.
+            InvalidArgument: An instance needs more resources than are configured.
         """
         self._limiter.join(member, needs)
         self._log()

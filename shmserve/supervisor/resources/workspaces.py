@@ -56,10 +56,10 @@ class _Waiting(NamedTuple):
 
 
 class WorkspacePool:
-    """The leases of a device's memory, `capacity` bytes, a multiple of 64 (pure).
+    """The leases of `capacity` bytes of a device's memory, a multiple of 64 (no I/O).
 
-    Each method that changes the pool returns the leases that are granted then. A closed pool, the
-    initial state, grants none.
+    Each method that changes the pool returns the leases that it has granted. The pool is closed
+    initially, and a closed pool grants no leases.
 
     Leases are granted in the order of requests, without overtaking. The largest lease therefore
     follows the leases before it, however many small ones are requested later. Since every lease
@@ -84,12 +84,12 @@ class WorkspacePool:
         return len(self._waiting)
 
     def open(self) -> list[GrantedLease]:
-        """Open the pool, since its memory is allocated."""
+        """Open the pool, because its memory has been allocated."""
         self._open = True
         return self._grant()
 
     def close(self) -> None:
-        """End all leases, since the memory is lost. Requests keep waiting."""
+        """End all leases, because the memory is lost. Requests keep waiting."""
         self._open = False
         self._free = FreeList(self.capacity)
         self._owners.clear()
@@ -98,7 +98,7 @@ class WorkspacePool:
         """Request a lease of `byte_size` bytes.
 
         Raises:
-            InvalidArgument: The pool is smaller.
+            InvalidArgument: The pool is smaller than the lease.
         """
         if byte_size > self.capacity:
             raise InvalidArgument(
