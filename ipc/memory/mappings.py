@@ -127,13 +127,13 @@ class _HostMapping:
 
 @dataclass(eq=False)
 class Mappings:
-    """The mapped memories of a process, and views of places in them.
+    """The mapped memories of a process, and views of ranges in them.
 
-    Any thread may use it for sealed memories.
+    Any thread may use the mappings of sealed memories.
 
     Args:
-        _open_device: Maps a memory on a device; None: such memories are not supported.
-        _pin: Locks a memory that is to be pinned; None: no memory is pinned.
+        _open_device: Maps device memory; None if device memory is not supported.
+        _pin: Pins a memory with `pinned` set; None if no memory is pinned.
     """
 
     _open_device: Callable[[Memory], Mapping] | None = None
@@ -145,18 +145,18 @@ class Mappings:
         return len(self._known)
 
     def view(self, place: Range) -> Any:
-        """Return the bytes at a place, writable: a memoryview, or a tensor of uint8 on a device.
+        """Return the writable bytes of a range: a memoryview, or a uint8 tensor on a device.
 
         Raises:
             Unavailable: The memory no longer exists.
-            InvalidArgument: The memory was truncated before the end of the place.
+            InvalidArgument: The memory was truncated before the end of the range.
         """
         assert not place.memory.copied, "this memory is not to be mapped"
         start = place.offset
         return self._mapping(place).view[start : start + place.byte_size]
 
     def _mapping(self, place: Range) -> Any:
-        """Return the mapping of a place's memory; raises as `view`."""
+        """Return the mapping of a range's memory. Raises the exceptions of `view`."""
         memory = place.memory
         try:
             mapping = self._known[memory.id]
@@ -179,7 +179,7 @@ class Mappings:
         supported.
 
         Raises:
-            ShmserveError: As `view`.
+            ShmserveError: A range cannot be mapped (see `view`).
             OSError: The pages cannot be moved.
         """
         detached: dict[int, _HostMapping] = {}
@@ -192,7 +192,7 @@ class Mappings:
             mapping.make_private(place.offset, place.offset + place.byte_size)
 
     def read(self, place: Range) -> memoryview:
-        """Return a copy of the bytes at a place of an unmapped memory; raises as `view`."""
+        """Return a copy of a range of an unmapped memory. Raises the exceptions of `view`."""
         mapping = self._mapping(place)
         copy = memoryview(bytearray(place.byte_size))
         at = 0
@@ -204,11 +204,11 @@ class Mappings:
         return copy
 
     def write(self, place: Range, data: bytes | memoryview) -> None:
-        """Write `data` at a place of an unmapped memory.
+        """Write `data` to a range of an unmapped memory.
 
         Raises:
-            Unavailable: The host is out of shared memory, or as `view`.
-            InvalidArgument: As `view`.
+            Unavailable: The host is out of shared memory, or the memory no longer exists.
+            InvalidArgument: The memory was truncated before the end of the range.
         """
         mapping = self._mapping(place)
         rest = memoryview(data).cast("B")
@@ -217,7 +217,7 @@ class Mappings:
             try:
                 count = os.pwrite(mapping.fd, rest, at)
             except OSError as error:
-                # Pages that were taken at registration may have been given back since.
+                # Pages that were allocated at registration may have been freed since.
                 raise Unavailable("shared memory is full") from error
             rest, at = rest[count:], at + count
 
@@ -227,8 +227,8 @@ class Mappings:
         if self._open_device is None:
             raise Unavailable("the memory of a tensor is on a device, which is not used here")
         if memory.id in self._dropped:
-            # The request arrived after the report of its client's exit, and no other report
-            # would drop the mapping.
+            # The request arrived after the report of its client's exit, so no later report would
+            # drop the mapping.
             raise Unavailable("the memory of a tensor is gone")
         return self._open_device(memory)
 

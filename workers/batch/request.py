@@ -53,15 +53,15 @@ class Input:
         name: The input's name.
         datatype: The protocol's datatype.
         shape: The shape that the model sees, with the batch dimension, after `reshape`.
-        raw: The bytes, writable: a copy of those in the message, a view of shared memory, or the
-            stored state of a sequence.
+        raw: The writable bytes: a copy from the message, a view of shared memory, or the stored
+            state of a sequence.
         place: The range of the bytes, if `raw` is a view of an arena or of a client's region.
         model: The name of the model, for error texts.
-        on_device: The bytes are in device memory.
-        shared: The bytes are shared, so that the model must not write into them.
-        kept: The bytes are a sequence's state, which the model must not change.
-        writable: The bytes are a sequence's state, which the model may change.
-        batch: The bytes of the whole batch if `raw` is a part of them; the other parts belong to
+        on_device: Whether the bytes are in device memory.
+        shared: Whether the bytes are shared, so that the model must not write into them.
+        kept: Whether the bytes are a sequence's state that the model must not change.
+        writable: Whether the bytes are private, so that the model may change them.
+        batch: The bytes of the whole batch if `raw` is a part of them. The other parts belong to
             the other requests of the batch.
         array: The array that `numpy` has returned.
     """
@@ -155,7 +155,7 @@ class Response:
         outputs: The outputs.
         parameters: The parameters.
         error: The error for the client instead of outputs, or None.
-        rescheduled: There is no response yet: the model asks for the request once more.
+        rescheduled: Whether the model asks to execute the request again instead of a response.
         states: Outputs for the next request of the sequence.
     """
 
@@ -177,19 +177,19 @@ class Request:
     """One request of a batch.
 
     Attributes:
-        work: The request as the scheduler sent it.
-        schema: Its constant part, unpacked.
-        batch_size: Rows in each input; 0 when the model does not batch.
-        inputs: Its inputs by name.
-        requested: The requested outputs by name; all of the model's if the client named none.
-            Requests with equal schemas share it.
+        work: The scheduler's message.
+        schema: The unpacked schema of the request.
+        batch_size: The rows of each input; 0 if the model does not batch.
+        inputs: The inputs by name.
+        requested: The requested outputs by name, or all outputs of the model if the client named
+            none. Requests with equal schemas share this dictionary.
         places: The memory ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
-        known: The known kinds of responses; requests with equal schemas share them.
-        aliased: An output is written over an input.
-        byte_size: Bytes of all inputs together.
-        shared: An input may lie in shared memory.
+        known: The cache of `KnownResponse`s, which requests with equal schemas share.
+        aliased: Whether an output is written over an input.
+        byte_size: The total bytes of the inputs.
+        shared: Whether an input may be in shared memory.
         states: The names of the outputs that the model keeps for the next request of its sequence.
     """
 
@@ -207,8 +207,11 @@ class Request:
     states: tuple[str, ...] = ()
 
     def returned(self, array: Array) -> Range | None:
-        """Return the place of the input whose own array this is; None if there is no such input,
-        or an output is written over an input."""
+        """Return the memory range of the input that an array was returned for by `Input.numpy`.
+
+        Returns:
+            The range, or None if the array is no input's or an output is written over an input.
+        """
         if self.aliased:
             return None
         return next((item.place for item in self.inputs.values() if item.array is array), None)

@@ -2,8 +2,8 @@
 
 send ──> credit? ──> scatter ──> ExecutionResponded
 
-A stream sends any number of responses to one request, from any thread. The first response and the
-end are sent at once; responses between them may be sent together (see `InstanceLink.flush_soon`).
+A stream sends any number of responses to one request, from any thread. The first and the final
+response are sent immediately. Other responses may be sent together (see `InstanceLink.flush_soon`).
 
 `send` blocks while the client has not read earlier responses (back-pressure). After `MOST_WAIT_S`
 the request fails, so that it no longer holds resources.
@@ -36,11 +36,11 @@ _AT_ONCE = 100
 class MetricsReports:
     """Reports of a model's own metrics to the scheduler.
 
-    A change is reported before the response that follows it, so that a client with a response finds
-    it counted. Threads of a model may change metrics at any time: these changes are reported
-    between batches, at most every `_PAUSE_S`. A model may read the metrics page during its
-    execution: up to `_AT_ONCE` changes are therefore reported at once, then no more than are sent
-    between batches.
+    A change is reported before the next response, so a client that has received the response finds
+    the change in the metrics. Threads of a model may change metrics at any time. These changes are
+    reported between batches, at most every `_PAUSE_S`. A model may read the metrics page during its
+    execution. Up to `_AT_ONCE` changes are therefore reported immediately (token bucket), and
+    further changes at the rate of the reports between batches.
     """
 
     def __init__(self, changes: Callable[[], list[list[Any]] | None], link: InstanceLink) -> None:
@@ -48,14 +48,15 @@ class MetricsReports:
         self._link = link
         self._last: MetricsReported | None = None
         self._again_s = 0.0
-        self._left, self._counted_s = float(_AT_ONCE), 0.0  # reports that may be sent at once; when
+        self._left, self._counted_s = float(_AT_ONCE), 0.0  # tokens, and the time of the last count
         self.timer = Timer(_SOON_NS, self._send)
 
     def changed(self, at_once: bool) -> None:
         """Report a change; safe in any thread.
 
         Args:
-            at_once: False if the collector has made the change: a timer then reports it.
+            at_once: Whether to report the change immediately. The garbage collector passes False,
+                and a timer then reports the change.
         """
         if at_once:
             self._send()
@@ -88,7 +89,11 @@ class MetricsReports:
         return families is not None
 
     def between_batches(self) -> float | None:
-        """Send changed metrics unless that was done recently; return how long to wait (s)."""
+        """Send changed metrics unless a report was sent recently.
+
+        Returns:
+            The seconds until the next call, or None if no metric has changed.
+        """
         now = time.monotonic()
         if now < self._again_s:
             return self._again_s - now
@@ -108,11 +113,11 @@ _LET_GO = Internal(
 
 @dataclass(frozen=True, slots=True)
 class ResponseWriter:
-    """The parts with which the streams of one instance write, under the link's lock.
+    """The shared parts of the response streams of an instance, used under the link's lock.
 
     Attributes:
-        abandoned: The streams that the model has dropped without an end, with the exception that
-            was raised, if that is known. The loop ends them.
+        abandoned: The streams that the model has dropped without a final response, with the
+            exception that was raised, if it is known. The loop ends these streams.
     """
 
     link: InstanceLink
@@ -152,7 +157,7 @@ class ResponseWriter:
 class ResponseStream:
     """The responses to one `request`; safe to use in any thread.
 
-    Responses that no client takes any more are dropped; only the end is sent.
+    If the client does not read further responses, only the final response is sent.
     """
 
     __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request", "rescheduled")
@@ -169,7 +174,7 @@ class ResponseStream:
 
     @property
     def closed(self) -> bool:
-        """Whether the model has ended the stream, or failed: it may send no more.
+        """Whether the model has ended the stream or has failed, and may not send responses.
 
         A stream that was ended because its client reads nothing counts as cancelled, not as closed.
         """
@@ -180,10 +185,14 @@ class ResponseStream:
         return self._writer.link.is_cancelled(self._open)
 
     def send(self, response: Response | None = None, final: bool = False) -> None:
-        """Send a response, and with `final` the end; block while the client has no credit.
+        """Send a response; block until the client has granted credit.
 
-        The outputs have been read when it returns. A response that cannot be written becomes an
-        error.
+        The outputs may be reused when the method returns. If the response cannot be written, an
+        error is sent instead.
+
+        Args:
+            response: The response, or None to send only the end of the stream.
+            final: Whether to end the stream.
         """
         given_ns = time.monotonic_ns()
         link, opened = self._writer.link, self._open
@@ -202,12 +211,12 @@ class ResponseStream:
                 self._overrun()
                 return
         if is_first and not final:
-            # The model will keep this core busy: those go first that bring the client the response.
+            # The model keeps this core busy, so the processes that forward the response run first.
             os.sched_yield()
 
     @property
     def may_send(self) -> bool:
-        """Whether `send` would not block now."""
+        """Whether `send` would return without blocking."""
         return self._closed or self._open.dropped or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
@@ -218,7 +227,7 @@ class ResponseStream:
                 listener()
 
     def on_credit(self, listener: Callable[[], object]) -> None:
-        """Register a function that is called, in any thread, when the client gives credit."""
+        """Register a function that is called, in any thread, when the client grants credit."""
         self._open.on_credit = listener
 
     def fail(self, error: ShmserveError) -> None:
@@ -228,7 +237,7 @@ class ResponseStream:
                 self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
 
     def fail_raised(self, error: BaseException) -> None:
-        """Fail the request with what the model, or the server, has raised."""
+        """Fail the request with an exception of the model or the server."""
         self.fail(self.explain(error))
 
     def refuse(self, error: ShmserveError) -> Reply | None:
@@ -241,9 +250,9 @@ class ResponseStream:
             return Reply(self._open.key, error.code, error.message)
 
     def reschedule(self) -> None:
-        """End the stream because the model asks for the request once more.
+        """End the stream because the model asks to execute the request again.
 
-        The batch reports it, and another stream continues the request.
+        The batch reports the request as rescheduled, and another stream continues it.
         """
         with self._writer.link.lock:
             if not self._closed:
@@ -251,9 +260,9 @@ class ResponseStream:
                 self._end()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Have the loop end the stream, because no sender is left.
+        """Let the loop end the stream, because the model holds no sender of it.
 
-        The garbage collector may call it at any moment.
+        The garbage collector may call this method at any time.
 
         Args:
             error: The exception that the sending thread has raised, if that is known.

@@ -182,7 +182,7 @@ class Graphs:
         }
         self._graphs: dict[int, tuple[Callable[[], None], Tensors]] = {}
         before = recorder.reserved()
-        # The largest first: the others fit into the memory that it leaves in the pool.
+        # The largest first: the smaller graphs fit into the memory that it releases to the pool.
         for rows in reversed(plan.buckets):
             given = {name: self._rows(whole, rows) for name, whole in self._inputs.items()}
             self._graphs[rows] = recorder.record(partial(call, given))

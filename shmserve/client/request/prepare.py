@@ -221,7 +221,7 @@ def prepare(
         arrays.append(array)
         large += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
-    # Only its address shows whether a large array lies in a region.
+    # A large array may be in a region, which only its address shows.
     if alike and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         prepared = model.prepared.find(tuple(key))
@@ -340,7 +340,7 @@ class _Loose:
         self._holders.append(holder)
 
     def _found(self, value: Any, array: Array) -> Range | None:
-        """Return the range of an array that lies in the client's memory; otherwise None."""
+        """Return the range of an array in the client's memory, or None for another array."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
         found = self._memories.find(array.ctypes.data, array.nbytes)

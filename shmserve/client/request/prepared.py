@@ -1,8 +1,8 @@
-"""Templates of requests with the same names, datatypes and shapes, but other values.
+"""Templates of requests with equal names, datatypes and shapes, and different values.
 
-    small inputs    in the message, after the schema that such requests share
+    small inputs    in the message, after the shared schema
     large inputs    in a ring of slots in shared memory, each with its data packed in advance
-    slot    | input | input | output | output |      each on 64 bytes
+    slot    | input | input | output | output |      each aligned to 64 bytes
 
 A slot has space for outputs of known size if they are large in total. Other outputs are in the
 response, or are copied from the worker's memory.
@@ -64,9 +64,9 @@ class Buffer:
     Attributes:
         prepared: The template that the slot belongs to.
         block: The memory.
-        inputs: Arrays to write the inputs to; none where they travel in the message.
-        input_data: The packed places of these.
-        output_data: The packed places of the outputs that have one.
+        inputs: Arrays to write the inputs to; empty if the inputs are sent in the message.
+        input_data: The packed ranges of `inputs`.
+        output_data: The packed ranges of the outputs with space in the slot.
     """
 
     prepared: RequestTemplate
@@ -81,7 +81,7 @@ class Buffer:
 
 
 class RequestTemplate:
-    """The template of requests with inputs of these names, types and shapes."""
+    """The template of the requests whose inputs have the same names, datatypes and shapes."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class RequestTemplate:
         Args:
             signature: The model's signature.
             templates: The inputs.
-            outputs: The names of the requested outputs; none: all.
+            outputs: The names of the requested outputs; empty for all outputs.
             memories: The client's memory, for slots.
-            rooms: Large outputs have space in the slots.
+            rooms: Whether large outputs have space in the slots.
 
         Raises:
             InvalidArgument: The inputs do not fit the model.
@@ -127,7 +127,13 @@ class RequestTemplate:
     def packed(
         self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
     ) -> Packed:
-        """Return a request's schema and data; inputs that have a place in the slot are there."""
+        """Return a request's schema and data.
+
+        Args:
+            arrays: The inputs.
+            slot: The slot that contains the large inputs; None if the template has no slots.
+            parameters: The parameters.
+        """
         schema = self._packed_schema(parameters) if parameters else self._schema
         if slot is None:
             return schema, [array.tobytes() for array in arrays]
@@ -137,7 +143,11 @@ class RequestTemplate:
     # --- large
 
     def slot(self) -> Buffer:
-        """Return a free slot. Raises Unavailable when there is no memory for one more."""
+        """Return a free slot, or allocate a new one.
+
+        Raises:
+            Unavailable: The memory is full.
+        """
         try:
             return self._ring.popleft()
         except IndexError:
@@ -169,7 +179,7 @@ class RequestTemplate:
             self.close()
 
     def close(self) -> None:
-        """Free the slots; slots in use follow when their requests end."""
+        """Free the slots; slots in use are freed when their requests end."""
         self._closed = True
         self.give_up()
 

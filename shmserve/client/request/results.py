@@ -23,10 +23,11 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 
 class Result(Mapping[str, Any]):
-    """A response: its outputs by name, as numpy arrays or, if the inputs were, torch tensors.
+    """A response: its outputs by name, as numpy arrays, or torch tensors if the inputs were.
 
-    Large outputs lie in shared memory, which remains allocated as long as an array refers to it.
-    `release`, or the end of a `with`, frees it immediately; its arrays then raise Released.
+    Large outputs are in shared memory, which remains allocated while an array refers to it.
+    `release` or the end of a `with` block frees the memory immediately. Access to the outputs then
+    raises Released.
     """
 
     __slots__ = ("_lease", "_outputs", "parameters")
@@ -92,13 +93,13 @@ class Reader(Protocol):
 def read(reader: Reader, message: Finished) -> Result:
     """Return the result of the single response to a request.
 
-    The request's memory is freed, or kept by the arrays over it.
+    The memory of the request is freed, or kept by the arrays that refer to it. After an error, the
+    request still has its memory.
 
     Raises:
-        Unavailable: The worker's memory is gone.
+        Unavailable: The worker's memory no longer exists.
         Unsupported: Only the server's own user may read the memory.
-        Internal: The model returned no requested output. After all errors the request still has its
-            memory.
+        Internal: The response lacks a requested output.
     """
     built = reader.built
     lease = None if built.slot is None else MemoryLease(nothing)
@@ -131,7 +132,7 @@ def read_one_of_many(reader: Reader, message: Responded) -> Result:
 def _read(
     reader: Reader, message: Finished | Responded, lease: MemoryLease | None
 ) -> tuple[Result, bool]:
-    """Return the result, and whether outputs of it may lie in memory."""
+    """Return the result, and whether its outputs may be in shared memory."""
     built = reader.built
     responses = built.model.responses
     known = responses.find(message.schema) or responses.learn(message.schema)
@@ -178,7 +179,7 @@ def own_memories(built: PackedRequest) -> set[int]:
 
 
 def _in_memory(reader: Reader, lease: MemoryLease | None, ref: TensorSchema, place: Range) -> Any:
-    """Return an output that lies in memory."""
+    """Return an output in shared memory."""
     built = reader.built
     segment = _segment(built, place.memory)
     if segment is None or ref.datatype == "BYTES":
