@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -252,9 +252,13 @@ class SchedulerClient(Generic[R]):
         if request.submit.id in self.pending:
             self._links.tell(request.endpoint, Credit(request.submit.id, responses))
 
-    def release(self, endpoint: str, messages: Iterable[Release]) -> None:
+    def release(self, endpoint: str, messages: Sequence[Release]) -> None:
         """Send `Release` messages for outputs to the scheduler that sent them, or its successor."""
-        endpoint = self.successors.latest(endpoint)
+        if endpoint in self.successors:
+            endpoint = self.successors.latest(endpoint)
+            if endpoint and messages:  # nothing may have been submitted there yet
+                with contextlib.suppress(Unavailable):
+                    self._links.open(endpoint)
         for message in messages:
             self._links.hold(endpoint, message)
 
@@ -352,9 +356,6 @@ class SchedulerClient(Generic[R]):
         successor, or to the scheduler that currently serves the model.
         """
         successor = self.successors.latest(endpoint)
-        if successor:
-            with contextlib.suppress(Unavailable):
-                self._links.open(successor)  # for the `Release` messages of responses read below
         self._links.lose(endpoint, self._take_last)
         for request in self.withdraw(endpoint):
             self._submit_to_successor(request, successor)

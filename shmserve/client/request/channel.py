@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from shmserve.client.errors import Disconnected, TimedOut
@@ -181,7 +181,7 @@ class ClientRequest(InflightRequest):
         """Return a copy of a range of a worker's memory."""
         return self.channel.server.copied(place)
 
-    def release(self, messages: Iterable[Release]) -> None:
+    def release(self, messages: Sequence[Release]) -> None:
         """Send the `Release` messages for outputs that have been read."""
         self.channel.schedulers.release(self.endpoint, messages)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,7 +86,7 @@ class Reader(Protocol):
     def copied(self, place: Range) -> bytes:
         """Return a copy of a range in a worker's memory."""
 
-    def release(self, messages: Iterable[Release]) -> None:
+    def release(self, messages: Sequence[Release]) -> None:
         """Notify workers that their outputs have been read."""
 
 

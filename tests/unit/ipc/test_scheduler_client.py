@@ -263,6 +263,13 @@ def test_a_request_without_a_link_fails_once(client: Client) -> None:
 # --- losses
 
 
+def test_no_link_to_a_successor_is_made_for_nothing(client: Client) -> None:
+    """A program that has nothing of a lost scheduler needs no link to the next one."""
+    client.lose(OLD, NEW)
+    client.release(OLD, [])
+    assert client.links.opened == set()
+
+
 @pytest.mark.parametrize("successor", [NEW, ""])
 def test_what_a_lost_scheduler_had(client: Client, successor: str) -> None:
     """It goes to the successor unless it has begun to respond, may have lost its inputs, or is not
