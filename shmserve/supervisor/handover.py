@@ -37,10 +37,10 @@ _GO, _ACCEPT = "go", "accept"
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """Both sides of a handover: the successor's, which has an `offer`, and the predecessor's.
+    """Both sides of a handover: the successor, which has an `offer`, and the predecessor.
 
-    `_objection()` returns why no successor may take over now, or "". `_on_followed()` is called
-    when the successor has everything; then the server `is_followed`, and ends.
+    `_objection()` returns the reason why no successor may take over now, or "". `_on_followed()` is
+    called when the successor has received everything. The predecessor then `is_followed` and exits.
     """
 
     run_dir: RunDirectory
@@ -58,7 +58,11 @@ class Handover:
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def open(self) -> None:
-        """Listen for a successor, and open the link to a predecessor. Raises Unavailable."""
+        """Listen for a successor, and open the link to a predecessor.
+
+        Raises:
+            Unavailable: The predecessor cannot be taken over.
+        """
         path = os.fspath(endpoints.handover(self.run_dir.path))
         self._listener = Listener(listening(socket.SOCK_SEQPACKET, path, 1))
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._ask_for_it)
@@ -71,7 +75,7 @@ class Handover:
         """Take over from the predecessor, if any, and wait until clients may be accepted.
 
         Raises:
-            Unavailable: The predecessor has ended before it had sent everything.
+            Unavailable: The predecessor has exited before it sent everything.
         """
         before, offer = self._before, self._listeners.offer
         if before is None or offer is None:
@@ -161,7 +165,7 @@ class Handover:
             self._on_followed()
 
     def leave(self) -> None:
-        """Let the successor accept clients; this server accepts none any more."""
+        """Let the successor accept clients. This server no longer accepts clients."""
         if self._after is not None:
             self._after.ask(_ACCEPT)
 

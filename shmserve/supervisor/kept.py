@@ -1,8 +1,8 @@
 """Permanent processes, gateways and workspace holders, which are restarted with a backoff.
 
 Gateways serve on the supervisor's listening sockets. Holders of the workspace pools of CUDA devices
-(resources/workspaces.py) start before models are loaded. When a holder dies, its memory is lost,
-and leases wait for the next one.
+(resources/workspaces.py) start before models are loaded. When a holder exits, its memory is lost,
+and lease requests wait for the next holder.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class KeptProcesses(ABC):
             self._context.background(self._restart(kept))
 
     def retire(self) -> None:
-        """Restart no process any more, since the server ends."""
+        """Stop restarting processes, because the server exits."""
         self._stopping = True
 
 
@@ -173,7 +173,7 @@ class Gateways(KeptProcesses):
                 logger.warning("dropped a %s from a gateway", type(message).__name__)
 
     def _is_hopeless(self, child: Child) -> bool:
-        """Return whether the gateway exited by itself, since the next one would, too."""
+        """Return whether the gateway exited by itself, because its successor would exit, too."""
         return child.exited.result() == f"exit status {BOOT_FAILED}"
 
     def _children(self) -> list[Child]:

@@ -1,8 +1,8 @@
-"""Failures of a model: the errors for clients, and whether copies of inputs would avoid them.
+"""Failures of a model: the errors for clients, and the decision to retry with copies of inputs.
 
 Inputs are read-only views, so a model that writes into them fails. A request that fails with views
-is therefore run once more with copies. If that succeeds, the model receives copies from then on. A
-model that fails with copies, too, is not run again for some failures after several such tries.
+is therefore retried once with copies. If the retry succeeds, the model receives copies for later
+requests. If several retries fail, the next failures are not retried.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WrongCount(Exception):
 
 @dataclass(eq=False)
 class Failures:
-    """The failures of one instance's model: they are logged, and explained to clients."""
+    """The failures of one instance's model, which are logged and converted to client errors."""
 
     _context: ModelContext
 
@@ -46,7 +46,7 @@ class Failures:
         )
 
     def is_too_large(self, error: BaseException, requests: int) -> bool:
-        """Check whether memory was too small for the requests, half of which may fit."""
+        """Check whether the batch was too large for the memory, so that half of it may fit."""
         return requests > 1 and out_of_memory(error)
 
     def make_room(self) -> None:
@@ -83,11 +83,11 @@ class Failures:
 
 
 _TRIED_IN_A_ROW = 16
-_BELIEVED = 16  # failures after each further vain try
+_BELIEVED = 16  # the failures without a retry after each further failed retry
 
 
 class InputPolicy:
-    """The decision whether a model receives copies of its inputs, learnt from its failures."""
+    """The decision whether a model receives copies of its inputs, based on its failures."""
 
     def __init__(self) -> None:
         self.copies = False
@@ -95,7 +95,7 @@ class InputPolicy:
         self._believed = 0
 
     def may_cure(self, request: Request) -> bool:
-        """Check whether a failed request is to be run again with copies."""
+        """Check whether a failed request should be retried with copies."""
         if not any(item.shared for item in request.inputs.values()):
             return False
         if self._believed:
@@ -104,7 +104,7 @@ class InputPolicy:
         return True
 
     def tried(self, cured: bool) -> None:
-        """Record the outcome of a run with copies."""
+        """Record whether a retry with copies has succeeded."""
         if cured:
             self.copies = True
         self._vain += 1

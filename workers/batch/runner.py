@@ -38,7 +38,7 @@ from shmserve.workers.memory.tensors import PROTOCOL, as_torch, to_host
 logger = logging.getLogger(__name__)
 
 
-_ROOM_AT_ONCE = 64 * 1024 * 1024  # bytes of a buffer that may be reserved for larger batches
+_ROOM_AT_ONCE = 64 * 1024 * 1024  # the largest buffer reserved in advance for larger batches
 
 
 @dataclass(eq=False)
@@ -152,9 +152,9 @@ class Gatherer:
 def room(byte_size: int, rows: int, most_rows: int) -> int:
     """Return the capacity of a buffer whose first batch has `byte_size` bytes and `rows` rows.
 
-    A small buffer has the capacity for the largest batch of such rows, and grows only if rows
-    become larger. A buffer above `_ROOM_AT_ONCE` has a quarter more than its batch, so that it
-    grows seldom.
+    The capacity is that of the largest batch of such rows, if this is at most `_ROOM_AT_ONCE`. The
+    buffer then grows only if rows become larger. A larger buffer has at most a quarter more than
+    its batch, so that it rarely grows.
 
     >>> room(1000, 2, 8)
     4000

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 _ENTRY = "shmserve.workers.main:run"
 _STOP_PATIENCE_S = 5.0
 _MOST_FAILED_LOADS = 5
-# Crashes in a row without an executed request after which an instance is given up: about 5 s for a
-# model that loads at once.
+# The consecutive crashes without an executed request after which an instance has failed. They take
+# about 5 s if the model loads immediately.
 _MOST_CRASHES = 10
 _LONGEST_PAUSE_S = 30.0  # before the restart of a process that is killed repeatedly
 _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
@@ -88,7 +88,7 @@ class Instances:
     _spec: VersionSpec
     _scheduler: VersionScheduler
     _lifetime: Lifetime
-    _on_change: Callable[[], None]  # called when an instance becomes ready, dies or is given up
+    _on_change: Callable[[], None]  # called when an instance becomes ready, dies or has failed
     _complete: ConfigCompleter
     config: ModelSpec = field(init=False)
     labels: dict[str, list[str]] = field(init=False)
@@ -301,7 +301,7 @@ class Instances:
         return InstanceUpdate(spec, config, differs, *change)
 
     async def add(self, update: InstanceUpdate) -> None:
-        """Load the added instances of an update, which serve at once.
+        """Load the added instances of an update, which then serve immediately.
 
         Raises:
             ShmserveError: An instance could not be loaded.
@@ -435,7 +435,7 @@ class Instances:
 
     async def _restart(self, instance: Instance, ended: Child) -> None:
         pause = self._pause_s(instance, ended, time.monotonic() - instance.ready_at)
-        # A long lifetime also ends a row of crashes.
+        # A long lifetime also resets the number of consecutive crashes.
         before = min(instance.crashes, instance.backoff.deaths - 1)
         instance.crashes = before + (not ended.was_killed)
         if before < instance.crashes == _MOST_CRASHES and self._wanted(instance):
@@ -468,8 +468,8 @@ class Instances:
     def _pause_s(instance: Instance, ended: Child | None, lived_s: float) -> float:
         """Return the seconds until the restart.
 
-        A process that is killed from outside does not count as a crash: it is never given up, but
-        its pauses grow.
+        A process that is killed from outside does not count as a crash. Its instance therefore
+        never fails, but the pauses grow.
         """
         pause = instance.backoff.pause_s(lived_s)
         over = instance.backoff.deaths - _MOST_CRASHES

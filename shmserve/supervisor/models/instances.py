@@ -92,9 +92,9 @@ class InstanceState(StrEnum):
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
-    RETIRING = "retiring"  # finishes its requests, then ends
-    WAITING = "waiting"  # ended, and is restarted after a pause
-    FAILED = "failed"  # ended too often, and is not restarted
+    RETIRING = "retiring"  # finishes its requests, then exits
+    WAITING = "waiting"  # exited, and is restarted after a pause
+    FAILED = "failed"  # exited too often, and is not restarted
     STOPPED = "stopped"
 
 
@@ -221,7 +221,7 @@ def sized(config: ModelSpec, total: int) -> ModelSpec:
 
 
 def expand_instances(config: ModelSpec, running: int = 0) -> list[Instance]:
-    """Return the instances that a configuration asks for, in order; an ensemble has none.
+    """Return the instances of a configuration, in order; an ensemble has none.
 
     Args:
         config: The configuration of the model.
@@ -299,8 +299,8 @@ def change_between(
 async def stacks_of(instance: Instance) -> str:
     """Return the stacks of a worker's threads as faulthandler writes them, innermost frames first.
 
-    The worker writes its stacks on SIGUSR2, whatever the model's code does. The result is empty if
-    the worker has ended or writes nothing.
+    The worker writes its stacks on SIGUSR2, even while the model's code blocks. The result is empty
+    if the worker has exited or writes nothing.
     """
     child = instance.child
     if child is None or not child.alive:  # another process may have its pid
@@ -332,7 +332,7 @@ async def _written(child: Child, fd: int) -> None:
 
 
 def model_frame(stacks: str, folder: Path) -> str:
-    """Return the innermost frame of code in a model's folder, or "" if there is none.
+    """Return the innermost frame of code in a model's folder; "" for none.
 
     The thread that loads the model is searched first. An example of a result is "initialize, line 7
     of 1/model.py".
@@ -358,10 +358,10 @@ async def watched(loaded: Awaitable[T], instance: Instance, folder: Path, limit_
     """Wait for a load; log the instance's stacks after 30 s and then at doubling intervals.
 
     Args:
-        loaded: Ends when the instance has loaded its model.
+        loaded: Completes when the instance has loaded its model.
         instance: The instance that loads.
         folder: The folder with the model's code.
-        limit_s: The seconds that the load may take; 0 is no limit.
+        limit_s: The time limit of the load in seconds; 0 for none.
 
     Raises:
         Unavailable: The limit has expired. The text names the frame that the model hangs in.

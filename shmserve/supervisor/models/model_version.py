@@ -31,8 +31,8 @@ from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
-# Failed starts of a scheduler in a row after which a load fails, and after which requests that wait
-# for a successor are rejected (some seconds).
+# The consecutive failed starts of a scheduler after which a load fails, and after which requests
+# that wait for a successor are rejected (some seconds).
 _MOST_FAILED_STARTS = 5
 _MOST_WAITED_FOR = 10
 _CLIENTS = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
@@ -179,11 +179,11 @@ class ModelVersion:
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """Return the update of the instances that leads to `spec`.
 
-        The result is None if more than the instances differs, or if this version is broken.
+        The result is None if other settings differ, too, or if this version has failed.
         """
         if self.spec.steps or self.instances.failure:
             return None
-        # A scheduler learns only at its start whether executions need tickets of the rate limiter.
+        # Whether executions need tickets of the rate limiter is fixed when a scheduler starts.
         limited = self.scheduler.is_limited(self.config)
         if limited != self.scheduler.is_limited(spec.config):
             return None
@@ -267,7 +267,7 @@ class ModelVersion:
         self.instances.introduce(workers)
 
     async def _keep(self) -> None:
-        """Replace each scheduler that ends, until the version retires."""
+        """Replace each scheduler that exits, until the version retires."""
         while not self._lifetime.retiring:
             dead, born = self.scheduler.serving, time.monotonic()
             child = dead.child

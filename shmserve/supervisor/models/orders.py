@@ -145,10 +145,11 @@ class Order:
 
     Attributes:
         asked: Whether a caller asked for this order, rather than an ensemble with the model.
-        again: Whether an ensemble is reloaded because of a step, or unloaded until a step returns.
+        again: Whether an ensemble is reloaded because a step's model has changed, or unloaded until
+            a step's model is loaded again.
         pins: Whether the model is no longer on demand once it is loaded.
         before: Orders that must be settled before this order continues.
-        after: Orders that are part of the answer of this order.
+        after: Orders whose results are part of the response to this order.
         starting: The versions that have not started yet, and `UPDATES`.
         outdated: Whether a step's model has changed its shape since the order was planned.
     """
@@ -396,7 +397,7 @@ class ModelEntry:
 
     @property
     def possible_steps(self) -> list[str]:
-        """The wanted steps and the current steps, which stay if the executed load fails."""
+        """`wanted_steps` and the current steps, which remain if the executed load fails."""
         now = [step.name for version in self.serving.values() for step in version.spec.steps]
         return [*self.wanted_steps, *now]
 

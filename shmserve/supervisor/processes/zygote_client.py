@@ -77,7 +77,8 @@ class Zygote:
     """The client of a zygote and its spare.
 
     A zygote forks its spare once its imports are done. When the zygote dies, the spare takes over
-    and forks the next spare; without a spare, the zygote is restarted. Its children live on.
+    and forks the next spare. Without a spare, the zygote is restarted. The forked processes
+    continue to run.
     """
 
     _table: ProcessTable
@@ -118,7 +119,7 @@ class Zygote:
         self._serve(_Process(self._table.adopt(pid, self._title), ours))
 
     def _serve(self, process: _Process) -> None:
-        """Send requests to this process from now on."""
+        """Make this process the one that requests are sent to."""
         self._serving = process
         process.child.exited.add_done_callback(self._died)
         self._loop.add_reader(process.link.fileno(), self._read)
@@ -195,7 +196,7 @@ class Zygote:
         self._waiting.clear()
         if self._failed_starts == _MOST_FAILED_STARTS:  # a broken installation
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
-            self._ready.exception()  # retrieved, also when nobody spawns
+            self._ready.exception()  # marked as retrieved, also without a waiter
         elif spare is None:
             self._loop.call_later(_PAUSE_S, self._start_again)
 
@@ -251,8 +252,8 @@ class Zygote:
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
         """Fork a process that calls `entry` with `start` and its numbers of `fds`.
 
-        The request is repeated if the zygote dies meanwhile, and if peers may still remember the
-        pid of the new process.
+        The request is repeated if the zygote dies, and if the pid of the new process was recently
+        used by a process that peers may still refer to.
 
         Args:
             title: The title of the process.
@@ -332,8 +333,8 @@ def worker_preloads(repositories: Sequence[Path], torch: bool) -> list[str]:
 def _may_import_torch(model: Path) -> bool:
     """Return whether a worker of this model may import torch.
 
-    A model with code may if its imports are not known to do without. A model with other files may,
-    since a backend reads them.
+    A model with code may import torch unless all of its imports are known not to import torch. A
+    model with other files may import torch, because a backend reads the files.
     """
     sources = list(model.rglob("*.py"))
     if not sources:

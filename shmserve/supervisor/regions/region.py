@@ -1,10 +1,10 @@
 """Regions (generations of a shared memory name), and their registrations outside of the server.
 
 The service manager keeps registrations (FDSTORE, sd_pid_notify_with_fds(3)) as two descriptors: the
-object, and a sealed memfd with its description. It passes them to the next server, also after a
-kill. During a handover, the two servers send each other their registrations. Device memory cannot
-be kept, since its handles belong to processes. Memory that ends with its client is not kept, since
-the client shares it again.
+object, and a sealed memfd with its description. The service manager passes them to the next server,
+even if this server is killed. During a handover, the two servers send each other their
+registrations. Device memory cannot be kept, since its handles belong to processes. Memory that is
+released when its client disconnects is not kept, since the client shares it again.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class OpenRegion:
     offset: int
     byte_size: int
     owner: Ownership
-    users: set[int] = field(default_factory=set)  # gateways that use it after its withdrawal
-    listed: bool = False  # in gateways after its withdrawal
+    users: set[int] = field(default_factory=set)  # gateways that use the withdrawn region
+    listed: bool = False  # whether gateways still list the withdrawn region
     blocks: int = 0  # allocated blocks of the object at registration
-    lessor: int = 0  # the process that leased it, or the local client that owns it, or 0
+    lessor: int = 0  # the process that leased the region, or the owning local client, or 0
     cuda: CudaHandle | None = None
     exporter: ExporterWatch | None = None
     pinned: bool = False
@@ -141,7 +141,7 @@ class KeptRegions:
         self._other: HandoverLink | None = None
 
     def mirror_to(self, other: HandoverLink | None) -> None:
-        """Send the changes of registrations to another server from now on, or to none."""
+        """Start to send changes of registrations to another server, or stop with None."""
         self._other = other
 
     def add(self, region: OpenRegion) -> None:
