@@ -44,7 +44,7 @@ class _Made(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """An output that is split; -1 in `dims` (without the batch dimension) is the source's size."""
+    """The rule for splitting an output; -1 in `dims` (no batch dimension) is the source's size."""
 
     source: str
     dims: Shape
@@ -68,7 +68,7 @@ class Ragged:
         }
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Return the made inputs of a batch, except those whose source is missing."""
+        """Return the generated inputs of a batch, except those whose source is missing."""
         made: dict[str, Array] = {}
         for name, source, values, kind in self._made:
             if source in requests[0].inputs:
@@ -101,7 +101,7 @@ class Ragged:
 
 
 def made_inputs(config: ModelSpec) -> list[TensorSpec]:
-    """Return the inputs that `batch_input` makes; they are ragged, as they have no row per row."""
+    """Return the inputs that `batch_input` generates; `ragged`, since they have no row per row."""
     ranks = {each.name: len(each.model_dims) for each in config.input}
     return [
         TensorSpec(
@@ -153,7 +153,7 @@ class Padder:
         self._copied = copied
 
     def pad(self, requests: Sequence[Request]) -> PaddedInputs:
-        """Pad the inputs of a batch, add lengths and masks, and return the shapes before."""
+        """Pad the inputs of a batch, add lengths and masks, and return the true shapes."""
         padded = PaddedInputs()
         for name, pad in self._padding.pads.items():
             if name not in requests[0].inputs:
@@ -177,7 +177,7 @@ class Padder:
     def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
         """Cut the outputs of a padded batch to the true lengths of each request.
 
-        An output with other lengths becomes an error of its request.
+        A request fails if its output has neither the padded nor the true lengths.
         """
         for at, response in enumerate(responses):
             for place, output in enumerate(response.outputs):

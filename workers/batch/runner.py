@@ -1,4 +1,4 @@
-"""Runners: the tensors of requests become whole batches for a model, and its outputs are split.
+"""Runners, which gather the tensors of requests into batches for a model and split its outputs.
 
 Rows are gathered to one contiguous batch of each input:
 
@@ -43,7 +43,7 @@ _ROOM_AT_ONCE = 64 * 1024 * 1024  # the largest buffer reserved in advance for l
 
 @dataclass(eq=False)
 class Gatherer:
-    """The gatherer of a batch's rows: the rows of one input become contiguous bytes.
+    """The gatherer, which makes the rows of each input of a batch contiguous.
 
     If a row is in device memory, the result is a tensor of uint8 there.
 
@@ -66,7 +66,7 @@ class Gatherer:
         self._ragged = {spec.name for spec in self._signature.inputs.values() if spec.ragged}
 
     def reserve(self, name: str, byte_size: int) -> None:
-        """Allocate the buffer of an input for batches of at most this size."""
+        """Allocate the buffer of an input for batches of at most `byte_size` bytes."""
         self._buffer(name, byte_size, byte_size)
 
     def gather(
@@ -79,7 +79,7 @@ class Gatherer:
         Args:
             name: The input.
             requests: The requests of the batch.
-            own: Do not return a view.
+            own: Whether to copy the bytes even if a view is possible.
 
         Returns:
             The bytes, which are valid until the next call for the same input, the shape of the
@@ -187,7 +187,7 @@ class BatchOutput(NamedTuple):
     def rows(
         self, requests: Sequence[Request], where: Sequence[slice[int, int, None]]
     ) -> list[Output]:
-        """Return the outputs for requests that have these rows."""
+        """Return the outputs of each request, given the rows of each request."""
         return [
             Output(self.name, self.datatype, self._for(request)[rows])
             for request, rows in zip(requests, where, strict=True)
@@ -196,7 +196,7 @@ class BatchOutput(NamedTuple):
     def pieces(
         self, requests: Sequence[Request], shapes: Sequence[tuple[int, ...]]
     ) -> list[Output]:
-        """Return the outputs for requests whose parts, in order, have these shapes."""
+        """Return the outputs of each request, given the shapes of the parts in order."""
         ends = accumulate(map(element_count, shapes), initial=0)
         return [
             Output(
@@ -232,7 +232,7 @@ class Runner:
         _signature: The model's inputs and outputs.
         _device: The instance's device.
         _as_numpy: The inputs that become numpy arrays.
-        _ragged: The rules for additional inputs of a batch and for cutting flat outputs.
+        _ragged: The rules for generated inputs of a batch and for splitting flat outputs.
     """
 
     _context: ModelContext
@@ -274,7 +274,7 @@ class Runner:
     def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the inputs of the requests, whole batches on the device; all have the same inputs.
 
-        Must be called outside `inference_mode`, in which tensors do not count their changes.
+        Must be called outside `inference_mode`, where tensors have no version counter.
         """
         self._clear_watched()
         made: dict[str, Any] = {}
@@ -428,7 +428,7 @@ class Runner:
         if datatype == "BYTES":
             array = np.asarray(value, dtype=np.object_)
             rows = sum(request.batch_size for request in requests)
-            # A flat list of texts has the texts of one row after the other.
+            # A flat list of strings contains the strings of each row in order.
             flat = array.ndim == len(spec.model_dims) == 1 and isinstance(value, list)
             if flat and self._batched and rows and not array.size % rows:
                 array = array.reshape(rows, -1)
@@ -438,7 +438,7 @@ class Runner:
         raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
 
     def _state(self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]) -> Output:
-        """Return a state of a sequence in the memory in which the model has left it."""
+        """Return the state of a sequence, without a copy from device to host memory if possible."""
         value = outputs[name]
         if isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
             return Output(name, PROTOCOL[value.dtype], value)

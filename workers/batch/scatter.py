@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_KNOWN = 64  # kinds of responses to requests with equal schemas
 
-# To copy a smaller array takes less time than to check whether it is at its destination.
+# Copying a smaller array takes less time than checking whether it is at its destination already.
 _WORTH_A_LOOK = 16 * 1024
 
 
@@ -65,7 +65,7 @@ class _ToPlace:
     """The destination of outputs that are written to the client's range."""
 
 
-# The destination of an output; the name of an input: the output is that input, and stays there.
+# The destination of an output. A string is the name of the input that is returned as the output.
 _Way = type[_Inline] | type[_ToPlace] | str
 
 
@@ -108,8 +108,8 @@ class Scatterer:
     Args:
         _signature: The model's inputs and outputs.
         _context: The instance.
-        _strict: Outputs must agree with the model's configuration.
-        _whole: A response should contain all requested outputs.
+        _strict: Whether outputs must match the model's configuration.
+        _whole: Whether a response should contain all requested outputs.
     """
 
     _signature: Signature
@@ -128,7 +128,7 @@ class Scatterer:
         of the arena stays allocated.
 
         Raises:
-            ShmserveError: An output does not fit the model or its place, or memory is full.
+            ShmserveError: An output does not fit the model or its range, or memory is full.
         """
         if response.parameters or request.aliased:
             return self._write_new(request, response, None)
@@ -210,7 +210,7 @@ class Scatterer:
                 nothing = Ready(name, "UINT8", (size,), bytes(size), size)
                 self._put(nothing, place, True, request.work.client_pid, [])
         if self._whole:
-            self._whole = False  # once is enough
+            self._whole = False  # reported only once
             logger.warning(
                 "model '%s' was asked for outputs that it has not made: %s (not said again)",
                 self._signature.name,
@@ -250,7 +250,7 @@ class Scatterer:
             )
 
     def _client_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
-        # A shape that does not fit the model's side of the reshape is returned unchanged.
+        # A shape that does not match the model's side of the reshape is returned unchanged.
         dims = spec.reshape or ()
         head, rest = (shape[:1], shape[1:]) if self._batched else ((), shape)
         return (*head, *reshape(rest, dims, spec.dims)) if agree(dims, rest) else shape
@@ -282,7 +282,7 @@ class Scatterer:
         if isinstance(item.data, np.ndarray) and item.data.flags.c_contiguous:
             address = item.data.__array_interface__["data"][0]
             claimed = self._context.output_memory.claim(client_pid, address, item.byte_size)
-            if claimed is not None:  # the model computed it there
+            if claimed is not None:  # the model computed the output in this block
                 return claimed
         place, view = self._context.output_memory.allocate(client_pid, item.byte_size)
         try:
@@ -327,7 +327,7 @@ class Scatterer:
         if size < _WORTH_A_LOOK or data.flags.owndata or not np.may_share_memory(target, data):
             self._copier.copy(target, data)
         elif _same(target, data):
-            return 0  # the model computed it there
+            return 0  # the model computed the output at its destination
         else:
             target[...] = data
         return size
