@@ -61,7 +61,8 @@ class Handover:
         """Listen for a successor, and open the link to a predecessor.
 
         Raises:
-            Unavailable: The predecessor cannot be taken over.
+            Unavailable: The run directory does not exist, or the host has no resources for a
+                socket.
         """
         path = os.fspath(endpoints.handover(self.run_dir.path))
         self._listener = Listener(listening(socket.SOCK_SEQPACKET, path, 1))
