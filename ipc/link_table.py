@@ -23,7 +23,7 @@ def _nothing() -> None:
 
 @dataclass(eq=False)
 class LinkTable:
-    """Dealers by endpoint and by descriptor.
+    """A table of the links (dealers) to schedulers, by endpoint and by file descriptor.
 
     Attributes:
         _identity: The identity of this end of every link.

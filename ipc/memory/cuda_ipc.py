@@ -94,7 +94,7 @@ class Exporting(Protocol):
 
 
 class Driver:
-    """`Cuda` and `Exporting` with the package cuda-bindings.
+    """The implementation of `Cuda` and `Exporting` with the package cuda-bindings.
 
     Raises:
         Unavailable: The package or the driver is missing.

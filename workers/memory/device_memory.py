@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DeviceLost(Exception):
-    """This process cannot use its device any more: it must exit and be restarted."""
+    """An error after which this process cannot use its device; it must be restarted."""
 
 
 def _torch() -> Any:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """Executes the orders about a registry's models."""
+    """The state machine that executes the orders about a registry's models."""
 
     def __init__(self, registry: ModelRegistry, actions: LifecycleActions, hosted: bool) -> None:
         """Create a lifecycle without orders.

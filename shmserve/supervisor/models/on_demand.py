@@ -136,7 +136,7 @@ class _Use(NamedTuple):
 
 
 class OnDemand:
-    """Loads and unloads the models of a registry that are on demand."""
+    """The loader and unloader of the models of a registry that are on demand."""
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ DUPLICATE = LoadOutcome(IN_SEVERAL, failed=False)  # a fault of the repositories
 
 
 class LifecycleActions(Protocol):
-    """Executes the decisions of the lifecycle. Actions return at once and report by events."""
+    """The actions of the lifecycle. Actions return immediately and report by events."""
 
     def read(self, order: Order) -> None:
         """Read a model's folder and configuration; reports `Lifecycle.was_read`."""

@@ -26,7 +26,7 @@ _LONGEST_PAUSE_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class RepositoryPoller:
-    """Loads and unloads models as the repositories change.
+    """The poller that loads and unloads models as the repositories change.
 
     A model that hangs while it loads does not delay the others, and its load is cancelled when the
     model is removed. Loads that failed for a temporary reason are retried with exponential backoff.
