@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class LoadPlanner:
-    """The reader of a server's repositories. Its methods access the disk and may run in a thread."""
+    """The reader of a server's repositories, whose methods access the disk.
+
+    The methods may run in a thread.
+    """
 
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
         """Create a planner; raises InvalidArgument for models that were given as files."""
