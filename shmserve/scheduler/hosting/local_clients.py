@@ -200,7 +200,7 @@ class LocalClientRules:
         try:
             place = unpack_range(given)
         except (TypeError, ValueError) as error:
-            raise MalformedMessage(f"not a place: {error}") from error
+            raise MalformedMessage(f"not a range: {error}") from error
         self._check_owner(number, place)
         return place
 
