@@ -30,7 +30,7 @@ class LinkTable:
         _watch: Called with the descriptor of a new link.
         _unwatch: Called with a descriptor that is about to be closed.
         _on_queued: Called when the first message after a flush was queued.
-        _on_held: Called when a message was queued that may be delayed.
+        _on_deferred: Called when a message was queued that may be delayed.
         pending: The links with queued messages.
         unsent: The number of queued messages, without those that may be delayed.
     """
@@ -39,7 +39,7 @@ class LinkTable:
     _watch: Callable[[int], None]
     _unwatch: Callable[[int], None]
     _on_queued: Callable[[], None] = _nothing
-    _on_held: Callable[[], None] = _nothing
+    _on_deferred: Callable[[], None] = _nothing
     _by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _by_fd: dict[int, Dealer] = field(default_factory=dict)
     pending: list[Dealer] = field(default_factory=list)
@@ -104,19 +104,19 @@ class LinkTable:
         if self.unsent >= _MOST_TOGETHER or self._unsent_bytes > _MOST_UNSENT:
             self.flush()
 
-    def tell(self, endpoint: str, message: Message) -> None:
+    def post(self, endpoint: str, message: Message) -> None:
         """Queue a message for a scheduler; do nothing if there is no link to it."""
         if endpoint in self._by_endpoint:
             self.queue(endpoint, message)
 
-    def hold(self, endpoint: str, message: Message) -> None:
+    def defer(self, endpoint: str, message: Message) -> None:
         """Queue a message that may be delayed until other messages go to the same scheduler."""
         link = self._by_endpoint.get(endpoint)
         if link is not None:
             link.post(message)
             if link not in self.pending:
                 self.pending.append(link)
-            self._on_held()
+            self._on_deferred()
 
     def flush(self) -> None:
         """Send the queued messages."""
@@ -125,7 +125,7 @@ class LinkTable:
         for link in pending:
             link.flush()
 
-    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         """Close the link to a scheduler that has exited.
 
         Args:

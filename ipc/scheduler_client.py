@@ -95,13 +95,13 @@ class Links(Protocol):
             Unavailable: The process is out of file descriptors.
         """
 
-    def tell(self, endpoint: str, message: Cancel | Credit) -> None:
+    def post(self, endpoint: str, message: Cancel | Credit) -> None:
         """Queue a message for a scheduler; do nothing if there is no link to it."""
 
-    def hold(self, endpoint: str, message: Release) -> None:
+    def defer(self, endpoint: str, message: Release) -> None:
         """Queue a message that may be delayed until other messages go to the same scheduler."""
 
-    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         """Close the link to a scheduler that has exited.
 
         Args:
@@ -245,12 +245,12 @@ class SchedulerClient(Generic[R]):
             listening: Whether responses that the model sends before it ends are still read.
         """
         if request.submit.id in self.pending:
-            self._links.tell(request.endpoint, Cancel(request.submit.id, listening))
+            self._links.post(request.endpoint, Cancel(request.submit.id, listening))
 
     def credit(self, request: R, responses: int) -> None:
         """Grant the scheduler credit for `responses` more responses to a request."""
         if request.submit.id in self.pending:
-            self._links.tell(request.endpoint, Credit(request.submit.id, responses))
+            self._links.post(request.endpoint, Credit(request.submit.id, responses))
 
     def release(self, endpoint: str, messages: Sequence[Release]) -> None:
         """Send `Release` messages for outputs to the scheduler that sent them, or its successor."""
@@ -260,7 +260,7 @@ class SchedulerClient(Generic[R]):
                 with contextlib.suppress(Unavailable):
                     self._links.open(endpoint)
         for message in messages:
-            self._links.hold(endpoint, message)
+            self._links.defer(endpoint, message)
 
     def discard(self, endpoint: str, message: Response, own: Container[int] = ()) -> None:
         """Release the outputs of a response that is not read, which occupy a worker's memory.
@@ -291,7 +291,7 @@ class SchedulerClient(Generic[R]):
             if not message.final:  # type: ignore[union-attr]
                 request.respond(message)  # type: ignore[arg-type]
                 return
-        elif kind is Failed and self._keeps(request, message):  # type: ignore[arg-type]
+        elif kind is Failed and self._take_failure(request, message):  # type: ignore[arg-type]
             return
         if number in self.pending:
             del self.pending[number]
@@ -301,7 +301,7 @@ class SchedulerClient(Generic[R]):
             if number not in self.pending:
                 request.free()
 
-    def _keeps(self, request: R, failure: Failed) -> bool:
+    def _take_failure(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 
         The failure is either early, or a refusal after which the request is resubmitted.
@@ -356,7 +356,7 @@ class SchedulerClient(Generic[R]):
         successor, or to the scheduler that currently serves the model.
         """
         successor = self.successors.latest(endpoint)
-        self._links.lose(endpoint, self._take_last)
+        self._links.drain(endpoint, self._take_last)
         for request in self.withdraw(endpoint):
             self._submit_to_successor(request, successor)
 

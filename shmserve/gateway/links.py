@@ -181,7 +181,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         # Schedulers obtain the pid from the identity.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
         self._table = LinkTable(
-            identity, self._watch, self._unwatch, self._on_queued, self._on_held
+            identity, self._watch, self._unwatch, self._on_queued, self._on_deferred
         )
         super().__init__(self._table)
         self._releasing: asyncio.TimerHandle | None = None
@@ -205,7 +205,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         else:
             self._loop.call_soon(self._table.flush)
 
-    def _on_held(self) -> None:
+    def _on_deferred(self) -> None:
         if not self.pending:
             self._table.flush()
         elif self._releasing is None:

@@ -70,13 +70,13 @@ class StepsOutbox:
         """Keep a request."""
         self.posted.append((endpoint, message))
 
-    def tell(self, endpoint: str, message: Any) -> None:
+    def post(self, endpoint: str, message: Any) -> None:
         """Keep a message."""
         self.posted.append((endpoint, message))
 
-    hold = tell
+    defer = post
 
-    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         """Do nothing: no scheduler said anything last."""
 
 

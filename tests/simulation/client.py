@@ -85,7 +85,7 @@ class ClientLinks:
             raise Violation(f"{self._client} submits a request again that it has cancelled")
         self.open(endpoint).post(message)
 
-    def tell(self, endpoint: str, message: Any) -> None:
+    def post(self, endpoint: str, message: Any) -> None:
         if endpoint in self._client.schedulers.successors:
             raise Violation(f"{self._client} tells a lost scheduler {message}")
         if isinstance(message, m.Credit):
@@ -96,9 +96,9 @@ class ClientLinks:
         if endpoint in self.links:
             self.open(endpoint).post(message)
 
-    hold = tell
+    defer = post
 
-    def lose(self, endpoint: str, take: Any) -> None:
+    def drain(self, endpoint: str, take: Any) -> None:
         client, back = self._client, self._hosts[endpoint].back(self.links[endpoint][0])
         for message in back.sent() if back.connected else ():
             client.check(endpoint, message)

@@ -56,14 +56,14 @@ class StepLinks:
             self.open(endpoint)
             self._link(endpoint).post(message)
 
-    def tell(self, endpoint: str, message: Any) -> None:
+    def post(self, endpoint: str, message: Any) -> None:
         """As `Links` says."""
         if not self._neighbours.post(endpoint, self.identity, message) and endpoint in self._links:
             self._link(endpoint).post(message)
 
-    hold = tell
+    defer = post
 
-    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         """As `Links` says."""
         if endpoint in self._links:
             back = self._hosts[endpoint].back(self._links[endpoint][0])

@@ -246,14 +246,14 @@ class StepSchedulers:
         if not self._neighbours.post(endpoint, self._identity, message):
             self._links.queue(endpoint, message, byte_size or message_size(message))
 
-    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
+    def post(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         if not self._neighbours.post(endpoint, self._identity, message):
-            self._links.tell(endpoint, message)
+            self._links.post(endpoint, message)
 
-    hold = tell  # what is queued leaves at the end of the turn
+    defer = post  # what is queued leaves at the end of the turn
 
-    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
-        self._links.lose(endpoint, take)
+    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+        self._links.drain(endpoint, take)
 
     @property
     def pending(self) -> Sized:

@@ -52,13 +52,13 @@ class SentMessages:
         self.open(endpoint)
         self.sent.append((endpoint, message))
 
-    def tell(self, endpoint: str, message: Any) -> None:
+    def post(self, endpoint: str, message: Any) -> None:
         if endpoint in self.opened:
             self.sent.append((endpoint, message))
 
-    hold = tell
+    defer = post
 
-    def lose(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         for message in self.last.pop(endpoint, []):
             take(endpoint, message)
         self.opened.discard(endpoint)
