@@ -12,8 +12,7 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.gateway.grpc.infer import RequestRefused
 from shmserve.gateway.grpc.stream_call import stream_infer
-from shmserve.gateway.inference.inference import Inference
-from shmserve.gateway.process import ActiveCount
+from shmserve.gateway.inference.inference import ActiveCount, Inference
 from shmserve.ipc.messages import inference as m
 
 
