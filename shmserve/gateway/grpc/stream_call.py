@@ -141,9 +141,9 @@ class _Stream:
     _call: StreamingCall
 
     def __post_init__(self) -> None:
-        inferences, head = self._inferences, self._call.head
-        self._headers = inferences.headers(head)
-        self._strict = ("triton_grpc_error", "true") in head.metadata
+        inferences = self._inferences
+        self._headers = inferences.headers(self._call.head)
+        self._strict = self._call.head.strict
         self._window = _Window(_WINDOW)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # with the size of each
         self._open: dict[StreamingInference, StreamEntry] = {}
