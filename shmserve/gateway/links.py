@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import Unavailable, from_code
-from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.memory.lent import releases
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered, Refused
@@ -26,7 +25,7 @@ from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.dealer import Dealer, LinkTable
 
 logger = logging.getLogger(__name__)
 

@@ -119,9 +119,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def leave(self, after_calls: bool = False) -> None:
+    def shut_down(self, after_calls: bool = False) -> None:
         """Notify the client that the connection is closed after its calls."""
-        self.lifetime.leave(after_calls)
+        self.lifetime.shut_down(after_calls)
 
     def settled(self) -> None:
         """Report that the client was notified, and that no unary call is open."""
@@ -179,7 +179,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for call in fresh:
             call.check_message()
         self._handling = False
-        if self.lifetime.listens:
+        if self.lifetime.needs_received:
             self.lifetime.received()
         if http2.sending.ready or http2.sending.waiting or self._tls is not None:
             self.flush()
@@ -282,7 +282,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """Record that a call has ended, and that all its frames are sent."""
         if not self.http2.streams:
             self._since = self.loop.time()
-        if self.lifetime.leaving:
+        if self.lifetime.shutting_down:
             self.lifetime.call_ended()
 
     def _look_soon(self) -> None:

@@ -141,9 +141,9 @@ class _Stream:
     _call: StreamingCall
 
     def __post_init__(self) -> None:
-        inferences, head = self._inferences, self._call.head
-        self._headers = inferences.headers(head)
-        self._strict = ("triton_grpc_error", "true") in head.metadata
+        inferences = self._inferences
+        self._headers = inferences.headers(self._call.head)
+        self._strict = self._call.head.strict
         self._window = _Window(_WINDOW)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # with the size of each
         self._open: dict[StreamingInference, StreamEntry] = {}
@@ -253,7 +253,7 @@ class _Stream:
             streamed_request.request.credit(inferred)
             if last:
                 del self._open[streamed_request.request]
-                self._inferences.left()
+                self._inferences.decrement()
                 self._window.give(streamed_request.size)
 
     async def _write_ordered(self, together: int, stall_s: float) -> None:
@@ -276,7 +276,7 @@ class _Stream:
             await self._send(responses, stall_s)
         finally:
             for _ in range(taken):
-                self._inferences.left()
+                self._inferences.decrement()
         self._window.give(window)
 
     def _response(self, item: _Ordered) -> bytes:
@@ -303,13 +303,13 @@ class _Stream:
             item, _ = self._ordered.popleft()
             if isinstance(item, Inference):
                 item.cancel()
-                self._inferences.left()
+                self._inferences.decrement()
         while self._outbox:
             request, message = self._outbox.popleft()
             request.discard(message)
         for streamed_request in self._open.values():
             streamed_request.request.cancel()
-            self._inferences.left()
+            self._inferences.decrement()
         self._open.clear()
 
 

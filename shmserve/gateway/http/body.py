@@ -6,7 +6,7 @@ four ways, which `read_request` selects:
 
 | body                                              | way                                       |
 |---------------------------------------------------|-------------------------------------------|
-| differs from an earlier one only in its tensors   | `known_request`: a template is filled     |
+| differs from an earlier one only in its tensors   | `repeat`: a template is filled            |
 | binary, with large tensors, not yet received      | `_receive`: into the arena                |
 | of a raw request, which has no header             | `_raw`: the input follows from the model  |
 | any other                                         | `_parse`: parsed as a whole               |
@@ -292,22 +292,6 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     if template is not None:
         remember(model.prepared, fingerprint, infer_request, template)
     return built
-
-
-def known_request(
-    gateway: Gateway, model: GatewayModel, body: bytes, header_length: str | None
-) -> BuiltRequest | None:
-    """Return the request of a whole body, as `read_request` does, if its fingerprint is known.
-
-    Raises:
-        ShmserveError: The size of the header is invalid, or the arena is full.
-    """
-    whole_size = len(body)
-    size = whole_size if header_length is None else header_size(header_length, whole_size)
-    if size > gateway.settings.max_input_size:
-        return None
-    fingerprint = Fingerprint(body[:size], whole_size - size)
-    return repeat(model.prepared, fingerprint, body, size)
 
 
 async def own_timeout_us(gateway: Gateway, request: HttpRequest) -> int:

@@ -42,6 +42,26 @@ _MOST_TEMPLATES = 8  # of one stream
 R = TypeVar("R", bound=GatewayRequest)
 
 
+class ActiveCount:
+    """A count (`active`) of requests or connections, whose end a drain awaits."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self._on_idle: Callable[[], None] | None = None
+
+    def decrement(self) -> None:
+        """Decrease the count by one."""
+        self.active -= 1
+        if not self.active and self._on_idle is not None:
+            self.when_idle(self._on_idle)
+
+    def when_idle(self, on_idle: Callable[[], None]) -> None:
+        """Call `on_idle` once, as soon as the count is 0."""
+        self._on_idle = on_idle if self.active else None
+        if not self.active:
+            on_idle()
+
+
 def submit(
     gateway: Gateway,
     built: BuiltRequest,

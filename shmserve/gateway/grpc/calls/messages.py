@@ -149,7 +149,7 @@ class Assembly:
         else:
             self._later += piece
 
-    def leave(self) -> None:
+    def keep_piece(self) -> None:
         """Copy the received data, since it is consumed later than the read buffer is reused."""
         if not self._copied:
             self._piece, self._at = memoryview(bytes(self._piece[self._at :])), 0

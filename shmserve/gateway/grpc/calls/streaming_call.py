@@ -127,7 +127,7 @@ class StreamingCall(GrpcCall):
             super()._cut(assembly, size)
         self._ahead = self._is_ahead()
         if self._ahead:
-            assembly.leave()
+            assembly.keep_piece()
 
     def _cut_more(self) -> None:
         self._ahead = False

@@ -270,7 +270,7 @@ def test_who_stays_for_its_calls_is_told_to_go_when_those_are_over() -> None:
 
     async def play(scene: Scene) -> None:
         scene.ask(1)
-        scene.connection.leave(after_calls=True)
+        scene.connection.shut_down(after_calls=True)
         scene.ask(3)
         (_, first), (_, second) = scene.calls
         second.fail(StatusCode.UNAVAILABLE, "ends")
