@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.wire.request_sink import RequestSink
+from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.inference.arriving import ArrivingTensors
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
