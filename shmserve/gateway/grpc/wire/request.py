@@ -126,7 +126,7 @@ def _input(tensor: ModelInferRequest.InferInputTensor) -> InferInput:
 def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> InferOutput:
     if not output.parameters:
         return InferOutput(output.name, True)
-    place = _region(output.name, output.parameters)
+    region_range = _region(output.name, output.parameters)
     if "classification" in output.parameters:
         parameter = output.parameters["classification"]
         if parameter.WhichOneof("parameter_choice") != "int64_param":
@@ -135,12 +135,12 @@ def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> InferOutput
             )
         if parameter.int64_param <= 0:
             raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
-        if place is not None:
+        if region_range is not None:
             raise InvalidArgument(
                 "output can't set both 'shared_memory_region' and 'classification'"
             )
         return InferOutput(output.name, True, classes=parameter.int64_param)
-    return InferOutput(output.name, True, place)
+    return InferOutput(output.name, True, region_range)
 
 
 def _region(tensor: str, parameters: _Parameters) -> RegionRange | None:
@@ -291,9 +291,9 @@ class RequestSink(Generic[A]):
         self._before: list[bytes] = []  # the bytes before each tensor that has begun
         self._plain: list[bytes] | None = None  # the message, if it is collected as a whole
 
-    def place(self, most: int) -> memoryview | None:
+    def next_buffer(self, most: int) -> memoryview | None:
         """Return the final memory of at most `most` of the next bytes, or None."""
-        return None if self._tensors is None else self._tensors.place(most)
+        return None if self._tensors is None else self._tensors.next_buffer(most)
 
     def feed(self, piece: memoryview) -> None:
         """Receive the next bytes."""
