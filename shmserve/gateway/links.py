@@ -155,9 +155,9 @@ class GatewayRequest(InflightRequest):
         """Release the outputs of a response that have been read."""
         if inferred is None:
             return
-        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Range)]
-        if places:
-            self.schedulers.release(self.endpoint, releases(places))
+        ranges = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Range)]
+        if ranges:
+            self.schedulers.release(self.endpoint, releases(ranges))
 
     def abandon(self) -> None:
         """Cancel the request and discard further responses.

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 import shmserve
-from shmserve.gateway.request_trace import RequestTrace
+from shmserve.gateway.tracer import RequestTrace
 from shmserve.ipc.trace import Span
 
 _PHASES = (
@@ -130,8 +130,8 @@ class Exporter:
 def _of_gateway(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
     """Yield the phases of a request at the gateway: receiving it, and encoding its response."""
     yield "receive", trace.arrived_ns, trace.submitted_ns
-    if trace.answered_ns:
-        yield "encode", trace.answered_ns, trace.ended_ns
+    if trace.responded_ns:
+        yield "encode", trace.responded_ns, trace.ended_ns
 
 
 def _context(trace_id: str, span_id: str) -> SpanContext:

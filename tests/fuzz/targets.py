@@ -260,7 +260,7 @@ def ranges(data: bytes) -> None:
     where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
     with _refused(b""):
-        place = region.place(RegionRange("r", max(offset, 0), max(size, 0)))
+        place = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
         assert start <= place.offset
         assert place.offset + place.byte_size <= start + extent
     _spans(given)

@@ -46,7 +46,7 @@ class MetricFamily:
 
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
         """Add a sample."""
-        ordered = sorted(labels.items(), key=_place)
+        ordered = sorted(labels.items(), key=_sort_key)
         self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
 
     def lines(self) -> Iterator[str]:
@@ -391,7 +391,7 @@ def _text(families: Iterable[MetricFamily]) -> str:
     return "".join(f"{line}\n" for family in families for line in family.lines())
 
 
-def _place(label: tuple[str, str]) -> tuple[bool, str]:
+def _sort_key(label: tuple[str, str]) -> tuple[bool, str]:
     return label[0] in _OF_A_DISTRIBUTION, label[0]
 
 

@@ -82,13 +82,13 @@ async def lease(
     immediately afterwards.
     """
 
-    def there(task: asyncio.Future[dict[str, Any]]) -> None:
+    def on_registered(task: asyncio.Future[dict[str, Any]]) -> None:
         if not task.cancelled() and task.exception() is None:
-            gone = RegionAbandoned(task.result()["memory_id"])
-            client.when_gone(partial(gateway.supervisor.post, gone))
+            abandoned = RegionAbandoned(task.result()["memory_id"])
+            client.when_gone(partial(gateway.supervisor.post, abandoned))
 
     task = asyncio.ensure_future(registered)
-    task.add_done_callback(there)
+    task.add_done_callback(on_registered)
     await asyncio.shield(task)
 
 

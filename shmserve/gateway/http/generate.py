@@ -238,12 +238,12 @@ def _shape(count: int, described: Sequence[int]) -> tuple[int, ...] | None:
         None if the fixed dimensions do not divide the number of elements.
     """
     fixed = element_count([dim for dim in described if dim >= 0])
-    rest, over = divmod(count, fixed) if fixed else (0, count)
+    rest, remainder = divmod(count, fixed) if fixed else (0, count)
     shape = list(described)
     for at in reversed(range(len(shape))):
         if shape[at] < 0:
             shape[at], rest = rest, 1
-    return None if over or element_count(shape) != count else tuple(shape)
+    return None if remainder or element_count(shape) != count else tuple(shape)
 
 
 def response_json(

@@ -212,8 +212,9 @@ async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> 
     peer = client.peer()
     memory_api.check_name(name)
     key, offset, size, leased, pin = registration(await _register_body(gateway, request))
-    asked = memory_api.register(gateway, peer, name, key, offset, size, leased=leased, pin=pin)
-    await (memory_api.lease(gateway, client, asked) if leased else asked)
+    region = (name, key, offset, size)
+    registered = memory_api.register(gateway, peer, *region, leased=leased, pin=pin)
+    await (memory_api.lease(gateway, client, registered) if leased else registered)
     return HttpResponse()
 
 

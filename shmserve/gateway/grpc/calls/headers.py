@@ -120,11 +120,11 @@ class CallHead:
         if self.refusal is None:
             self.status, self.refusal = status, (code, text, ())
 
-    def _timeout(self, said: bytes | None) -> float | None:
-        if said is None:
+    def _timeout(self, value: bytes | None) -> float | None:
+        if value is None:
             return None
-        matched = _is_timeout(said)
-        if matched is None or len(said) > _LONGEST_NUMBER:
+        matched = _is_timeout(value)
+        if matched is None or len(value) > _LONGEST_NUMBER:
             self._refuse(200, StatusCode.INTERNAL, "malformed grpc-timeout")
             return None
         return min(int(matched[1]) * _UNIT_S[matched[2]], _LONGEST_S)

@@ -51,7 +51,7 @@ class JsonResponseTemplate:
     __slots__ = ("_binary", "_count", "_form", "_sizes", "_unpackers", "outputs")
 
     def __init__(self, request: InferRequest, name: str, version: str, response: Inferred) -> None:
-        asked = {output.name: output for output in request.outputs}
+        requested = {output.name: output for output in request.outputs}
         self.outputs: list[SentOutput] = []
         self._count = len(response.outputs)
         entries: list[dict[str, Any]] = []
@@ -59,7 +59,7 @@ class JsonResponseTemplate:
             entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
             entry["shape"] = tensor.shape
             entries.append(entry)
-            output = asked.get(tensor.name)
+            output = requested.get(tensor.name)
             if output is not None and output.place is not None:
                 continue
             binary = output.binary if output is not None else request.binary
