@@ -99,7 +99,9 @@ class _Level:
         return len(self.in_time) + len(self.delayed)
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        return chain(self.in_time.values(), self.delayed.values())
+        if self.delayed:
+            return chain(self.in_time.values(), self.delayed.values())
+        return iter(self.in_time.values())
 
     def part(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
         """Return the part that a request is in or belongs to."""
@@ -135,6 +137,8 @@ class PriorityQueue:
         return self.count
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
+        if len(self._order) == 1:
+            return iter(self._levels[self._order[0]])
         return chain.from_iterable(map(self._levels.__getitem__, self._order))
 
     def size(self, level: int) -> int:
