@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MOST_HELD_S = 0.001
 
 
-class SupervisorLink:
+class GatewaySupervisorLink:
     """The link to the supervisor, for notifications and for requests with responses.
 
     Args:

@@ -68,7 +68,7 @@ class Buffer:
         output_data: The packed ranges of the outputs with space in the slot.
     """
 
-    prepared: RequestTemplate
+    prepared: ClientTemplate
     block: MemoryBlock
     inputs: list[Array]
     input_data: list[Any]
@@ -79,7 +79,7 @@ class Buffer:
         self.prepared.take_back(self)
 
 
-class RequestTemplate:
+class ClientTemplate:
     """The template of the requests whose inputs have the same names, datatypes and shapes."""
 
     def __init__(
