@@ -352,10 +352,8 @@ async def test_a_request_that_fails_at_once_is_answered_by_the_task() -> None:
         await settle()
     assert len(replies(transport.written)) == 4
     connection.connection_lost(None)
-    assert (len(repeats.begun), app_of(connection).active) == (
-        2,
-        0,
-    )  # the head is cached by the first, and known by the second
+    # The first request caches the head, which the second finds.
+    assert (len(repeats.begun), app_of(connection).active) == (2, 0)
 
 
 async def test_what_is_answered_to_a_connection_that_ends_is_not_written() -> None:
