@@ -195,7 +195,7 @@ class Router:
             if decoder.broken and connection.identity is None:
                 break
             try:
-                received += zip(itertools.repeat(peer), unpack(frame, self.most), strict=False)
+                received += itertools.product((peer,), unpack(frame, self.most))
             except MalformedMessage as error:
                 connection.malformed += 1
                 self._complain("dropped a malformed frame: %s", error)

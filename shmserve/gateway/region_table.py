@@ -15,8 +15,7 @@ from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.ipc.messages.publications import RegionPublished
-from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, Range, fits, unpack_range
 
 logger = logging.getLogger(__name__)
 

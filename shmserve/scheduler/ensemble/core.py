@@ -126,7 +126,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         if len(data) != known.entries:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: list[tuple[str, Value]] = []
-        for (name, kind, is_condition), raw in zip(known.inputs, data, strict=False):
+        for index, (name, kind, is_condition) in enumerate(known.inputs):
+            raw = data[index]
             where = raw if type(raw) is bytes else unpack_range(raw)
             holds = not is_condition or self._memory.any_true(name, where)
             inputs.append((name, Value(kind, where, None, holds)))

@@ -305,9 +305,10 @@ class StepMessages:
             held = (*held, own)
         made: list[tuple[str, Value]] = []
         try:
-            for (name, kind, tensor, is_condition, for_client), where in zip(
-                response.outputs, data, strict=True
+            for index, (name, kind, tensor, is_condition, for_client) in enumerate(
+                response.outputs
             ):
+                where = data[index]
                 holds = not is_condition or self._memory.any_true(name, where)
                 memory = None
                 if type(where) is not bytes:

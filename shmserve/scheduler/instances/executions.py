@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -136,8 +136,8 @@ class Executions:
         gaps = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
-        work = list(map(work_of, requests))
-        self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
+        works, live = works_of(requests), self._responses.live
+        self._workers.post(slot.peer, Execute(execution.id, works, live, list(rows)))
 
     def post(self, peer: bytes, message: Any) -> None:
         """Send a message of a kind of scheduling to the worker at this address."""
@@ -232,20 +232,23 @@ def _each(client_pid: int, message: Release) -> list[ReleaseOutputs]:
     return [ReleaseOutputs(client_pid, [offset], message.memory) for offset in offsets]
 
 
-def work_of(request: ScheduledRequest) -> Work:
-    """Return a request as a message to its worker."""
-    submit = request.submit
-    return Work(
-        request.key,
-        request.client.pid,
-        submit.schema,
-        submit.data,
-        submit.request_id,
-        submit.flags,
-        submit.correlation_id,
-        submit.correlation_text,
-        submit.timeout_us,
-        submit.priority,
-        request.deadline_ns,
-        submit.trace,
-    )
+def works_of(requests: Iterable[ScheduledRequest]) -> list[Work]:
+    """Return requests as messages to their worker."""
+    return [
+        Work(
+            request.key,
+            request.client.pid,
+            submit.schema,
+            submit.data,
+            submit.request_id,
+            submit.flags,
+            submit.correlation_id,
+            submit.correlation_text,
+            submit.timeout_us,
+            submit.priority,
+            request.deadline_ns,
+            submit.trace,
+        )
+        for request in requests
+        for submit in (request.submit,)
+    ]
