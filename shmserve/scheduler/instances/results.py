@@ -3,7 +3,8 @@
 A worker is lost if it died, executed for longer than the limit, or returned a batch that it was not
 given. A request of a lost worker runs again, once and alone, if that is an idempotent retry. The
 worker must have died while the request ran, no response may have been sent, and the dispatcher must
-allow the retry (a sequence loses its state with its worker). A request that had a response, or was open after `execute`, fails.
+allow the retry (a sequence loses its state with its worker). A request that had a response, or was
+open after `execute`, fails.
 """
 
 from __future__ import annotations
