@@ -172,14 +172,14 @@ class Acceptor:
     def _evict(
         self, newcomer: LimitedConnection, among: Collection[LimitedConnection], most: int
     ) -> None:
-        others = [
+        candidates = [
             connection for connection in among if connection.open and connection is not newcomer
         ]
-        if len(others) < most or not newcomer.open:
+        if len(candidates) < most or not newcomer.open:
             return  # the remaining connections are closing
         # Several at a time, to amortise the cost in a flood of connections.
-        ended = _longest(others, attrgetter("idle_since"), max(1, most // 64))
-        ended = ended or _longest(others, attrgetter("sending_since"), 1)
+        ended = _longest(candidates, attrgetter("idle_since"), max(1, most // 64))
+        ended = ended or _longest(candidates, attrgetter("sending_since"), 1)
         logger.log(
             logging.WARNING if self._warnings < _MOST_WARNINGS else logging.DEBUG,
             "more than %d connections%s: %s",

@@ -24,7 +24,7 @@ from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.inference.inference import ActiveCount
-from shmserve.gateway.links import GatewaySchedulers, SupervisorLink
+from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
@@ -157,7 +157,7 @@ class _Process:
             self._accepted.set()
         schedulers = GatewaySchedulers()
         trim = MallocTrim()
-        supervisor = SupervisorLink(
+        supervisor = GatewaySupervisorLink(
             endpoints.control(start.run_dir),
             f"gateway.{start.name}.{os.getpid()}",
             self._take,

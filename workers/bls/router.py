@@ -28,7 +28,6 @@ from itertools import count
 from typing import Any, TypeVar
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
-from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.memory.lent import LentMemory, releases
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.control_requests import FindModel
@@ -46,6 +45,7 @@ from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.inference import ResponseSchema, ranges_of
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.transport.dealer import LinkTable
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.request import (
     CallRequest,

@@ -147,7 +147,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if http2.arriving >= _LARGE and self._tls is None:
             stream = http2.arriving_for
             if stream is not None and stream.call is not None:
-                self._reading = stream.call.place(http2.arriving) or self._reading
+                self._reading = stream.call.next_buffer(http2.arriving) or self._reading
         return self._reading
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -306,12 +306,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             if stream.sent - sent >= patience_s * SLOWEST_RATE:
                 self._stalled[stream] = now, stream.sent
             else:
-                self._give_up(stream)
+                self._reset_stalled(stream)
         self.flush()
         if self._arriving or self._stalled:
             self._look_soon()
 
-    def _give_up(self, stream: Stream) -> None:
+    def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""
         if self.http2.sending.paused:
             logger.info("a client that does not read its responses was disconnected")

@@ -23,8 +23,7 @@ from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
 from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, Split, split
-from shmserve.gateway.grpc.wire.request import infer_request
-from shmserve.gateway.grpc.wire.request_sink import RequestSink
+from shmserve.gateway.grpc.wire.request import RequestSink, infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.arriving import ArrivingRequest, receive
 from shmserve.gateway.inference.inference import (

@@ -89,7 +89,7 @@ class StreamEntry:
         """
         final = is_last(message)
         built = self.request.built
-        asked, model = built.infer_request, built.model
+        infer_request, model = built.infer_request, built.model
         if (filled := self.request.from_template(message)) is not None:
             return streamed(filled, final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
@@ -97,13 +97,14 @@ class StreamEntry:
         try:
             inferred = self.request.outputs(message)
             if inferred is None:
-                end = streamed_end(model.name, asked.version, asked.id)
-                return end if asked.empty_final else None, None
+                end = streamed_end(model.name, infer_request.version, infer_request.id)
+                return end if infer_request.empty_final else None, None
             response = self._inferences.encode(built, schema, inferred)
         except ShmserveError as error:
             if strict:
                 raise
-            return streamed_error(error.message, asked.id, model.name, final=final), inferred
+            names = (infer_request.id, model.name)
+            return streamed_error(error.message, *names, final=final), inferred
         if not final and self._plain and self.request.templates.find(schema) is None:
             template = self._inferences.encoder.template(model, schema, inferred, ())
             self.request.templates.remember(schema, template)
@@ -141,9 +142,9 @@ class _Stream:
     _call: StreamingCall
 
     def __post_init__(self) -> None:
-        inferences, head = self._inferences, self._call.head
-        self._headers = inferences.headers(head)
-        self._strict = ("triton_grpc_error", "true") in head.metadata
+        inferences = self._inferences
+        self._headers = inferences.headers(self._call.head)
+        self._strict = self._call.head.strict
         self._window = _Window(_WINDOW)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # with the size of each
         self._open: dict[StreamingInference, StreamEntry] = {}

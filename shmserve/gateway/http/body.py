@@ -52,8 +52,8 @@ from shmserve.gateway.inference.request import InferInput, InferRequest, forward
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
+from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.ipc.tensors.ranges import LARGEST
 
 JSON_TOO_LARGE = (
     "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
@@ -108,7 +108,7 @@ class Body:
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
-    def here(self) -> bytes | None:
+    def received_whole(self) -> bytes | None:
         """Return the body if it was received completely, as small bodies are.
 
         Raises:
@@ -192,7 +192,7 @@ class Body:
         """
         if self.declared > limit:
             raise InvalidArgument(too_large.format(size=self.declared, limit=limit))
-        whole = self.here()
+        whole = self.received_whole()
         if whole is None:
             pieces: list[bytes] = []
             size = 0
@@ -334,7 +334,7 @@ async def _read(
     body = Body(request, gateway.settings, gateway.body_budget)
     if CONTENT_ENCODING in request.headers and body.compressed():
         return await body.inflate()
-    whole = body.here()
+    whole = body.received_whole()
     if whole is not None:
         return whole
     limit = gateway.settings.max_input_size

@@ -97,10 +97,10 @@ class RouteTable:
             match = pattern.fullmatch(path)
             if match is None or (route.path == ANY and found):
                 continue
-            here = route, tuple(part and unquote(part) for part in match.groups())
+            matched = route, tuple(part and unquote(part) for part in match.groups())
             if route.method in (method, ""):
-                return here
-            found = found or here
+                return matched
+            found = found or matched
         return found
 
 

@@ -209,7 +209,7 @@ class Inference(GatewayRequest):
         self.message = message
         built = self.built
         if built.trace is not None:
-            built.trace.answered(message)
+            built.trace.on_response(message)
         if self.is_templated and built.responses is not None and type(message) is m.Finished:
             template = built.responses.find(message.schema)
             if template is not None:
@@ -243,7 +243,7 @@ class Inference(GatewayRequest):
             self.discard(message)
         self.abandon()
         if self.built.trace is not None:
-            self.built.trace.gone()
+            self.built.trace.on_disconnect()
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +277,7 @@ class StreamingInference(GatewayRequest):
             message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
         self._unsent += 1
         if self.ended and self.built.trace is not None:
-            self.built.trace.answered(message)
+            self.built.trace.on_response(message)
         self.on_response(self, message)
 
     def from_template(self, message: Message) -> Any:
@@ -327,7 +327,7 @@ class StreamingInference(GatewayRequest):
         if not self.ended:
             self.abandon()
         if self.built.trace is not None:
-            self.built.trace.gone()
+            self.built.trace.on_disconnect()
 
 
 def error_of(message: Message) -> ShmserveError | None:

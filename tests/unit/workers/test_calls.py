@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc import link_table
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
@@ -24,6 +23,7 @@ from shmserve.ipc.messages.publications import ModelWithdrawn, ProcessExited, Sc
 from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
+from shmserve.ipc.transport import dealer
 from shmserve.workers.bls.calls import UnaryCall
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from shmserve.workers.bls.router import CallRouter
@@ -274,7 +274,7 @@ def test_no_descriptor_for_a_link_to_the_successor(
     running = others.run(call, calls, request())
     others.found("s1")
     scheduler.next(m.Submit)
-    monkeypatch.setattr(link_table, "Dealer", full)
+    monkeypatch.setattr(dealer, "Dealer", full)
     others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
         running.result(10)

@@ -111,10 +111,10 @@ class StreamingCall(GrpcCall):
             consumed, self._consumed = self._consumed, 0
             self._connection.http2.send_window_update(self._stream, consumed)
         if not self._queue and self._assembly is not None:
-            self._wants(self._assembly)
+            self._enlarge_window(self._assembly)
         self._connection.flush()
 
-    def _wants(self, assembly: Assembly) -> None:
+    def _enlarge_window(self, assembly: Assembly) -> None:
         if not self._queue:  # Queued messages are read first.
             extra, assembly.extra = assembly.extra, 0
             self._connection.http2.send_window_update(self._stream, extra)

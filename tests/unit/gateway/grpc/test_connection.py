@@ -54,7 +54,7 @@ class Room:
         self.left = memoryview(self.data)
         self.copied = 0
 
-    def place(self, most: int) -> memoryview:
+    def next_buffer(self, most: int) -> memoryview:
         return self.left[:most]
 
     def feed(self, piece: memoryview) -> None:

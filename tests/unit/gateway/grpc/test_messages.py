@@ -152,7 +152,7 @@ class Kept:
         self.data = b""
         self.dropped = False
 
-    def place(self, most: int) -> memoryview | None:
+    def next_buffer(self, most: int) -> memoryview | None:
         return None
 
     def feed(self, piece: memoryview) -> None:

@@ -47,7 +47,7 @@ class Deaf:
     """The call of a client that takes one response."""
 
     client: Any = None
-    head = SimpleNamespace(metadata=(), traceparent="")
+    head = SimpleNamespace(strict=False, traceparent="")
 
     def __init__(self, requests: AsyncIterator[bytes]) -> None:
         self.requests = lambda: requests
