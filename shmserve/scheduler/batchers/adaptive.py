@@ -56,7 +56,6 @@ _LEAST_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all 
 
 _EPOCH = 24  # batches
 _SETTLING = 4  # first batches of an epoch, which the previous epoch still affects
-_ENOUGH = 12  # batches of an epoch whose way is clearly worse
 # Epochs between two uses of the other way: initially, while the choice is unclear, and at most.
 _OTHER_EVERY, _UNCLEAR_EVERY, _MOST_EVERY = 2, 10, 160
 _PAYS = 0.8  # ratio of latencies at which waiting certainly pays
@@ -130,14 +129,8 @@ class Ways:
         if self._batches > _SETTLING:
             self._count += len(latencies_ns)
             self._sum_ns += sum(latencies_ns)
-        if self._batches >= _EPOCH or (self._batches == _ENOUGH and self._clearly_worse()):
+        if self._batches >= _EPOCH:
             self._end_epoch()
-
-    def _clearly_worse(self) -> bool:
-        if self.on is self._better:
-            return False
-        better_ns = self._mean_ns.get(self._better)
-        return better_ns is not None and self._sum_ns > (1 + 2 * _CLEAR) * better_ns * self._count
 
     def _end_epoch(self) -> None:
         mean_ns = self._sum_ns / max(1, self._count)
