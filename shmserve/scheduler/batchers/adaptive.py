@@ -56,10 +56,8 @@ _LEAST_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all 
 
 _EPOCH = 24  # batches
 _SETTLING = 4  # first batches of an epoch, which the previous epoch still affects
-# Epochs between two uses of the other way: initially, while the choice is unclear, and at most.
-_OTHER_EVERY, _UNCLEAR_EVERY, _MOST_EVERY = 2, 10, 160
+_OTHER_EVERY, _MOST_EVERY = 2, 160  # initial and maximum epochs between uses of the other way
 _PAYS = 0.8  # ratio of latencies at which waiting certainly pays
-_CLEAR = 0.05  # relative difference by which one way is clearly better
 _WEIGHT = 1 / 3  # of the newest epoch
 _STEP = 0.02  # relative reduction of the aim per miss
 _ALLOWED = 0.01  # share of requests that may miss the target
@@ -152,8 +150,7 @@ class Ways:
         self.pays = with_ns < _PAYS * without_ns
         if self._epochs >= self._next and self._price <= self._account.credit:
             self.on = not better
-            clear = abs(with_ns - without_ns) > _CLEAR * min(with_ns, without_ns)
-            self._every = min(self._every * 2, _MOST_EVERY if clear else _UNCLEAR_EVERY)
+            self._every = min(self._every * 2, _MOST_EVERY)
             self._next = self._epochs + self._every
 
 
