@@ -15,8 +15,8 @@ from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
-    ("inline", "gateway"): 50.2,
-    ("inline", "grpc gateway"): 87.2,
+    ("inline", "gateway"): 49.2,
+    ("inline", "grpc gateway"): 86.2,
     ("inline", "scheduler"): 40.8,
     ("inline", "worker"): 43.0,
     ("placed", "gateway"): 57.2,
