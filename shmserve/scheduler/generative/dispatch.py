@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
-from shmserve.scheduler.instances.executions import work_of
+from shmserve.scheduler.instances.executions import works_of
 from shmserve.scheduler.instances.pool import Lost, Slot
 from shmserve.scheduler.requests.request import (
     AT_WORK,
@@ -194,7 +194,7 @@ class GenerativeDispatch(Dispatcher):
     def _prepare(self, ongoing: Ongoing, slot: Slot, now_ns: int) -> None:
         ongoing.slot = slot
         self._pool.join(slot, ongoing.request, now_ns)
-        self._executions.post(slot.peer, Prepare([work_of(ongoing.request)], ongoing.resumed()))
+        self._executions.post(slot.peer, Prepare(works_of([ongoing.request]), ongoing.resumed()))
 
     # --- workers
 
