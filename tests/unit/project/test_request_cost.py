@@ -17,8 +17,8 @@ from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
-    ("inline", "gateway"): 50.2,
-    ("inline", "grpc gateway"): 87.2,
+    ("inline", "gateway"): 49.2,
+    ("inline", "grpc gateway"): 86.2,
     ("inline", "scheduler"): 39.0,
     ("inline", "worker"): 42.7,
     ("placed", "gateway"): 57.2,
