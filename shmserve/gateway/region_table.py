@@ -1,7 +1,7 @@
 """Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
-A gateway never maps a region. It checks that a range lies within the region, and sends the range to
-the worker.
+A gateway never maps a region. It only checks that a range lies within the region; the worker
+receives the range.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.ipc.messages.publications import RegionPublished
-from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, Range, fits, unpack_range
 
 logger = logging.getLogger(__name__)
 

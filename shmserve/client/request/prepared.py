@@ -20,7 +20,7 @@ import numpy as np
 
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
-from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
+from shmserve.ipc.tensors.descriptors import LARGEST, Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
@@ -29,7 +29,6 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     pack_request_schema,
 )
-from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 
 _NOWHERE = Memory(0, 0, 0, 0, LARGEST, True)

@@ -28,8 +28,7 @@ from shmserve.ipc.messages.control_requests import (
     RegisterRegion,
     UnregisterRegion,
 )
-from shmserve.ipc.tensors.descriptors import CudaHandle
-from shmserve.ipc.tensors.ranges import LARGEST, whole
+from shmserve.ipc.tensors.descriptors import LARGEST, CudaHandle, whole
 
 _LONGEST_NAME = 255
 _NO_NAME = f"a shared memory region's name must have 1 to {_LONGEST_NAME} printable characters"

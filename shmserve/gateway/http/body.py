@@ -52,8 +52,8 @@ from shmserve.gateway.inference.request import InferInput, InferRequest, forward
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
+from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.ipc.tensors.ranges import LARGEST
 
 JSON_TOO_LARGE = (
     "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "

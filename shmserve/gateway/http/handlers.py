@@ -20,8 +20,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, json_response
-from shmserve.ipc.tensors.descriptors import CudaHandle
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, CudaHandle, whole
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
 _TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"

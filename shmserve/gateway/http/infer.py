@@ -23,7 +23,8 @@ from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway, awaits_load, loaded
 from shmserve.gateway.http.body import header_size, own_timeout_us, read_request
 from shmserve.gateway.http.json.fingerprint import Fingerprint, repeat
-from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
+from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
+from shmserve.gateway.http.json.tensors import encode_in_turns, joined
 from shmserve.gateway.http.messages import (
     ACCEPT,
     ACCEPT_ENCODING,
@@ -253,7 +254,8 @@ async def _encode(
             if output.byte_size < 0:
                 cuts.append(b"%d" % len(data))
         else:
-            cuts.append(await output_text(output, data, trim))
+            described = (output.datatype, output.shape, output.name)
+            cuts.append(await encode_in_turns(data, *described, trim))
     made = _assemble(template.json(request_id, cuts), binary)
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
@@ -327,5 +329,6 @@ class _Events:
         arrays: list[bytes] = []
         for output in template.outputs:
             data = output_bytes(gateway, shown.outputs[output.position])
-            arrays.append(await output_text(output, data, gateway.malloc_trim))
+            described = (output.datatype, output.shape, output.name)
+            arrays.append(await encode_in_turns(data, *described, gateway.malloc_trim))
         return template.json(self._infer_request.id, arrays)

@@ -31,8 +31,8 @@ from shmserve.gateway.inference.request import (
 )
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import shape_text
 from shmserve.proto.grpc_service_pb2 import (
     InferParameter,

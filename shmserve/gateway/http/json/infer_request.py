@@ -29,8 +29,8 @@ from shmserve.gateway.inference.request import (
     correlation_id,
 )
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.descriptors import LARGEST, LARGEST_UNSIGNED
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.tensors.ranges import LARGEST, LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
