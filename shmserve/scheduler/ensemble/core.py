@@ -85,7 +85,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._control = control
         self._memory = memory
         self._cache = cache
-        # Of steps that wait because of max_inflight_requests; 0: unlimited.
+        # The number of steps that may wait because of max_inflight_requests; 0: unlimited.
         self._most_waiting = settings.policies.default.max_queue_size
         self._endpoints: dict[tuple[str, str], str] = {}  # of all models that are served
 

@@ -54,8 +54,8 @@ class ServiceTime:
     _busy_ns: float = 0.0
     _requests: float = 0.0
     _observed: int = 0
-    # The number of batches that a worker may have at a time: more than one if batches are so short
-    # that the worker would otherwise wait for messages as long as it computes.
+    # The number of batches that a worker may have at a time. It is above one if batches are so
+    # short that the worker would otherwise wait for messages as long as it computes.
     pipeline_depth: int = 1
     # Whether batches are so short that a cancelled or late request may wait for the end of one.
     ends_soon: bool = False
@@ -67,7 +67,7 @@ class ServiceTime:
 
         Args:
             duration_ns: The time from dispatch to return.
-            busy_ns: The time in which the worker was busy with it.
+            busy_ns: The time during which the worker was busy with the execution.
             requests: The number of requests.
         """
         self._observed += 1
@@ -201,14 +201,14 @@ class Executions:
     # --- instances that become ready --------------------------------------------------------------
 
     def expect(self, index: int, pid: int) -> None:
-        """Announce an instance, as `Pool.expect`."""
+        """Announce an instance with `Pool.expect`, and send the releases that are kept for it."""
         early = self._take_unknown(pid)
         if early:
             self._early.setdefault(pid, []).extend(early)
         self._send_early(self._pool.expect(index, pid))
 
     def offer(self, index: int, peer: bytes, pid: int) -> None:
-        """Record that a worker is ready, as `Pool.offer`."""
+        """Record with `Pool.offer` that a worker is ready, and send the releases kept for it."""
         self._send_early(self._pool.offer(index, peer, pid))
 
     def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:

@@ -1,9 +1,10 @@
 """The results of executions: responses and ends of requests, and recovery from lost workers.
 
 A worker is lost if it died, executed for longer than the limit, or returned a batch that it was not
-given. A request of a lost worker runs again, once and alone, if that is an idempotent retry: its
-worker died while it ran, no response of it was sent, and its dispatcher allows it (a sequence loses
-its state with its worker). A request that had a response, or was open after `execute`, fails.
+given. A request of a lost worker runs again, once and alone, if that is an idempotent retry. The
+worker must have died while the request ran, no response may have been sent, and the dispatcher must
+allow the retry (a sequence loses its state with its worker). A request that had a response, or was
+open after `execute`, fails.
 """
 
 from __future__ import annotations
