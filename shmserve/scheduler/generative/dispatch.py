@@ -115,10 +115,16 @@ class GenerativeDispatch(Dispatcher):
 
     @property
     def _waiting(self) -> int:
-        """The number of requests and sequences that have not run yet."""
+        """The number of requests and sequences that wait for others to end.
+
+        Requests that have not been prepared yet do not wait if the instances have room for them.
+        """
+        most = self._engine_settings.max_batch_size
+        engines = [self._engines.get(slot.peer) for slot in self._pool.ready()]
+        room = sum(max(most - each.live, 0) if each is not None else most for each in engines)
         unprepared = sum(each.generation is None for each in self._ongoing.values())
         waiting = sum(each.waiting for each in self._engines.values())
-        return len(self._queue) + unprepared + waiting
+        return max(len(self._queue) + unprepared - room, 0) + waiting
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""

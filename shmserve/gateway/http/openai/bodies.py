@@ -17,7 +17,7 @@ from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
 
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
@@ -126,7 +126,7 @@ async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
     given = carried(body, COMPLETION, gateway.settings.refuse_unknown_fields)
     model = await _generating(gateway, given)
-    prompts = _prompts(given.get("prompt"))
+    prompts = _prompts(model, given.get("prompt"))
     return _text_request(model, prompts, {**given, "echo": checked(given, "echo", bool, False)})
 
 
@@ -172,7 +172,7 @@ def _text_request(
     return TextRequest(model, prompts, given, samples, stream, usage)
 
 
-def _prompts(given: Any) -> list[InferInput]:
+def _prompts(model: GatewayModel, given: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
     tokens = type(given) is list and given and all(type(each) is int for each in given)
     found = [given] if tokens or type(given) is not list else given
@@ -181,7 +181,26 @@ def _prompts(given: Any) -> list[InferInput]:
     made = [_prompt(each) for each in found]
     if not made:
         raise InvalidArgument("prompt: the list is empty; a prompt is needed")
+    if len(made) > 1:
+        _check_capacity(model, len(made))
     return made
+
+
+def _check_capacity(model: GatewayModel, count: int) -> None:
+    """Raise InvalidArgument if a model never takes so many prompts at a time."""
+    config = orjson.loads(model.config)
+    engine = config.get("parameters", {}).get(PARAMETER)
+    if engine is None:
+        return
+    settings = EngineSettings.read(engine["string_value"])
+    instances = sum(group["count"] for group in config["instance_group"])
+    most = settings.max_batch_size * instances + settings.max_waiting_requests
+    if count > most:
+        raise InvalidArgument(
+            f"prompt: {count} prompts are more than the {most} that the model takes at a time "
+            f"(max_batch_size {settings.max_batch_size}, "
+            f"max_waiting_requests {settings.max_waiting_requests})"
+        )
 
 
 def _prompt(given: Any) -> InferInput:
