@@ -82,7 +82,7 @@ class Ongoing:
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # its other samples had not begun
         return [
-            Resumed(sample, tokens.tobytes(), told.characters, why, told.closed)
+            Resumed(sample, tokens.tobytes(), told.characters, why, told.closed, told.tokens)
             for sample, (tokens, why) in samples.items()
             for told in [self.told.get(sample, Told(0, sample, 0))]
         ]

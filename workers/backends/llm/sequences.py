@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ class Prompt:
     grammar: Any = None
     resumed: dict[int, list[int]] = field(default_factory=dict)
     scored: int = -1
-    offsets: list[int] = field(default_factory=list)
+    offsets: Sequence[int] = ()
     known: dict[int, TokenLogprobs] = field(default_factory=dict)
     cached: int = -1
 
