@@ -202,11 +202,11 @@ class Answer:
 
     def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
         taken = [sample.take() for sample in samples]
-        tokens = [token for _, each, _ in taken for token in each]
+        new = [token for _, each, _ in taken for token in each]
         made: dict[str, tuple[str, Any]] = {
             "text_output": ("BYTES", [text.encode() for text, _, _ in taken]),
             "index": ("INT32", [sample.index for sample in samples]),
-            "token_ids": ("INT32", tokens),
+            "token_ids": ("INT32", new),
             "finish_reason": ("BYTES", [sample.over.encode() for sample in samples]),
         }
         if "logprobs" in self._wanted:
@@ -214,8 +214,8 @@ class Answer:
             texts = [self._logprobs(sample, logprobs) for sample, (_, _, logprobs) in told]
             made["logprobs"] = ("BYTES", texts)
         if "prompt_token_ids" in self._wanted:
-            begun = samples[0].index or samples[0].begun
-            made["prompt_token_ids"] = ("INT32", [] if begun else self.prompt.tokens)
+            tokens = [] if samples[0].begun else self.prompt.tokens
+            made["prompt_token_ids"] = ("INT32", tokens)
         for sample in samples:
             sample.begun = True
         if "usage" in self._wanted:

@@ -15,6 +15,7 @@ that a draft model has drawn is accepted by rejection sampling (Leviathan et al.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -134,10 +135,13 @@ def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
             line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
         if parameters.penalised:
             _penalise(line, row)
-        if row.generated < parameters.min_tokens:
-            line[[*row.ends, *parameters.stop_token_ids]] = -math.inf
         if row.allowed is not None:
             _mask(line, row.allowed)
+        if row.generated < parameters.min_tokens:
+            ends = [*row.ends, *parameters.stop_token_ids]
+            before, line[ends] = line[ends], -math.inf
+            if row.allowed is not None and line.max() == -math.inf:
+                line[ends] = before  # the grammar has ended
 
 
 def _penalise(line: torch.Tensor, row: SampledRow) -> None:
@@ -337,20 +341,59 @@ class Grammars:
         if not self._ends:
             raise InvalidArgument("response_format: the model has no token that ends a text")
         matcher: Any = llguidance.LLMatcher
-        compilers = {
-            "json_schema": matcher.grammar_from_json_schema,
-            "regex": matcher.grammar_from_regex,
-        }
+        compilers = {"json_schema": _json_grammar, "regex": matcher.grammar_from_regex}
         try:
             made = matcher(self._tokenizer, compilers[kind](text))
-            error = made.get_error()
+            if not made.get_error():
+                made.compute_bitmask()  # finds grammars that allow no text
+            error = made.get_error() or _unsupported(made.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
             name = "regex" if kind == "regex" else "response_format"
-            reason = clip(error.splitlines()[0], 200)
-            raise InvalidArgument(f"{name}: cannot be compiled: {reason}")
+            raise InvalidArgument(f"{name}: cannot be compiled: {_reason(error)}")
         return made
+
+
+# White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white
+# space would otherwise write nothing else.
+_WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+
+
+def _json_grammar(text: str) -> Any:
+    """Return the grammar of a JSON schema.
+
+    Formats without an implementation are annotations. `x-guidance` may have other options.
+    """
+    import llguidance
+
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        return llguidance.LLMatcher.grammar_from_json_schema(text)
+    options = {"whitespace_pattern": _WHITE_SPACE, **schema.get("x-guidance", {})}
+    schema["x-guidance"] = {**options, "lenient": True}
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def _unsupported(warnings: list[str]) -> str:
+    """Return the warnings of a lenient compilation about keys that restrict texts.
+
+    Python's sets have `uniqueItems`, which is left to the client.
+    """
+    found = [each for each in warnings if not each.startswith("Unknown format: ")]
+    return "; ".join(each for each in found if each != 'Unimplemented keys: ["uniqueItems"]')
+
+
+def _reason(error: str) -> str:
+    first = error.splitlines()[0]
+    return "it allows no text" if first.startswith("NoExtension") else clip(first, 200)
+
+
+def failure(matcher: Any) -> InvalidArgument | None:
+    """Return the error of a matcher that can restrict the next tokens no more, or None."""
+    if not matcher.is_error():
+        return None
+    return InvalidArgument(f"response_format: the grammar has failed: {_reason(matcher.get_error())}")
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
