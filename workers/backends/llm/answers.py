@@ -137,6 +137,10 @@ class SampleText:
         return taken
 
 
+def _likelihood(sample: SampleText) -> float:
+    return sum(each.logprobs.logprob for each in sample.logprobs) / max(len(sample.logprobs), 1)
+
+
 class Answer:
     """The samples of one request, and the responses with them."""
 
@@ -154,7 +158,7 @@ class Answer:
         self._link = link
         self._echo = echo
         parameters = prompt.parameters
-        count = 0 if parameters.beams else parameters.n
+        count = parameters.samples
         self.samples = [SampleText(prompt, texts, index, echo) for index in range(count)]
         self._wanted = {output.name for output in stream.request.schema.outputs}
         self._wanted = self._wanted or {"text_output"}
@@ -175,12 +179,22 @@ class Answer:
     def respond(self) -> bool:
         """Send what the client has credit for; return whether that ended the request."""
         if not self.prompt.parameters.stream:
-            return self.over and self._send(self.samples, True)
+            return self.over and self._send(self._best(), True)
         for sample in self.samples:
             news = sample.pending or sample.over
             if sample.open and news and not self._send([sample], self._is_last(sample)):
                 return False
         return not any(sample.open for sample in self.samples)
+
+    def _best(self) -> list[SampleText]:
+        """Return the likeliest samples per token, if more were generated than are wanted."""
+        most = self.prompt.parameters.n
+        if len(self.samples) <= most:
+            return self.samples
+        best = sorted(self.samples, key=_likelihood, reverse=True)[:most]
+        for index, sample in enumerate(best):
+            sample.index = index
+        return best
 
     def _is_last(self, sample: SampleText) -> bool:
         others = (each for each in self.samples if each is not sample)
@@ -219,7 +233,7 @@ class Answer:
         for sample in samples:
             sample.begun = True
         if "usage" in self._wanted:
-            made["usage"] = ("BYTES", [self._usage() if final else b""])
+            made["usage"] = ("BYTES", [self._usage(samples) if final else b""])
         kinds = {"BYTES": np.object_, "INT32": np.int32}
         return [
             Output(name, datatype, np.array(values, kinds[datatype]))
@@ -227,15 +241,15 @@ class Answer:
             if name in self._wanted
         ]
 
-    def _usage(self) -> bytes:
-        counts = [sample.count for sample in self.samples]
+    def _usage(self, samples: list[SampleText]) -> bytes:
+        shown = self.samples if self.prompt.parameters.stream else samples
         prompt = self.prompt
         return orjson.dumps(
             {
                 "prompt_tokens": len(prompt.tokens),
-                "completion_tokens": sum(counts),
+                "completion_tokens": sum(sample.count for sample in self.samples),
                 "cached_tokens": max(prompt.cached, 0),
-                "samples": counts,
+                "samples": [sample.count for sample in shown],
             }
         )
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import InvalidArgument, clip
+from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Request
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
@@ -46,8 +47,7 @@ def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
         size = memoryview(tensor.raw).nbytes
         if name in _INPUTS and size > most_bytes:
             raise InvalidArgument(
-                f"{name}: the prompt has {size} bytes, and the model takes no prompt of more than "
-                f"{most_bytes} bytes"
+                f"{name}: {PROMPT_TOO_LONG}: {size} bytes are above any prompt's {most_bytes}"
             )
         if name == "input_ids":
             found[name] = tensor.numpy().ravel().copy()
@@ -107,8 +107,14 @@ class PromptReader:
         scores = echoes and parameters.logprobs >= 0 and "messages" not in given
         tokens, text, offsets = self._prompt_text(given, parameters, scores)
         most = min(parameters.max_tokens, self._longest - len(tokens))
-        stops = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
-        parameters = replace(parameters, max_tokens=most, stop_token_ids=stops)
+        parameters = replace(
+            parameters,
+            max_tokens=most,
+            stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
+            banned=self._banned(parameters.bad_words),
+            # The best samples are found by their probabilities.
+            logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
+        )
         # A grammar ends with an end token.
         ignores = parameters.ignore_eos and not parameters.grammar[0]
         ends = () if ignores else self._checkpoint.ends
@@ -125,6 +131,22 @@ class PromptReader:
             InvalidArgument: It is no grammar, or one that allows no text.
         """
         prompt.grammar = self._grammars.matcher(prompt.parameters.grammar)
+
+    def _banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of forbidden words, without and with a space before each.
+
+        The rule is that of vLLM: the second form counts if the space is part of its first token.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            plain, spaced = (
+                tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+                for text in (word.lstrip(), " " + word.lstrip())
+            )
+            found[plain] = None
+            if spaced[:1] != plain[:1] and len(spaced) == len(plain):
+                found[spaced] = None
+        return tuple(each for each in found if each)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
@@ -147,7 +169,7 @@ class PromptReader:
             return self._decoded(tokens, parameters, scores)
         chat = name == "messages"
         text = self._chat.render(given[name]) if chat else given[name]
-        special = parameters.add_special_tokens and not chat
+        special = parameters.add_special_tokens
         # Both methods release the GIL, unlike `encode`.
         encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
         (encoding,) = encode([text], add_special_tokens=special)
@@ -176,13 +198,14 @@ class PromptReader:
 
     def _count(self, name: str, count: int, parameters: GenerationParameters) -> int:
         """Return the number of last tokens of a prompt to use."""
-        count = min(count, parameters.truncate_prompt_tokens or count)
+        most = parameters.truncate_prompt_tokens
+        if most:
+            count = min(count, most if most > 0 else max(self._longest - 1, 1))
         if not count:
             raise InvalidArgument(f"{name}: the prompt is empty, it needs a token")
         if count + min(parameters.max_tokens, 1) > self._longest:
             raise InvalidArgument(
-                f"{name}: the prompt has {count} tokens, and with one more the model takes up to "
-                f"{self._longest}"
+                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more are above {self._longest}"
             )
         return count
 
@@ -218,6 +241,8 @@ def _settings(request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any
     for name in ("stream", "exclude_input_in_output"):
         if name in given:
             found[name] = given[name]
+    if "messages" in given:
+        found.setdefault("add_special_tokens", False)  # the template writes them
     echoes = found.get("echo") in (True, "true")
     if found.get("exclude_input_in_output") is not None:
         echoes = False

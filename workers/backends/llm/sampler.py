@@ -30,6 +30,7 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters
 TOKEN, ACCEPTANCE, PROPOSAL = range(3)
 _FIRST_LOOK = 1024  # candidates to search for the top-p before sorting all
 _BITS = (1 << 64) - 1
+_COLD, _COLDEST = 1e-3, 1e-30  # temperatures: that may overflow quotients, and the lowest
 
 
 @dataclass(slots=True)
@@ -130,9 +131,8 @@ def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
     """Apply bias, penalties, least length and grammar to logits, in place."""
     for line, row in zip(logits, rows, strict=True):
         parameters = row.parameters
-        if parameters.logit_bias:
-            ids = torch.tensor(list(parameters.logit_bias), device=line.device)
-            line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
+        if parameters.restricted:
+            _restrict(line, row)
         if parameters.penalised:
             _penalise(line, row)
         if row.allowed is not None:
@@ -142,6 +142,23 @@ def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
             before, line[ends] = line[ends], -math.inf
             if row.allowed is not None and line.max() == -math.inf:
                 line[ends] = before  # the grammar has ended
+
+
+def _restrict(line: torch.Tensor, row: SampledRow) -> None:
+    """Apply the bias of tokens, the allowed tokens, and the forbidden sequences of tokens."""
+    parameters = row.parameters
+    if parameters.logit_bias:
+        ids = torch.tensor(list(parameters.logit_bias), device=line.device)
+        line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
+    if parameters.allowed_token_ids:
+        allowed = torch.tensor(parameters.allowed_token_ids, device=line.device)
+        kept = line[allowed]
+        line.fill_(-math.inf)
+        line[allowed] = kept
+    generated = row.tokens[row.prompt :] if parameters.banned else ()
+    for *before, last in parameters.banned:
+        if len(before) <= len(generated) and [*generated[len(generated) - len(before) :]] == before:
+            line[last] = -math.inf
 
 
 def _penalise(line: torch.Tensor, row: SampledRow) -> None:
@@ -170,7 +187,10 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
     """
     settings = [row.parameters for row in rows]
     cold = [place for place, each in enumerate(settings) if not each.temperature]
-    temperatures = torch.tensor([each.temperature or 1.0 for each in settings])
+    temperatures = torch.tensor([max(each.temperature or 1.0, _COLDEST) for each in settings])
+    if min(each.temperature or 1.0 for each in settings) < _COLD:
+        # Differences from the largest logit do not overflow.
+        logits = logits - logits.amax(-1, keepdim=True)
     scaled = logits / temperatures.to(logits.device).unsqueeze(1)
     least = _least(scaled, settings)
     if least is not None:
@@ -341,7 +361,11 @@ class Grammars:
         if not self._ends:
             raise InvalidArgument("response_format: the model has no token that ends a text")
         matcher: Any = llguidance.LLMatcher
-        compilers = {"json_schema": _json_grammar, "regex": matcher.grammar_from_regex}
+        compilers = {
+            "json_schema": _json_grammar,
+            "regex": matcher.grammar_from_regex,
+            "grammar": _lark,
+        }
         try:
             made = matcher(self._tokenizer, compilers[kind](text))
             if not made.get_error():
@@ -350,7 +374,7 @@ class Grammars:
         except ValueError as raised:
             error = str(raised)
         if error:
-            name = "regex" if kind == "regex" else "response_format"
+            name = "response_format" if kind == "json_schema" else kind
             raise InvalidArgument(f"{name}: cannot be compiled: {_reason(error)}")
         return made
 
@@ -393,7 +417,20 @@ def failure(matcher: Any) -> InvalidArgument | None:
     """Return the error of a matcher that can restrict the next tokens no more, or None."""
     if not matcher.is_error():
         return None
-    return InvalidArgument(f"response_format: the grammar has failed: {_reason(matcher.get_error())}")
+    return InvalidArgument(
+        f"response_format: the grammar has failed: {_reason(matcher.get_error())}"
+    )
+
+
+def _lark(text: str) -> Any:
+    """Compile a grammar in Lark's language or in GBNF. Raises ValueError if it is neither."""
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(str(error)) from None
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:

@@ -225,7 +225,7 @@ def _prepared(prompt: Prompt, priority: int) -> Prepared:
         prompt.key,
         np.array(prompt.tokens, np.int32).tobytes(),
         max(parameters.max_tokens, 1),
-        1 if beams else parameters.n,
+        parameters.samples or 1,
         parameters.priority or priority,
         prompt.scored >= 0,
         not beams,

@@ -97,10 +97,10 @@ def _likeliest(token: dict[str, Any]) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     known = set()
     for each in [*token["top_logprobs"], token]:
-        text = each["token"]
-        if text in found and each["token_id"] not in known:  # parts of characters look the same
-            text = bytes(each["bytes"]).decode(errors="backslashreplace")
-        known.add(each["token_id"])
+        text, key = each["token"], each.get("token_id", each["token"])
+        if text in found and key not in known:  # parts of characters look the same
+            text = bytes(each.get("bytes") or ()).decode(errors="backslashreplace")
+        known.add(key)
         found.setdefault(text, each["logprob"])
     return found
 

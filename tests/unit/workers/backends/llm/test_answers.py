@@ -315,7 +315,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a", "input_ids": [1]}, "text_input and input_ids is given"),
         ({"text_input": ""}, "text_input: the prompt is empty"),
         ({"input_ids": [1, 320]}, "input_ids: 320 is not a token, these are 0 to 319"),
-        ({"input_ids": [1] * 512}, "the prompt has 512 tokens, and with one more the model takes"),
+        ({"input_ids": [1] * 512}, "context: 512 tokens and one more are above 512"),
         ({"messages": "[1]"}, "messages: [1] is not a JSON list of messages"),
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
         ({"text_input": "a", "regex": "[a"}, "regex: cannot be compiled"),
@@ -323,8 +323,8 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a", "json_schema": {"$ref": "#"}}, "it allows no text"),
         ({"text_input": "a", "json_schema": {"not": {"type": "null"}}}, 'keys: ["not"]'),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0 generates nothing"),
-        ({"text_input": "a" * (2 << 20)}, "text_input: the prompt has 2097156 bytes"),
-        ({"text_input": "a " * 20_000}, "text_input: the prompt has 40000 tokens"),
+        ({"text_input": "a" * (2 << 20)}, "context: 2097156 bytes are above"),
+        ({"text_input": "a " * 20_000}, "context: 40000 tokens and one more"),
     ],
 )
 def test_what_is_wrong_ends_the_request_and_nothing_else(
