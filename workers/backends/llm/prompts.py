@@ -119,8 +119,12 @@ class PromptReader:
         ignores = parameters.ignore_eos and not parameters.grammar[0]
         ends = () if ignores else self._checkpoint.ends
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
-        prompt = Prompt(request.work.key, tokens, parameters, ends, None, before)
+        prompt = Prompt(request.work.key, tokens, parameters, ends)
         prompt.scored = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
+        if max(prompt.scored, parameters.logprobs) >= 0:
+            prompt.replayed = before
+        else:
+            prompt.resumed = before
         prompt.offsets = offsets
         return prompt, text
 

@@ -188,6 +188,55 @@ def test_a_successor_goes_on_where_another_worker_was_lost(scheduler: Scheduler,
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 12])
+def test_a_successor_tells_all_tokens_and_their_logprobs(
+    scheduler: Scheduler, stream: bool, count: int
+) -> None:
+    settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 20, "stream": stream, "n": 2}
+    settings |= {"ignore_eos": True, "logprobs": 1, "echo": True, "exclude_input_in_output": None}
+    scheduler.add(1, **settings, seed=3)
+    scheduler.run()
+    whole = [pieces(scheduler, 1, index) for index in (0, 1)]
+    tokens = [[each["token_id"] for each in content] for _, content in whole]
+    first = [each for each in scheduler.responses[1] if each["index"] == [0]][:count] * stream
+    characters = sum(len(each["text_output"][0]) for each in first)
+    sent = sum(len(each["token_ids"]) for each in first)
+    resumed = [
+        g.Resumed(0, np.array(tokens[0][4 : 4 + 12], np.int32).tobytes(), characters, "", False,
+                  sent),
+        g.Resumed(1, np.array(tokens[1][4:], np.int32).tobytes(), 0, "length"),
+    ]  # fmt: skip
+    scheduler.add(2, resumed, **settings, seed=5)
+    scheduler.run()
+    text, content = pieces(scheduler, 2, 0)
+    told = sum(len(each["logprobs"][0]["content"]) for each in first)
+    known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
+    assert text.startswith(known_text[characters:])
+    known = [*content[: 16 - told]]
+    assert [each["token_id"] for each in known] == tokens[0][told:16]
+    wanted = [each["logprob"] for each in whole[0][1][told:16]]
+    assert [each["logprob"] for each in known] == pytest.approx(wanted, abs=1e-4)
+    assert [each["text_offset"] for each in known] == [
+        each["text_offset"] for each in whole[0][1][told:16]
+    ]
+    assert len(content) == 24 - told
+    ended = pieces(scheduler, 2, 1)
+    assert ended[0] == whole[1][0] and [each["token_id"] for each in ended[1]] == tokens[1]
+    assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
+
+
+def pieces(scheduler: Scheduler, key: int, index: int) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a sample, and what was told of its tokens."""
+    content = [
+        token
+        for each in scheduler.responses[key]
+        if index in each["index"]
+        for token in each["logprobs"][each["index"].index(index)]["content"]
+    ]
+    return scheduler.text(key, index), content
+
+
 def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> None:
     prompt = [*PROMPT, 9, 8, 7, 6, 5]
     scheduler.chunk = 4
@@ -215,8 +264,8 @@ def test_a_repeated_prompt_is_scored_with_its_text(
     scheduler.chunk = 4
     settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "echo": True, "n": 2}
     settings |= {"exclude_input_in_output": None, "stream": stream, "logprobs": 2}
-    for key, given in enumerate(({"text_input": text}, {"input_ids": tokens}), 1):
-        scheduler.add(key, max_tokens=5, **given, **settings)
+    scheduler.add(1, max_tokens=5, text_input=text, **settings)
+    scheduler.add(2, max_tokens=5, input_ids=tokens, **settings)
     scheduler.run()
     whole = [*tokens, *generated(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
     with torch.inference_mode():

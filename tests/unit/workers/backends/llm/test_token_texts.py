@@ -35,10 +35,16 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return VOCABULARIES[request.param]
 
 
+def token(tokenizer: Tokenizer, piece: str) -> int:
+    """The token of a piece; -1 if there is none."""
+    found = tokenizer.token_to_id(piece)
+    return -1 if found is None else found
+
+
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text, each piece by itself, so that characters are cut."""
-    known = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
-    return tokenizer.encode(text).ids if None in known else known
+    known = [token(tokenizer, f"<0x{byte:02X}>") for byte in text.encode()]
+    return tokenizer.encode(text).ids if -1 in known else known
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -47,9 +53,10 @@ def test_a_prompt_and_what_follows_are_the_decoding_of_all(
 ) -> None:
     texts, chance = TokenTexts(tokenizer), random.Random(0)
     whole = tokens_of(tokenizer, "the 😀 of é 東京, a")
-    plain = [tokenizer.token_to_id(each) for each in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
-    plain = [each for each in plain if each is not None] or tokenizer.encode(" a  b\tthe ").ids
-    for tokens in (whole, *(chance.choices(plain, k=9) for _ in range(100))):
+    plain = [token(tokenizer, each) for each in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
+    plain = [each for each in plain if each >= 0] or tokenizer.encode(" a  b\tthe ").ids
+    drawn = [chance.choices(plain, k=9) for _ in range(100)]
+    for tokens in [whole, *drawn]:
         for cut in range(len(tokens) + 1):
             prompt, answer = tokens[:cut], tokens[cut:]
             echoed = texts.decode(prompt[: texts.complete(prompt)], skip)
@@ -68,7 +75,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> No
 def test_a_token_has_its_space() -> None:
     tokenizer = VOCABULARIES["fallback"]
     texts = TokenTexts(tokenizer)
-    found = [texts.bytes_of(tokenizer.token_to_id(each)) for each in ("▁the", "▁", "</s>", "é")]
+    found = [texts.bytes_of(token(tokenizer, each)) for each in ("▁the", "▁", "</s>", "é")]
     assert found == [b" the", b" ", b"</s>", "é".encode()]
 
 
@@ -80,15 +87,15 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     wanted = [len(each.decode(errors="ignore")) for each in starts]
     assert texts.offsets(tokens, text, True) == wanted
     detokenizer, found = Detokenizer(texts, True), []
-    for token in tokens:
+    for each in tokens:
         found.append(detokenizer.position)
-        detokenizer.add(token)
+        detokenizer.add(each)
     assert found == wanted
 
 
 def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
     tokenizer = VOCABULARIES["fallback"]
-    tokens = [tokenizer.token_to_id(each) for each in ("<s>", "▁the", "▁of", "</s>", "▁a")]
+    tokens = [token(tokenizer, each) for each in ("<s>", "▁the", "▁of", "</s>", "▁a")]
     texts = TokenTexts(tokenizer)
     assert texts.offsets(tokens, "the of a", True) == [0, 0, 3, 6, 6]
     assert texts.offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]
