@@ -31,7 +31,7 @@ _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens.
+    With `usage`, a stream ends with the numbers of tokens. `details` are further outputs.
     """
 
     model: GatewayModel
@@ -40,10 +40,13 @@ class TextRequest(NamedTuple):
     samples: int
     stream: bool
     usage: bool
+    details: tuple[str, ...] = ()
 
     def requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
-        names = [*_OUTPUTS, *(["logprobs"] if wants_logprobs(self.parameters) else [])]
+        names = [*_OUTPUTS, *self.details]
+        if wants_logprobs(self.parameters) and "logprobs" not in names:
+            names.append("logprobs")
         text = orjson.dumps(self.parameters).decode()
         return [
             InferRequest(
@@ -54,6 +57,14 @@ class TextRequest(NamedTuple):
             )
             for prompt in self.prompts
         ]
+
+
+def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
+    """Return the outputs that few requests want."""
+    found: tuple[str, ...] = ()
+    if parameters.get("return_token_ids") is True:
+        found = ("token_ids", "prompt_token_ids")
+    return (*found, "logprobs") if parameters.get("prompt_logprobs") is not None else found
 
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
@@ -142,6 +153,8 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
             raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
     limits = (given.get("max_completion_tokens"), given.get("max_tokens"), _UNLIMITED)
     most = next(limit for limit in limits if limit is not None)
+    if given.get("top_logprobs") and not wants_logprobs(given):
+        raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
     variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
     conversation = {"messages": messages, **variables} if variables else messages
     prompt = tensor("messages", "BYTES", [orjson.dumps(conversation).decode()])
@@ -169,7 +182,7 @@ def _text_request(
         if name not in ("model", "prompt", "messages", "stream_options")
     }
     usage = checked(options, "include_usage", bool, False)
-    return TextRequest(model, prompts, given, samples, stream, usage)
+    return TextRequest(model, prompts, given, samples, stream, usage, _details(given))
 
 
 def _prompts(model: GatewayModel, given: Any) -> list[InferInput]:
