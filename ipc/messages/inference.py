@@ -22,7 +22,7 @@ class Submit:
         data: The data of that `Inference`.
         arrived_ns: The arrival time (monotonic clock).
         deadline_ns: The time after which no client waits (monotonic clock); 0: none.
-        timeout_us: The request's own timeout; 0: none.
+        timeout_us: The parameter `timeout` of the request; 0: none.
         priority: The priority level; 0: the model's default.
         request_id: The client's id, which may be empty.
         flags: SEQUENCE_START and SEQUENCE_END for the first and last request of a sequence.
@@ -30,6 +30,7 @@ class Submit:
         correlation_text: The sequence, if its id is a string; "": none.
         source: A number that distinguishes clients of one gateway; only for requests of sequences.
         trace: The trace context (ipc/trace.py) if the response should contain spans, or "".
+        limit: The origin of the deadline, for the message of an expired request; "": the caller.
     """
 
     id: int
@@ -45,6 +46,7 @@ class Submit:
     correlation_text: str = ""
     source: int = 0
     trace: str = ""
+    limit: str = ""
 
 
 @message
@@ -362,7 +364,7 @@ def make_submit(
     priority: int = 0,
     timeout_us: int = 0,
     limit_us: int = 0,
-    call_limit_us: int = 0,
+    limit: str = "",
     ends_ns: int = 0,
     flags: int = 0,
     correlation_id: int | str = 0,
@@ -371,22 +373,18 @@ def make_submit(
 ) -> Submit:
     """Return the message that submits a request, of this schema and these data.
 
-    The deadline is the shortest of the request's own `timeout_us`, the server's `limit_us` and the
-    call's `call_limit_us`, which count from the arrival, and the caller's end `ends_ns` (monotonic
-    clock); 0: none.
+    The deadline is the earlier one of `limit_us`, counted from the arrival, with the origin
+    `limit`, and of the caller's end `ends_ns` (monotonic clock); 0: none.
     """
     if timeout_us > LONGEST_TIMEOUT_US:
         timeout_us = LONGEST_TIMEOUT_US
-    shortest_us = timeout_us
-    if limit_us and (not shortest_us or limit_us < shortest_us):
-        shortest_us = limit_us
-    if call_limit_us and (not shortest_us or call_limit_us < shortest_us):
-        shortest_us = min(call_limit_us, LONGEST_TIMEOUT_US)
     deadline_ns = ends_ns
-    if shortest_us:
-        deadline_ns = arrived_ns + shortest_us * 1000
-        if ends_ns:
-            deadline_ns = min(deadline_ns, ends_ns)
+    if limit_us:
+        deadline_ns = arrived_ns + min(limit_us, LONGEST_TIMEOUT_US) * 1000
+        if 0 < ends_ns <= deadline_ns:
+            deadline_ns, limit = ends_ns, ""
+    else:
+        limit = ""
     sequence, text = correlation_fields(correlation_id) if correlation_id else (0, "")
     return Submit(
         number,
@@ -402,6 +400,7 @@ def make_submit(
         text,
         source,
         trace,
+        limit,
     )
 
 

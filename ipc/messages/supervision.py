@@ -35,6 +35,7 @@ class SchedulingLimits:
 
     execution_timeout_s: float = 0.0
     request_timeout_us: int = 0
+    request_timeout_is_deadline: bool = False
     max_queue_size: int = 0
     delay_scheduler: int = 0
     backlog_delay_scheduler: int = 0

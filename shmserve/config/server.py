@@ -87,6 +87,7 @@ class ServerConfig:
     model_defaults: ModelDefaults
     max_queue_size: int
     request_timeout_us: int
+    request_timeout_is_deadline: bool
     execution_timeout_s: float
     load_timeout_s: float
     http: HttpConfig
@@ -149,6 +150,7 @@ class ServerConfig:
 # Flags whose fields have the same name and value.
 _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
+    "request-timeout-is-deadline",
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
     *("exit-on-error", "strict-readiness", "slow-request-ms", "take-over"),
     *("load-on-demand", "openai-unknown-fields"),

@@ -52,6 +52,10 @@ def awaits_load(gateway: Gateway, name: str, version: str) -> bool:
     return name in models.on_demand and models.find(name, version) is None
 
 
+TimeLimit = tuple[int, str]  # microseconds from the arrival of a request (0: none), and its origin
+UNLIMITED: TimeLimit = (0, "")
+
+
 async def loaded(gateway: Gateway, name: str, version: str, *limits_us: int) -> GatewayModel:
     """Return the model for a request, loaded on demand; version "" means the latest.
 

@@ -50,6 +50,7 @@ class GatewaySettings:
         max_input_size: The limit of JSON, raw input and decompressed bodies, in bytes
             (--http-max-input-size).
         request_timeout_us: The server's end-to-end limit for requests; 0 is unlimited.
+        request_timeout_is_deadline: Whether a request's `timeout` is its deadline.
         arena_byte_size: The size of the memory for request bodies.
         body_timeout_s: The time for which a client may stall while it sends a body or reads a
             response.
@@ -67,6 +68,7 @@ class GatewaySettings:
     id: str = "triton"
     max_input_size: int = 64 * 1024 * 1024
     request_timeout_us: int = 0
+    request_timeout_is_deadline: bool = False
     arena_byte_size: int = 1024 * 1024 * 1024
     body_timeout_s: float = 30.0
     header_timeout_s: float = 30.0

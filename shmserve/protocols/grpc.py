@@ -174,7 +174,7 @@ def infer_message(request: OutgoingRequest) -> Any:
         model_name=request.model, model_version=request.version, id=request.id
     )
     if request.timeout_us:
-        asked.parameters["timeout"].int64_param = request.timeout_us
+        asked.parameters["deadline_us"].int64_param = request.timeout_us
     set_parameters(asked, request.sequence_parameters())
     for tensor in request.inputs:
         made = asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)

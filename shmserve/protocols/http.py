@@ -222,7 +222,7 @@ def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     """
     parameters: dict[str, Any] = {}
     if request.timeout_us:
-        parameters["timeout"] = request.timeout_us
+        parameters["deadline_us"] = request.timeout_us
     parameters |= request.sequence_parameters()
     inputs = [
         {

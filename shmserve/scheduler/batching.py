@@ -34,7 +34,7 @@ from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.instances.results import Results
-from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
+from shmserve.scheduler.requests.queue import RequestQueue, expired_text
 from shmserve.scheduler.requests.request import (
     CACHED,
     Client,
@@ -284,10 +284,11 @@ class BatchingCore(Core[ScheduledRequest]):
             self._time_out(request, now_ns)
 
     def _time_out(self, request: ScheduledRequest, now_ns: int) -> None:
-        early, reason, text = False, Reason.OTHER, EXPIRED
+        early, reason = False, Reason.OTHER
+        text = expired_text(request.submit, request.arrived_ns, request.deadline_ns)
         match request.state:
             case State.QUEUED:
-                text = self._dispatch.expired_text(request)
+                text = self._dispatch.expired_text(request, now_ns)
                 self._queue.remove(request)
                 self._dispatch.removed(request, now_ns, expired=True)
                 reason = Reason.REJECTED

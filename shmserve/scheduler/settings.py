@@ -114,7 +114,7 @@ class Settings:
     execution_limit_ns: int
     hold: tuple[int, int] = (0, 0)  # a test hook: requests, and those in the backlog, to wait for
     sequences: Sequencing | None = None
-    request_limit_ns: int = 0  # from a request's arrival to its last response; 0: none
+    timeout_is_deadline: bool = False  # whether a request's `timeout` ends it
     decoupled: bool = False  # any number of responses to a request
     most_open: int = 0  # open requests per instance of a decoupled model; 0: unlimited
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not computed
@@ -142,7 +142,7 @@ class Settings:
             preserve_ordering=ordered and not config.decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             hold=_hold(config, limits),
-            request_limit_ns=limits.request_timeout_us * _NS_PER_US,
+            timeout_is_deadline=limits.request_timeout_is_deadline,
             sequences=_sequencing(config, limits),
             decoupled=config.decoupled,
             most_open=streams if config.decoupled else 0,

@@ -219,6 +219,7 @@ def _settings(config: ServerConfig) -> GatewaySettings:
         id=config.server_id,
         max_input_size=config.http.max_input_size,
         request_timeout_us=config.request_timeout_us,
+        request_timeout_is_deadline=config.request_timeout_is_deadline,
         arena_byte_size=config.arena_byte_size,
         body_timeout_s=config.http.body_timeout_s,
         http_address=config.http.address,

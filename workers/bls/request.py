@@ -52,7 +52,7 @@ class CallRequest:
         parameters: The parameters of the request.
         correlation_id: The id of the sequence; 0 or "" for none.
         flags: The sequence flags.
-        timeout_us: The timeout of this call; 0 for none.
+        timeout_us: The timeout in the queue of the called model, if its policy permits it.
         deadline_ns: The deadline of the caller by the monotonic clock; 0 for none.
         priority: The priority.
         trace: The trace context, as in `Submit`; "" if the call is not traced.
@@ -70,6 +70,12 @@ class CallRequest:
     deadline_ns: int = 0
     priority: int = 0
     trace: str = ""
+
+    @property
+    def limit_us(self) -> int:
+        """The time limit of the call in microseconds (the parameter `deadline_us`), or 0."""
+        value = self.parameters.get("deadline_us", 0)
+        return value if type(value) is int and value > 0 else 0
 
     def packed(self, signature: Signature, inputs: Sequence[TensorRef]) -> Packed:
         """Return the schema and data of this request.

@@ -95,7 +95,7 @@ class Call(InflightRequest):
     @property
     def ends_ns(self) -> int:
         """The monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
-        limit_us = self.request.timeout_us
+        limit_us = self.request.limit_us
         own_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
         return min(filter(None, (own_ns, self.request.deadline_ns)), default=0)
 
@@ -297,6 +297,8 @@ class CallRouter:
             request_id=request.request_id,
             priority=request.priority,
             timeout_us=request.timeout_us,
+            limit_us=request.limit_us,
+            limit="the call's parameter 'deadline_us'",
             ends_ns=request.deadline_ns,
             flags=request.flags,
             correlation_id=request.correlation_id,

@@ -18,7 +18,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.context import Gateway, awaits_load, loaded
+from shmserve.gateway.context import UNLIMITED, Gateway, awaits_load, loaded
 from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
 from shmserve.gateway.grpc.calls.messages import Sink, release
@@ -160,11 +160,13 @@ class Inferences(ActiveCount):
                 built.release()
                 raise RequestRefused(Unsupported(_DECOUPLED), built.infer_request.id)
             how = (StreamingInference, on_streamed)
-        limit_us = 0 if call.head.timeout_s is None else _limit_us(call.time_remaining())
+        limit = UNLIMITED
+        if call.head.timeout_s is not None:
+            limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
             inference: Inference | StreamingInference = submit(
                 *(self.gateway, built, call.client, arrived_ns, *how),
-                call_limit_us=limit_us,
+                call_limit=limit,
                 traceparent=call.head.traceparent,
             )
             return inference
@@ -334,7 +336,9 @@ class Inferences(ActiveCount):
             asked, name, version = raw.built.infer_request, model.name, model.version
         self.active += 1
         try:
-            await loaded(self.gateway, name, version, asked.timeout_us, _limit_us(remaining_s))
+            own_us = asked.timeout_us if self.gateway.settings.request_timeout_is_deadline else 0
+            limits = (asked.deadline_us, own_us, _limit_us(remaining_s))
+            await loaded(self.gateway, name, version, *limits)
         except BaseException as error:
             release(raw)
             if isinstance(error, ShmserveError):

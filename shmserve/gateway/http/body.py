@@ -294,7 +294,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     return built
 
 
-async def own_timeout_us(gateway: Gateway, request: HttpRequest) -> int:
+async def own_limit_us(gateway: Gateway, request: HttpRequest) -> int:
     """Return the time limit in the body of a request, in microseconds; 0 means no limit.
 
     The whole body is read and kept. Faults of the body are ignored, since `read_request` reports
@@ -310,7 +310,11 @@ async def own_timeout_us(gateway: Gateway, request: HttpRequest) -> int:
     request.content = WholeBody(whole)
     with contextlib.suppress(ShmserveError, AttributeError, TypeError, ValueError):
         header = loads(whole[: header_size(request.headers.get(HEADER_LENGTH), len(whole))])
-        return int(header.get("parameters", {}).get("timeout", 0))
+        given = header.get("parameters", {})
+        limits_us = [int(given.get("deadline_us", 0))]
+        if gateway.settings.request_timeout_is_deadline:
+            limits_us.append(int(given.get("timeout", 0)))
+        return min(filter(None, limits_us), default=0)
     return 0
 
 

@@ -21,7 +21,7 @@ from shmserve.common.tasks import settle
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway, awaits_load, loaded
-from shmserve.gateway.http.body import header_size, own_timeout_us, read_request
+from shmserve.gateway.http.body import header_size, own_limit_us, read_request
 from shmserve.gateway.http.json.fingerprint import Fingerprint, repeat
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.tensors import encode_in_turns, joined
@@ -31,12 +31,14 @@ from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     HEADER_LENGTH,
     JSON,
+    REQUEST_TIMEOUT_MS,
     TRACEPARENT,
     Answer,
     Framing,
     HttpRequest,
     HttpResponse,
     accepted,
+    time_limit,
 )
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import (
@@ -67,6 +69,7 @@ async def infer(
     """Run one inference."""
     arrived_ns = time.monotonic_ns()
     headers = request.headers
+    limit = time_limit(headers)
     model = gateway.models.find(name, version or "")
     if model is None:
         model = await _loaded(gateway, request, name, version or "")
@@ -86,6 +89,7 @@ async def infer(
             arrived_ns,
             *(HttpInference, HttpInference.arrived, ACCEPT_ENCODING not in headers),
             *(gateway, request),
+            call_limit=limit,
             traceparent=headers.get(TRACEPARENT, ""),
         )
     except ShmserveError as error:
@@ -99,9 +103,9 @@ async def infer(
 
 
 async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
-    limit_us = 0
-    if awaits_load(gateway, name, version):
-        limit_us = await own_timeout_us(gateway, request)
+    limit_us = time_limit(request.headers)[0]
+    if not limit_us and awaits_load(gateway, name, version):
+        limit_us = await own_limit_us(gateway, request)
     return await loaded(gateway, name, version, limit_us)
 
 
@@ -113,6 +117,7 @@ def _is_plain(request: HttpRequest) -> bool:
         or ACCEPT_ENCODING in headers
         or CONTENT_ENCODING in headers
         or TRACEPARENT in headers
+        or REQUEST_TIMEOUT_MS in headers
     )
 
 

@@ -19,8 +19,9 @@ from aiohttp import StreamReader
 from aiohttp.http import HttpVersion10, RawRequestMessage
 from multidict import CIMultiDictProxy, istr
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.context import UNLIMITED, TimeLimit
 
 ACCEPT = istr("Accept")
 ACCEPT_ENCODING = istr("Accept-Encoding")
@@ -28,9 +29,27 @@ CONTENT_ENCODING = istr("Content-Encoding")
 CONTENT_LENGTH = istr("Content-Length")
 EXPECT = istr("Expect")
 FETCH_SITE = istr("Sec-Fetch-Site")
+REQUEST_TIMEOUT_MS = istr("X-Request-Timeout-Ms")
 HEADER_LENGTH = istr("Inference-Header-Content-Length")
 TRACEPARENT = istr("traceparent")
 TRANSFER_ENCODING = istr("Transfer-Encoding")
+
+
+def time_limit(headers: CIMultiDictProxy[str]) -> TimeLimit:
+    """Return the time limit that the headers of a request contain.
+
+    Raises:
+        InvalidArgument: The header is not a positive integer.
+    """
+    if REQUEST_TIMEOUT_MS not in headers:
+        return UNLIMITED
+    text = headers[REQUEST_TIMEOUT_MS]
+    if not (text.isascii() and text.isdecimal() and int(text[:20])):
+        raise InvalidArgument(
+            f"header '{REQUEST_TIMEOUT_MS}' must be a number of milliseconds above 0, "
+            f"got '{text[:40]}'"
+        )
+    return int(text[:20]) * 1000, f"the header '{REQUEST_TIMEOUT_MS}'"
 
 
 class HttpChannel(Protocol):

@@ -12,6 +12,7 @@ from shmserve.gateway.http.messages import (
     ChunkedResponse,
     HttpRequest,
     HttpResponse,
+    time_limit,
     traced,
 )
 from shmserve.gateway.inference.inference import Message, StreamingInference, is_last, submit
@@ -47,8 +48,15 @@ class ResponseQueue:
         self._news = news or asyncio.Event()
         client = request.connection.client
         how = (StreamingInference, self._responded)
-        traceparent = request.headers.get(TRACEPARENT, "")
-        self.request = submit(gateway, built, client, arrived_ns, *how, traceparent=traceparent)
+        headers = request.headers
+        try:
+            limit = time_limit(headers)
+        except BaseException:
+            built.release()
+            raise
+        trace = headers.get(TRACEPARENT, "")
+        asked = (gateway, built, client, arrived_ns, *how)
+        self.request = submit(*asked, call_limit=limit, traceparent=trace)
 
     def _responded(self, _: StreamingInference, message: Message) -> None:
         self._messages.append(message)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable, from_code
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.context import UNLIMITED, Gateway, TimeLimit, loaded
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.links import GatewayRequest
@@ -69,7 +69,7 @@ def submit(
     arrived_ns: int,
     make: Callable[..., R],
     *args: Any,
-    call_limit_us: int = 0,
+    call_limit: TimeLimit = UNLIMITED,
     traceparent: str = "",
 ) -> R:
     """Submit a request to the scheduler of its model, and return the inference.
@@ -81,7 +81,7 @@ def submit(
         arrived_ns: The time of the request's arrival.
         make: The class of the inference.
         *args: The arguments of `make` behind those of `GatewayRequest` and the request.
-        call_limit_us: The time limit of the client's call; 0 means no limit.
+        call_limit: The time limit of the client's call.
         traceparent: The trace context of the client.
 
     Raises:
@@ -106,6 +106,12 @@ def submit(
     trace = ""
     if traceparent or gateway.tracer.active or "explain" in request.parameters:
         trace = _begin_trace(gateway, built, arrived_ns, traceparent)
+    limit_us, limit = call_limit
+    server_us = gateway.settings.request_timeout_us
+    if request.deadline_us > 0 and not 0 < limit_us <= request.deadline_us:
+        limit_us, limit = request.deadline_us, "the request's parameter 'deadline_us'"
+    if server_us and not 0 < limit_us <= server_us:
+        limit_us, limit = server_us, "--request-timeout-us"
     message = make_submit(
         gateway.schedulers.next_number(),
         built.schema,
@@ -114,8 +120,8 @@ def submit(
         request_id=request.id,
         priority=request.priority,
         timeout_us=request.timeout_us,
-        limit_us=gateway.settings.request_timeout_us,
-        call_limit_us=call_limit_us,
+        limit_us=limit_us,
+        limit=limit,
         flags=request.flags,
         correlation_id=request.correlation_id,
         source=client.source if request.correlation_id else 0,

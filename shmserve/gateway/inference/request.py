@@ -72,7 +72,8 @@ class InferRequest:
         binary: Whether outputs that are not listed are sent as binary data.
         correlation_id: The id of the sequence; 0 or "" for a request without a sequence.
         flags: The start and end flags of the sequence.
-        timeout_us: The time limit of the request; 0 means no limit.
+        timeout_us: The time limit in the queue, if its policy permits it; 0 means no limit.
+        deadline_us: The time limit of the request, from its arrival; 0 means no limit.
         version: The version of the model in a gRPC request, "" for the latest.
         empty_final: Whether a response without outputs ends the responses of a decoupled model.
     """
@@ -88,6 +89,7 @@ class InferRequest:
     priority: int = 0
     version: str = ""
     empty_final: bool = False
+    deadline_us: int = 0
 
     def identified(self, identity: RequestIdentity) -> InferRequest:
         """Return a copy with another id and position in a sequence."""
@@ -103,6 +105,7 @@ class InferRequest:
             self.priority,
             self.version,
             self.empty_final,
+            self.deadline_us,
         )
 
     @property
@@ -150,7 +153,7 @@ def correlation_id(value: int | str) -> int | str:
 _RESERVED = frozenset(
     (
         *("sequence_id", "sequence_start", "sequence_end"),
-        *("priority", "timeout", "headers", "binary_data_output"),
+        *("priority", "timeout", "deadline_us", "headers", "binary_data_output"),
     )
 )
 

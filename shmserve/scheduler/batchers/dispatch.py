@@ -22,7 +22,7 @@ from shmserve.scheduler.batchers.dynamic import (
 )
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, Lost, Pool, Slot
-from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
+from shmserve.scheduler.requests.queue import RequestQueue, queue_expired_text
 from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
@@ -116,9 +116,9 @@ class Dispatcher(ABC):
         """Return why a request whose worker died cannot run again, or an empty text if it can."""
         return ""
 
-    def expired_text(self, request: ScheduledRequest) -> str:
+    def expired_text(self, request: ScheduledRequest, now_ns: int) -> str:
         """Return the error text of a request that expired in the queue."""
-        return EXPIRED
+        return queue_expired_text(request, now_ns)
 
     def needs(self, slot: Slot) -> bool:
         """Check whether a retiring instance has further work."""

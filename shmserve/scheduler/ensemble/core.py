@@ -42,7 +42,7 @@ from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
 from shmserve.scheduler.ensemble.targets import Targets
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.requests.queue import EXPIRED, believable
+from shmserve.scheduler.requests.queue import believable, earlier, expired_text
 from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -78,6 +78,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         )
         self._steps = StepRunner(graph, targets, links, memory, requests)
         self._decoupled = settings.decoupled
+        self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are asked for
         self._plans_of = 0  # `Targets.changes` when the plans were made
         self._schemas: Schemas[KnownRequest] = Schemas(self._derive)
@@ -92,8 +93,16 @@ class EnsembleCore(Core[EnsembleRequest]):
     # --- clients ----------------------------------------------------------------------------------
 
     def check(self, submit: Submit, now_ns: int) -> None:
-        if 0 < submit.deadline_ns < now_ns:
-            raise Unavailable(EXPIRED)
+        arrived_ns = believable(submit.arrived_ns, now_ns)
+        deadline_ns = self._deadline_ns(submit, arrived_ns)
+        if 0 < deadline_ns < now_ns:
+            raise Unavailable(expired_text(submit, arrived_ns, deadline_ns))
+
+    def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
+        deadline_ns = max(submit.deadline_ns, 0)
+        if self._timeout_is_deadline and submit.timeout_us:
+            return earlier(deadline_ns, submit, arrived_ns)
+        return deadline_ns
 
     def retry_after_s(self, error: ShmserveError) -> int:
         return 1 if isinstance(error, QueueFull) else 0
@@ -139,7 +148,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         flow = Flow(plan)
         flow.begin((*inputs, *known.absent) if known.absent else inputs)
         arrived_ns = believable(submit.arrived_ns, now_ns)
-        times = (arrived_ns, now_ns, max(submit.deadline_ns, 0), now_ns)
+        times = (arrived_ns, now_ns, self._deadline_ns(submit, arrived_ns), now_ns)
         return EnsembleRequest(client, submit, known, places, flow, lookup, *times, known.units)
 
     def _derive(self, packed: bytes) -> KnownRequest:

@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
-from shmserve.scheduler.requests.queue import EXPIRED, Timers, believable
+from shmserve.scheduler.requests.queue import Timers, believable, expired_text
 from shmserve.scheduler.requests.request import (
     CACHED,
     NOTHING,
@@ -273,7 +273,8 @@ class EnsembleRequests:
         """Fail the requests whose deadlines have expired, and return them."""
         expired = self.timers.over(now_ns)
         for request in expired:
-            self.fail(request, Unavailable.code, EXPIRED, now_ns)
+            text = expired_text(request.submit, request.arrived_ns, request.deadline_ns)
+            self.fail(request, Unavailable.code, text, now_ns)
             self.report_early(request)
         return expired
 

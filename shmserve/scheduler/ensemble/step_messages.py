@@ -41,7 +41,6 @@ from shmserve.scheduler.ensemble.flow import EnsembleStep, Firing, Graph, Planne
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, sequence_of
 from shmserve.scheduler.ensemble.targets import Target
-from shmserve.scheduler.requests.request import NEVER
 
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
 
@@ -195,10 +194,6 @@ class StepMessages:
         # A client's memory must not keep an output, because the client may write to it.
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_or_input
-        deadline_ns, timeout_us = request.deadline_ns, origin.timeout_us
-        if timeout_us:
-            timeout_us = min(timeout_us, LONGEST_TIMEOUT_US)
-            deadline_ns = min(deadline_ns or NEVER, now_ns + timeout_us * 1000)
         flags, number_id, text_id = origin.flags, origin.correlation_id, origin.correlation_text
         if override:
             correlation_id, flags = sequence_of(origin, override)
@@ -208,8 +203,8 @@ class StepMessages:
             schema,
             data,
             now_ns,
-            deadline_ns,
-            timeout_us,
+            request.deadline_ns,
+            min(origin.timeout_us, LONGEST_TIMEOUT_US),
             origin.priority,
             origin.request_id,
             flags,

@@ -145,10 +145,15 @@ class LocalClientRules:
         if arrived_ns < now_ns - _LONGEST_WAY_NS:
             arrived_ns = now_ns
         deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
-        given = (submit.arrived_ns, submit.deadline_ns, submit.source)
-        if given == (arrived_ns, deadline_ns, 0):
+        of_server = (
+            self._limit_us and deadline_ns == min(arrived_ns, now_ns) + self._limit_us * 1000
+        )
+        limit = "--request-timeout-us" if of_server else ""
+        given = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.limit)
+        if given == (arrived_ns, deadline_ns, 0, limit):
             return submit
-        return replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns, source=0)
+        times = {"arrived_ns": arrived_ns, "deadline_ns": deadline_ns}
+        return replace(submit, **times, source=0, limit=limit)
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """Return the deadline of a request, or 0.

@@ -27,14 +27,15 @@ from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from shmserve.errors import QueueFull, Unavailable
-from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Submit
 from shmserve.ipc.model_spec import LevelPolicy
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
-EXPIRED = "Request timeout expired"
+_EXPIRED = "Request timeout expired ({us} microseconds{where}, from {origin})"
+_TIMEOUT = "the request's parameter 'timeout'"
 # A sweep visits every timer and keeps those of live requests. The next sweep comes when there are
 # twice as many timers as were kept, and this many more.
 _MOST_STALE = 1024
@@ -308,14 +309,15 @@ class RequestQueue:
             arrived = believable(arrived, now_ns)
         if deadline < 0:
             deadline = 0
-        own = policy.own_timeout_us(message.timeout_us) if message.timeout_us else 0
-        if own and policy.delays:
-            # The request stays queued after its timeout, so that only the server's limit is its
-            # deadline.
-            limit = settings.request_limit_ns
-            deadline = arrived + limit if limit else 0
+        own = 0
+        if message.timeout_us:
+            # In a backlog, the timeout of a request applies to its sequence.
+            longest = settings.sequences is not None
+            own = message.timeout_us if longest else policy.own_timeout_us(message.timeout_us)
+            if settings.timeout_is_deadline and not (own and policy.delays):
+                deadline = earlier(deadline, message, arrived)
         if 0 < deadline < now_ns:
-            raise Unavailable(EXPIRED)
+            raise Unavailable(expired_text(message, arrived, deadline))
         return level, policy, arrived, deadline, own
 
     # --- order ------------------------------------------------------------------------------------
@@ -368,7 +370,9 @@ class RequestQueue:
                 case State.QUEUED if late:
                     over.append(request)
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
-                    if self._settings.policies.of(request.level).delays:
+                    if request.sequence is not None and request.sequence.home is not None:
+                        request.queue_limit_ns = 0  # the limit applied to the backlog
+                    elif self._settings.policies.of(request.level).delays:
                         request.queue_limit_ns = 0
                         self.in_order.delay(request)
                     else:
@@ -382,6 +386,29 @@ class RequestQueue:
 
 def _done(request: ScheduledRequest) -> bool:
     return request.state is State.DONE
+
+
+def earlier(deadline_ns: int, message: Submit, arrived_ns: int) -> int:
+    """Return the earlier one of a deadline (0: none) and of the end of a request's `timeout`."""
+    ends_ns = arrived_ns + min(message.timeout_us, LONGEST_TIMEOUT_US) * _NS_PER_US
+    return min(deadline_ns or ends_ns, ends_ns)
+
+
+def expired_text(message: Submit, arrived_ns: int, deadline_ns: int) -> str:
+    """Return the error text of a request whose deadline has passed, with its origin."""
+    origin = (message.limit or "the caller") if deadline_ns == message.deadline_ns else _TIMEOUT
+    us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
+    return _EXPIRED.format(us=us, where="", origin=origin)
+
+
+def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
+    """Return the error text of a request whose time in the queue has passed, with its origin."""
+    if 0 < request.deadline_ns < now_ns:
+        return expired_text(request.submit, request.arrived_ns, request.deadline_ns)
+    us = (request.queue_limit_ns - request.enqueued_ns) // _NS_PER_US
+    own = us == request.submit.timeout_us
+    origin = _TIMEOUT if own else "default_timeout_microseconds of the queue policy"
+    return _EXPIRED.format(us=us, where=" in the queue", origin=origin)
 
 
 def believable(arrived_ns: int, now_ns: int) -> int:

@@ -172,6 +172,7 @@ class VersionScheduler:
         limits = SchedulingLimits(
             execution_timeout_s=server.execution_timeout_s,
             request_timeout_us=server.request_timeout_us,
+            request_timeout_is_deadline=server.request_timeout_is_deadline,
             max_queue_size=server.max_queue_size,
             delay_scheduler=server.delay_scheduler,
             backlog_delay_scheduler=server.backlog_delay_scheduler,

@@ -18,6 +18,7 @@ from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
 BATCHING = "dynamic_batching { }"
+_FROM_REQUEST = " microseconds, from the request's parameter 'deadline_us')"
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,12 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 @pytest.mark.parametrize("model", ["plain", "batching"])
 def test_a_timeout_holds_while_executing(server: Server, people: Crowd, model: str) -> None:
     began = time.monotonic()
-    late = people.number(model, 1, timeout=1_000_000)  # it is to begin within that
+    late = people.number(model, 1, deadline_us=1_000_000)  # it is to begin within that
     visit = server.gate.next()
     reply = late.result()
     assert 1 <= time.monotonic() - began < 3
     assert reply.status == 503
-    assert reply.error.endswith("Request timeout expired")
+    assert reply.error.endswith(_FROM_REQUEST)
     visit.release()
     after = people.number(model, 2)
     server.gate.next().release()
@@ -48,18 +49,25 @@ def test_a_timeout_holds_in_the_queue(server: Server, people: Crowd, model: str)
     first = people.number(model, 1)
     visit = server.gate.next()
     began = time.monotonic()
-    late = people.number(model, 2, timeout=150_000)
+    late = people.number(model, 2, deadline_us=150_000)
     reply = late.result()
     assert 0.15 <= time.monotonic() - began < 2
     assert reply.status == 503
-    assert reply.error.endswith("Request timeout expired")
+    assert reply.error.endswith(_FROM_REQUEST)
     visit.release()
     assert values(first.result()) == [1]
     assert server.gate.is_idle()
 
 
+@pytest.mark.parametrize("model", ["plain", "batching"])
+def test_the_timeout_of_triton_is_no_deadline(server: Server, people: Crowd, model: str) -> None:
+    answer = people.number(model, 1, timeout=30)  # as of clients that mean seconds
+    server.gate.next().release()
+    assert values(answer.result()) == [1]
+
+
 def test_a_timeout_that_is_not_reached(server: Server, people: Crowd) -> None:
-    answer = people.number("plain", 1, timeout=20_000_000)
+    answer = people.number("plain", 1, deadline_us=20_000_000)
     server.gate.next().release()
     assert values(answer.result()) == [1]
 
@@ -67,7 +75,7 @@ def test_a_timeout_that_is_not_reached(server: Server, people: Crowd) -> None:
 def test_a_late_batch_mate_does_not_touch_the_others(server: Server, people: Crowd) -> None:
     first = people.number("batching", 1)
     holder = server.gate.next()
-    late = people.number("batching", 2, timeout=1_500_000)
+    late = people.number("batching", 2, deadline_us=1_500_000)
     good = people.number("batching", 3)
     server.wait_pending("batching", 2)
     holder.release()
@@ -128,7 +136,7 @@ def test_a_client_that_leaves_while_executing(server: Server, people: Crowd) -> 
 
 def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add(repository, "gated")
-    server = serve(repository, "--request-timeout-us=1500000")
+    server = serve(repository, "--request-timeout-us=1500000", "--request-timeout-is-deadline=true")
     with crowd(server) as people:
         began = time.monotonic()
         late = people.number("gated", 1)
@@ -143,5 +151,6 @@ def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]
         later = people.number("gated", 2)
         sooner = people.number("gated", 3, timeout=50_000).result()
         assert sooner.status == 503
+        assert "(50000 microseconds, from the request's parameter 'timeout')" in sooner.error
         assert not later.done()
         visit.release()

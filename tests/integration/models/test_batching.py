@@ -10,6 +10,7 @@ from tests.support import repositories
 from tests.support.crowd import Crowd, crowd, values
 from tests.support.held_queue import Queue
 from tests.support.servers import Server
+from tests.support.texts import EXPIRED
 
 DYNAMIC = "dynamic_batching { %s }"
 LONG = 30_000_000
@@ -143,10 +144,10 @@ def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Q
     held = queue("timed")
     began = time.monotonic()
     late = held.people.number("timed", 1)
-    sooner = held.people.number("timed", 2, timeout=50_000)
-    assert (sooner.result().status, sooner.result().error) == (503, "Request timeout expired")
+    sooner = held.people.number("timed", 2, deadline_us=50_000)
+    assert (sooner.result().status, sooner.result().error) == (503, EXPIRED)
     assert not late.done(), "the one before it has the queue's timeout"
-    assert (late.result().status, late.result().error) == (503, "Request timeout expired")
+    assert (late.result().status, late.result().error) == (503, EXPIRED)
     assert 1.5 <= time.monotonic() - began < 5
     held.holder.release()
     assert held.first.result().status == 200

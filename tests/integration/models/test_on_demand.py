@@ -186,7 +186,7 @@ def test_its_metadata_and_configuration_load_it(http: Http) -> None:
 
 def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) -> None:
     """Whose own time is over before that is told so; the load goes on."""
-    late = {**SLOW, "parameters": {"timeout": 200_000}}
+    late = {**SLOW, "parameters": {"deadline_us": 200_000}}
     with server.http() as http, ThreadPoolExecutor(4) as threads:
         began = time.monotonic()
         reply = http.infer("slow", late)
@@ -203,7 +203,7 @@ def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) ->
                 given = triton_grpc.InferInput("INPUT0", [1, 1], "INT32")
                 given.set_data_from_numpy(np.zeros((1, 1), np.int32))
                 with pytest.raises(InferenceServerException) as raised:
-                    client.infer("slow", [given], timeout=200_000)
+                    client.infer("slow", [given], parameters={"deadline_us": 200_000})
                 return str(raised.value.message())
 
         assert threads.submit(ask_late).result() == reply.error

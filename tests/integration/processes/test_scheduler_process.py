@@ -43,6 +43,7 @@ from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from tests.rigs.arrivals import arrived, send_raw
+from tests.support.texts import EXPIRED
 from tests.support.waiting import until
 
 PATIENCE_MS = 10_000
@@ -250,7 +251,7 @@ def test_a_deadline_holds_while_the_worker_says_nothing(stage: Stage) -> None:
     batch = stage.next(stage.worker)
     answer = stage.next(stage.client)
     took = time.monotonic() - began
-    assert answer == m.Failed(number, "UNAVAILABLE", "Request timeout expired", 0, True)
+    assert answer == m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True)
     assert 1 <= took < 3
     assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0].key)
     stage.finish(batch)

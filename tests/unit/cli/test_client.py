@@ -228,7 +228,7 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
     ((path, request),) = server.asked  # type: ignore[attr-defined]
     assert path == "/v2/models/m/versions/3/infer"
     assert request["id"] == "a b"
-    assert request["parameters"] == {"timeout": 500}
+    assert request["parameters"] == {"deadline_us": 500}
     assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
 
 

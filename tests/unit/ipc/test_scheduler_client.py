@@ -435,15 +435,13 @@ def check(client: Client, request: Request) -> None:
     ("limits", "deadline_us"),
     [
         ({}, None),
-        ({"timeout_us": 5}, 5),
-        ({"limit_us": 7}, 7),
-        ({"timeout_us": 5, "limit_us": 7, "call_limit_us": 6}, 5),
-        ({"timeout_us": 8, "limit_us": 7, "call_limit_us": 6}, 6),
-        ({"timeout_us": 10**30}, LONGEST_TIMEOUT_US),
-        ({"call_limit_us": 10**30}, LONGEST_TIMEOUT_US),
+        ({"timeout_us": 5}, None),
+        ({"limit_us": 7, "limit": "--x"}, 7),
+        ({"timeout_us": 10**30}, None),
+        ({"limit_us": 10**30}, LONGEST_TIMEOUT_US),
         ({"ends_ns": 1_003_000}, 3),
-        ({"ends_ns": 1_003_000, "timeout_us": 2}, 2),
-        ({"ends_ns": 1_003_000, "timeout_us": 4}, 3),
+        ({"ends_ns": 1_003_000, "limit_us": 2, "limit": "--x"}, 2),
+        ({"ends_ns": 1_003_000, "limit_us": 4, "limit": "--x"}, 3),
     ],
 )
 def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:
@@ -451,4 +449,6 @@ def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us:
     made = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
     timeout_us = min(limits.get("timeout_us", 0), LONGEST_TIMEOUT_US)
-    assert made == m.Submit(7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
+    limit = limits.get("limit", "") if deadline_us != 3 else ""
+    fields = (7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
+    assert made == m.Submit(*fields, limit=limit)

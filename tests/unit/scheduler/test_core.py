@@ -32,9 +32,9 @@ from tests.rigs.scheduler_rig import (
     schema_of,
     work_in_place,
 )
+from tests.support.texts import EXPIRED
 
 OTHER = b"7001.cd"
-EXPIRED = "Request timeout expired"
 
 
 def failed(number: int, code: str, message: str, early: bool = False) -> m.Failed:

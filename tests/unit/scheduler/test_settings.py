@@ -45,7 +45,7 @@ def test_everything_is_read() -> None:
         },
         max_queue_size=100,
         execution_timeout_s=60,
-        request_timeout_us=5,
+        request_timeout_is_deadline=True,
         delay_scheduler=4,
     )
     assert settings.batching == Batching(8, frozenset({4, 6}), 100_000)
@@ -53,7 +53,7 @@ def test_everything_is_read() -> None:
     assert settings.policies == QueuePolicies(
         default, 2, 1, {1: LevelPolicy(max_queue_size=1)}, True
     )
-    assert settings.request_limit_ns == 5_000
+    assert settings.timeout_is_deadline
     assert settings.preserve_ordering
     assert settings.execution_limit_ns == 250_000_000
     assert settings.hold == (4, 0)

@@ -91,7 +91,7 @@ def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
     what = request(
         outputs=["Y"],
         request_id="me",
-        parameters={"a": 1},
+        parameters={"a": 1, "deadline_us": 20},
         correlation_id=7,
         flags=1,
         timeout_us=10,
@@ -101,7 +101,7 @@ def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
     assert (question.name, question.version) == ("other", "")
     submit = scheduler.next(m.Submit)
     assert (submit.request_id, submit.timeout_us) == ("me", 10)
-    assert submit.deadline_ns == submit.arrived_ns + 10_000
+    assert submit.deadline_ns == submit.arrived_ns + 20_000
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
     assert (inference.parameters, submit.correlation_id, submit.flags) == ({"a": 1}, 7, 1)

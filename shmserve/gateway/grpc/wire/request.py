@@ -245,6 +245,9 @@ def _take_parameters(request: InferRequest, parameters: _Parameters) -> None:
             case "timeout":
                 _expect(key, kind, "int64_param")
                 request.timeout_us = max(value, 0)
+            case "deadline_us":
+                _expect(key, kind, "int64_param", "uint64_param")
+                request.deadline_us = max(value, 0)
             case _ if key == _EMPTY_FINAL:
                 # Only decoupled models have several responses.
                 _expect(key, kind, "bool_param")

@@ -260,6 +260,8 @@ def _take_parameters(request: InferRequest, raw: Any) -> None:
                 request.priority = unsigned(value, key)
             case "timeout":
                 request.timeout_us = unsigned(value, key)
+            case "deadline_us":
+                request.deadline_us = unsigned(value, key)
             case "binary_data_output":
                 request.binary = boolean(value, key)
             case _:

@@ -16,7 +16,7 @@ from shmserve.scheduler.batchers.dynamic import WaitUntil
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, StatefulSequence, decide
 from shmserve.scheduler.instances.pool import Slot
-from shmserve.scheduler.requests.queue import EXPIRED
+from shmserve.scheduler.requests.queue import queue_expired_text
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
 from shmserve.scheduler.statistics import Reason
 
@@ -93,8 +93,9 @@ class SequenceDispatch(Dispatcher):
     def lost_text(self, request: ScheduledRequest) -> str:
         return _state_lost(request.sequence)
 
-    def expired_text(self, request: ScheduledRequest) -> str:
-        return EXPIRED if request.sequence.home is not None else _BACKLOG_EXPIRED
+    def expired_text(self, request: ScheduledRequest, now_ns: int) -> str:
+        text = queue_expired_text(request, now_ns)
+        return text if request.sequence.home is not None else f"{_BACKLOG_EXPIRED}: {text}"
 
     def removed(
         self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False

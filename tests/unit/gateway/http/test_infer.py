@@ -213,7 +213,8 @@ def test_the_deadline_is_the_tighter_one(
         scheduler = gateway.scheduler(add_sub)
         gateway.publish(SIMPLE, scheduler)
         gateway.open()
-        parameters = {"timeout": own_us, "priority": 3, "other": "x"} if own_us else {}
+        own = {"deadline_us": own_us, "timeout": 1}
+        parameters = {**own, "priority": 3, "other": "x"} if own_us else {}
         before = time.monotonic_ns()
         gateway.http.infer("simple", simple_body(parameters=parameters, id="7")).ok()
         (submit,) = scheduler.submits
@@ -224,6 +225,19 @@ def test_the_deadline_is_the_tighter_one(
     if own_us:
         assert inference.parameters == {"other": "x"}
         assert submit.priority == 3
+
+
+def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple: Scheduler) -> None:
+    for _ in range(3):  # a repeated request has no limit of an earlier one
+        gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30000"}).ok()
+        gateway.http.infer("simple", simple_body()).ok()
+    limited, unlimited = simple.submits[-2:]
+    assert limited.deadline_ns == limited.arrived_ns + 30_000_000_000
+    assert limited.limit == "the header 'X-Request-Timeout-Ms'"
+    assert unlimited.deadline_ns == 0
+    reply = gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30s"})
+    assert reply.status == 400
+    assert "a number of milliseconds" in reply.error
 
 
 def test_a_connection_answers_in_order(gateway: Rig, simple: Scheduler) -> None:

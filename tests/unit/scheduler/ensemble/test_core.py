@@ -18,6 +18,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
 from tests.support.messages import inference_of, inferred_of
+from tests.support.texts import Beginning
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 FORK = [
@@ -26,6 +27,8 @@ FORK = [
     step("c", {"X": "m", "Z": "n"}, "OUT"),
 ]
 MODELS = [model("a"), model("b"), model("c")]
+
+_EXPIRED = Beginning("in ensemble 'e', Request timeout expired (")
 
 
 def only(messages: list[Any], kind: type[Any]) -> Any:
@@ -114,7 +117,10 @@ def test_a_deadline_is_told_at_once_and_memory_later() -> None:
     assert submit.deadline_ns == rig.now_ns + 10_000_000
     rig.pass_ms(11)
     failed = only(rig.told(), m.Failed)
-    assert (failed.early, failed.message) == (True, "in ensemble 'e', Request timeout expired")
+    assert (failed.early, failed.message) == (
+        True,
+        _EXPIRED,
+    )
     assert rig.sent(m.Cancel) == [("a", m.Cancel(submit.id))]
     rig.step_says("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
     only(rig.told(), m.Settled)

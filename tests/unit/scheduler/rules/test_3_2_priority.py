@@ -6,9 +6,9 @@ import pytest
 
 from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
+from tests.support.texts import EXPIRED
 
 LEVELS = {"priority_levels": 3, "default_priority_level": 2}
-EXPIRED = "Request timeout expired"
 DELAYED = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
 
 
@@ -193,20 +193,56 @@ def test_delayed_requests_may_wait_for_ever() -> None:
     assert not any(isinstance(answer, m.Failed) for answer in rig.answers())
 
 
-@pytest.mark.parametrize(("server_us", "late_us"), [(0, None), (5000, 5000)])
-def test_a_requests_own_timeout_delays_it_too(server_us: int, late_us: int | None) -> None:
-    """Rule 3.2.4: with DELAY, the timeout that overrides the policy's is no deadline; the server's
-    `--request-timeout-us` still is."""
+@pytest.mark.parametrize("limit_us", [0, 5000])
+@pytest.mark.parametrize("is_deadline", [False, True])
+def test_a_requests_own_timeout_delays_it_too(limit_us: int, is_deadline: bool) -> None:
+    """Rule 3.2.4: with DELAY, the timeout that overrides the policy's is no deadline, not even with
+    --request-timeout-is-deadline; other deadlines still are."""
     policy = {**DELAYED, "allow_timeout_override": True}
-    rig, _, _ = busy({"default_queue_policy": policy}, request_timeout_us=server_us)
-    (number,) = rig.submit(timeout_us=400, timeout_ns=400_000)
-    (slow,) = rig.submit(timeout_us=400, arrived_ns=rig.now - MS, deadline_ns=rig.now - MS // 2)
+    rig, _, _ = busy({"default_queue_policy": policy}, request_timeout_is_deadline=is_deadline)
+    (number,) = rig.submit(timeout_us=400, timeout_ns=limit_us * 1000)
+    rig.submit(timeout_us=400, arrived_ns=rig.now - MS)
     rig.pass_time(MS)
     assert rig.answers() == []
-    rig.client(m.Cancel(slow))
-    rig.answers()
     rig.pass_time(3_600_000 * MS)
-    assert rig.answers() == ([refused(number, EXPIRED)] if late_us else [])
+    assert rig.answers() == ([refused(number, EXPIRED)] if limit_us else [])
+
+
+@pytest.mark.parametrize("is_deadline", [False, True])
+def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
+    """Without `allow_timeout_override` nothing reads a request's `timeout`, as in Triton."""
+    rig, _, _ = busy({}, request_timeout_is_deadline=is_deadline)
+    (number,) = rig.submit(timeout_us=30)
+    rig.pass_time(MS)
+    answers = rig.answers()
+    text = "Request timeout expired (30 microseconds, from the request's parameter 'timeout')"
+    assert answers == ([refused(number, text)] if is_deadline else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "policy", "text"),
+    [
+        ({"timeout_ns": 30_000, "limit": "--x"}, {}, "30 microseconds, from --x"),
+        ({"timeout_ns": 30_000}, {}, "30 microseconds, from the caller"),
+        (
+            {"timeout_us": 30},
+            {"allow_timeout_override": True},
+            "30 microseconds in the queue, from the request's parameter 'timeout'",
+        ),
+        (
+            {},
+            {"default_timeout_microseconds": 7},
+            "7 microseconds in the queue, from default_timeout_microseconds of the queue policy",
+        ),
+    ],
+)
+def test_an_expired_request_names_the_limit_and_its_origin(
+    given: dict[str, Any], policy: dict[str, Any], text: str
+) -> None:
+    rig, _, _ = busy({"default_queue_policy": policy})
+    (number,) = rig.submit(**given)
+    rig.pass_time(MS)
+    assert rig.answers() == [refused(number, f"Request timeout expired ({text})")]
 
 
 def test_cancelling_a_delayed_request_takes_it_out() -> None:

@@ -15,6 +15,7 @@ from shmserve.ipc.messages.supervision import (
 )
 from tests.rigs.scheduler_rig import MS, Rig, schema_of
 from tests.rigs.sequence_rig import END, START, SequenceRig
+from tests.support.texts import EXPIRED, Beginning
 
 US = 1_000
 STRATEGIES = ["direct", "oldest"]
@@ -217,11 +218,23 @@ def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
     rig.ask(1, START)
     numbers = [rig.ask(2, START), rig.ask(2, timeout_ns=5 * MS), rig.ask(2)]
     rig.pass_time(6 * MS)
-    text = "timeout of the corresponding sequence has been expired"
+    text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
     rig.ask(2)
     assert "must specify the START flag" in error(rig)
     assert rig.report()["inference_stats"]["fail"]["count"] == 3
+
+
+def test_3_3_the_parameter_timeout_applies_in_the_backlog_only() -> None:
+    rig = SequenceRig(rows=1)
+    running = [rig.ask(1, START), rig.ask(1, timeout_us=5000)]
+    numbers = [rig.ask(2, START), rig.ask(2, timeout_us=5000)]
+    rig.pass_time(6 * MS)
+    text = Beginning("timeout of the corresponding sequence has been expired")
+    assert rig.outcomes() == dict.fromkeys(numbers, text)
+    rig.done()
+    rig.done()
+    assert rig.outcomes() == dict.fromkeys(running)
 
 
 def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
@@ -229,7 +242,7 @@ def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
     rig.ask(1, START)
     numbers = [rig.ask(2, START), rig.ask(2), rig.ask(2, START), rig.ask(2, timeout_ns=5 * MS)]
     rig.pass_time(6 * MS)
-    text = "timeout of the corresponding sequence has been expired"
+    text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
     rig.ask(1, END)
     rig.done()
@@ -243,7 +256,7 @@ def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: Sequence
     behind = rig.ask(1)
     rig.pass_time(6 * MS)
     told = rig.outcomes()
-    assert told[late] == "Request timeout expired"
+    assert told[late] == EXPIRED
     assert "an earlier request of the sequence" in told[behind]
     rig.done()
     assert not rig.runs()
