@@ -74,7 +74,8 @@ class WorkerInstance:
         backend.report_metrics_by(self._metrics.changed)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
-        scatterer = Scatterer(signature, context, backend.strict_outputs, not config.decoupled)
+        strict = (backend.strict_outputs, backend.strict_shapes)
+        scatterer = Scatterer(signature, context, *strict, not config.decoupled)
         self._writer = ResponseWriter(self.link, scatterer, self._metrics, context)
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copied)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from shmserve.ipc.model_settings import PADDING
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors import padding
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
+from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.batch import ragged
 from shmserve.workers.sequences.inputs import read_controls
 
@@ -107,11 +109,30 @@ def complete(
 
 def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:
     dims = list(tensor.dims[1:] if batched else tensor.dims)
-    made: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}
-    if dims:
-        made["dims"] = dims
-    else:
-        # A configuration has no scalars: one element to the client, none to the model.
-        made["dims"] = [1]
+    # A configuration has no scalars: a client sends and receives one element.
+    made = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype], "dims": dims or [1]}
+    if batched and not dims:
         made["reshape"] = {"shape": []}
     return made
+
+
+def fits_scalar(spec: TensorSpec, tensor: Described) -> bool:
+    """Check whether an input or output of one element is a tensor of rank 0 in the model's file."""
+    return not tensor.dims and math.prod(spec.model_dims) == 1
+
+
+def as_scalars(inputs: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the inputs, with those of these names as tensors of rank 0."""
+    if not names:
+        return inputs
+    return {key: each.reshape(()) if key in names else each for key, each in inputs.items()}
+
+
+def as_configured(outputs: dict[str, Any], signature: Signature) -> dict[str, Any]:
+    """Return the outputs, with the configured dimensions of one element for those of rank 0."""
+    specs = signature.outputs
+    for name, value in outputs.items():
+        if getattr(value, "ndim", 1) == 0 and name in specs and not signature.max_batch_size:
+            dims = specs[name].model_dims
+            outputs[name] = value.reshape([1] * len(dims) if math.prod(dims) in (1, -1) else ())
+    return outputs

@@ -55,6 +55,8 @@ class Backend(ABC):
     Attributes:
         strict_outputs: Whether outputs must have the configured datatype and shape. Triton's Python
             backend accepts any output, and so must a backend that runs its models.
+        strict_shapes: Whether strict outputs must have the configured shape. Triton's backends for
+            files return outputs with their true shape.
         device_inputs: Whether inputs in clients' device memory are passed as uint8 tensors on that
             device; otherwise they are copied to host memory.
         read_only_inputs: Whether arrays over shared memory (`Input.numpy`) are read-only. A request
@@ -63,6 +65,7 @@ class Backend(ABC):
     """
 
     strict_outputs = True
+    strict_shapes = True
     device_inputs = False
     checks_ready = False
     read_only_inputs = True

@@ -90,17 +90,20 @@ class Scatterer:
         _signature: The model's inputs and outputs.
         _context: The instance.
         _strict: Whether outputs must match the model's configuration.
+        _strict_shapes: Whether strict outputs of another shape are errors, not warnings.
         _whole: Whether a response should contain all requested outputs.
     """
 
     _signature: Signature
     _context: ModelContext
     _strict: bool
+    _strict_shapes: bool
     _whole: bool
 
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
         self._copier = Copier(self._context.threads)
+        self._warned = False
 
     def write(self, request: Request, response: Response) -> Packed:
         """Write the outputs of a successful response; return its schema and data.
@@ -220,11 +223,17 @@ class Scatterer:
         dims = spec.model_dims
         expected = (request.batch_size, *dims) if self._batched else dims
         if not agree(expected, shape):
-            raise Internal(
+            text = (
                 f"unexpected shape for inference output '{output.name}' for model "
                 f"'{self._signature.name}'. Expected {shape_text(expected)}, got "
                 f"{shape_text(shape)}."
             )
+            wrong_rows = self._batched and shape[:1] != (request.batch_size,)
+            if self._strict_shapes or wrong_rows:
+                raise Internal(text)
+            if not self._warned:
+                self._warned = True
+                logger.warning("%s The true shape is returned (reported only once).", text)
 
     def _client_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         # A shape that does not match the model's side of the reshape is returned unchanged.

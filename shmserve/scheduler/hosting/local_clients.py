@@ -152,8 +152,8 @@ class LocalClientRules:
         given = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.limit)
         if given == (arrived_ns, deadline_ns, 0, limit):
             return submit
-        times = {"arrived_ns": arrived_ns, "deadline_ns": deadline_ns}
-        return replace(submit, **times, source=0, limit=limit)
+        made = replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns)
+        return replace(made, source=0, limit=limit)
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """Return the deadline of a request, or 0.

@@ -64,7 +64,7 @@ def test_a_fixed_first_dimension_is_no_batch_and_a_scalar_has_one_element(worker
     )
     completed = OnnxBackend(worker.context).complete_config(BARE)
     assert completed["max_batch_size"] == 0
-    scalar = {"name": "s", "data_type": "TYPE_FP32", "dims": [1], "reshape": {"shape": []}}
+    scalar = {"name": "s", "data_type": "TYPE_FP32", "dims": [1]}
     assert completed["output"] == [scalar]
     worker.serve(OnnxBackend(worker.context), completed)
     (reply,) = worker.batch(inference(tensor("a", np.ones((2, 4), F32))))
@@ -171,7 +171,9 @@ def test_text_in_and_out(worker: Rig) -> None:
     assert reply.answer is not None
     assert reply.answer.outputs[0].data == b"\x02\0\0\0" + "é".encode() + b"\x01\0\0\0b"
     (reply,) = worker.batch(inference(tensor("a", np.array([[b"\xff", b"b"]], object))))
-    assert "input 'a' has an element that is not UTF-8" in reply.message
+    assert "an output has a string that is not UTF-8" in reply.message
+    (reply,) = worker.batch(inference(tensor("a", np.array([[b"\xff\0", b"b"]], object))))
+    assert "input 'a' has an element that is not UTF-8, and one with a NUL" in reply.message
 
 
 def test_bf16_as_it_is(worker: Rig) -> None:
@@ -199,7 +201,7 @@ def test_what_a_run_raises_is_in_tritons_words(worker: Rig) -> None:
         ({"input": [tensor_config("a", "FP32", [2, 4])]}, "expects 1 inputs, model provides 2"),
         ({"output": [tensor_config("x", "FP32", [4])]}, "unexpected inference output 'x'"),
         ({"output": [tensor_config("s", "INT8", [2, 4])]}, "TYPE_INT8 for output 's'"),
-        ({"output": [tensor_config("s", "FP32", [2, 5])]}, "tensor 's': the model expects 2"),
+        ({"input": [tensor_config(n, "FP32", [2, 5]) for n in "ab"]}, "the model expects 2"),
     ],
 )
 def test_a_configuration_that_promises_too_much(
@@ -306,3 +308,69 @@ def test_a_gpu_needs_the_other_package(worker: Rig) -> None:
     object.__setattr__(worker.context, "kind", "GPU")
     with pytest.raises(ShmserveError, match=r"needs CUDAExecutionProvider.*onnxruntime-gpu"):
         OnnxBackend(worker.context).complete_config(BARE)
+
+
+@pytest.mark.parametrize("given", [BARE, None])
+def test_a_scalar_has_one_element_for_clients(worker: Rig, given: dict[str, Any] | None) -> None:
+    nodes = [("Mul", "a b", "c", {}), ("ReduceSum", "c", "s", {"keepdims": 0})]
+    save(
+        worker.context.version_dir,
+        nodes,
+        [("a", FLOAT, ()), ("b", FLOAT, ("n",))],
+        [("c", FLOAT, ("n",)), ("s", FLOAT, ())],
+    )
+    inputs = [tensor_config("a", "FP32", [1]), tensor_config("b", "FP32", [-1])]
+    outputs = [tensor_config("c", "FP32", [-1]), tensor_config("s", "FP32", [1])]
+    config = given or model_config(inputs, outputs, 0)
+    worker.serve(OnnxBackend(worker.context), OnnxBackend(worker.context).complete_config(config))
+    scale, values = np.array([3], np.float32), np.array([1, 2], np.float32)
+    (reply,) = worker.batch(inference(tensor("a", scale), tensor("b", values)))
+    assert reply.answer is not None
+    assert [output.shape for output in reply.answer.outputs] == [(2,), (1,)]
+    assert reply.answer.outputs[1].data == np.float32(9).tobytes()
+
+
+def test_an_output_has_its_true_shape(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    save_sum(worker, (2, 4))
+    both = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
+    config = model_config(both, [tensor_config("s", "FP32", [8])], 0)
+    worker.serve(OnnxBackend(worker.context), config)
+    ones = np.ones((2, 4), np.float32)
+    for _ in range(2):
+        (reply,) = worker.batch(inference(tensor("a", ones), tensor("b", ones)))
+        assert reply.answer is not None
+        assert reply.answer.outputs[0].shape == (2, 4)
+    assert caplog.text.count("unexpected shape for inference output 's'") == 1
+
+
+def test_the_file_may_be_in_a_folder_of_its_name(worker: Rig) -> None:
+    folder = worker.context.version_dir / "model.onnx"
+    folder.mkdir(parents=True)
+    save(folder, [("Identity", "a", "s", {})], [("a", FLOAT, (2,))], [("s", FLOAT, (2,))])
+    assert OnnxBackend(worker.context).complete_config(BARE)["output"][0]["dims"] == [2]
+
+
+def test_strings_that_are_not_utf8_reach_the_model(worker: Rig) -> None:
+    inputs = [("a", int(TensorProto.STRING), ("n", 1))]
+    outputs = [("s", int(TensorProto.INT64), (2,))]
+    save(worker.context.version_dir, [("Shape", "a", "s")], inputs, outputs)
+    serve(worker)
+    (reply,) = worker.batch(inference(tensor("a", np.array([[b"\xffa"], [b"b"]], object))))
+    assert reply.answer is not None, reply.message
+    assert reply.answer.outputs[0].data == np.array([2, 1]).tobytes()
+
+
+@pytest.mark.parametrize("text", ["1", "true", "ON"])
+def test_switches_have_all_spellings_of_booleans(text: str) -> None:
+    config = ModelSpec.of({"parameters": {"execution_mode": {"string_value": text}}})
+    runtime = import_onnxruntime()
+    options = session_options(runtime, config, 1)
+    assert options.execution_mode == runtime.ExecutionMode.ORT_PARALLEL
+
+
+def test_libraries_of_operators_are_loaded(worker: Rig) -> None:
+    save_sum(worker, (2, 4))
+    config = {**BARE, "model_operations": {"op_library_filename": ["ops.so"]}}
+    (worker.context.model_dir / "ops.so").write_bytes(b"no library")
+    with pytest.raises(Exception, match=r"ops\.so"):
+        OnnxBackend(worker.context).complete_config(config)

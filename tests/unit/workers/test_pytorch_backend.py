@@ -543,7 +543,7 @@ def test_a_script_may_give_one_list_of_texts(worker: Rig) -> None:
     (reply,) = worker.batch(inference(tensor("a", np.array(["a", "bc"], np.object_))))
     assert decoded(reply, "y") == ["A", "BC"]
     (reply,) = worker.batch(inference(tensor("a", np.array([b"\xff"], np.object_))))
-    assert reply.message.startswith("input 'a' has text that is not UTF-8: ")
+    assert reply.message.startswith("an output has text that is not UTF-8")
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,18 @@ These settings of a configuration have an effect:
 
     optimization.graph.level                 -1: basic, 1: extended, 2: none; else all
     optimization.execution_accelerators      see below
+    model_operations.op_library_filename     libraries of custom operators
     parameters                               intra_op_thread_count, inter_op_thread_count,
                                              execution_mode (0: sequential, 1: parallel),
-                                             enable_mem_arena, enable_mem_pattern (0 or 1)
+                                             enable_mem_arena, enable_mem_pattern (a boolean),
+                                             cudnn_conv_algo_search, gpu_mem_limit,
+                                             arena_extend_strategy (on a GPU)
 
-Parameters that begin with "session." or "ep." are passed to onnxruntime unchanged.
+Parameters that begin with "session." or "ep." are passed to onnxruntime unchanged, and those that
+begin with "memory." to each run. The thread counts may also be set for all models, with
+--backend-config=onnxruntime,intra_op_thread_count=N.
+
+A tensor of rank 0 has one element for clients. Outputs are returned with their true shape.
 
 binding.py      binds inputs and outputs of the session to memory of the server
 """
@@ -23,6 +30,7 @@ import contextlib
 import importlib
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +47,11 @@ from shmserve.workers.device import Device, open_device
 from shmserve.workers.tensor_specs import (
     Described,
     Description,
+    as_configured,
     as_model_sees,
+    as_scalars,
     complete,
+    fits_scalar,
     made_here,
 )
 
@@ -53,6 +64,8 @@ _ACCELERATORS = {
     "migraphx": "MIGraphXExecutionProvider",
     "dnnl": "DnnlExecutionProvider",
 }
+# Parameters of a configuration that are options of the CUDA provider.
+_OF_CUDA = ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy")
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
@@ -77,7 +90,14 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         Unavailable: onnxruntime does not support the device.
     """
     runtime = import_onnxruntime()
+    given = {key: context.backend_config[key] for key in _THREADS if key in context.backend_config}
+    config = replace(config, parameters={**given, **config.parameters})
     options = session_options(runtime, config, context.threads)
+    operations = config.source.get("model_operations") or {}
+    for name in operations.get("op_library_filename", ()):
+        folders = (context.version_dir, context.model_dir)
+        found = (str(folder / name) for folder in folders if (folder / name).exists())
+        options.register_custom_ops_library(next(found, name))
     wanted = providers(config, context.kind, context.device_id)
     present = runtime.get_available_providers()
     for name, _ in wanted:
@@ -94,6 +114,7 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
     return session
 
 
+_THREADS = ("intra_op_thread_count", "inter_op_thread_count")
 _HINTS = {_CUDA: ": pip install onnxruntime-gpu, or set instance_group to KIND_CPU"}
 
 
@@ -139,7 +160,8 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
             )
         found[name] = {**device, **accelerator.parameters}
     if side == "gpu":
-        found.setdefault(_CUDA, device)
+        given = {key: config.parameters[key] for key in _OF_CUDA if key in config.parameters}
+        found[_CUDA] = {**device, **given, **found.get(_CUDA, {})}
     found[_CPU] = {}
     return list(found.items())
 
@@ -148,7 +170,7 @@ def _whole(given: dict[str, str], key: str, default: int) -> int:
     value = given.get(key)
     if value is None:
         return default
-    if not value.isdecimal():
+    if not value.strip().isdecimal():
         raise InvalidArgument(f"parameter '{key}' must be an integer >= 0, got '{value}'")
     return int(value)
 
@@ -157,9 +179,12 @@ def _switch(given: dict[str, str], key: str, default: bool) -> bool:
     value = given.get(key)
     if value is None:
         return default
-    if value not in ("0", "1"):
+    if value.lower() not in _BOOLEANS:
         raise InvalidArgument(f"parameter '{key}' must be 0 or 1, got '{value}'")
-    return value == "1"
+    return _BOOLEANS[value.lower()]
+
+
+_BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, "on": True}
 
 
 # onnxruntime's names of the datatypes where they differ from numpy's.
@@ -168,21 +193,42 @@ _DATATYPES = {f"tensor({_OWN_NAMES.get(name, kind.name)})": name for name, kind 
 _UNBOUNDED = 2**31
 
 
-def describe(session: Any) -> Description:
-    """Describe the tensors of a session; raise InvalidArgument for an unsupported datatype."""
+def describe(session: Any, wanted: Collection[str] = ()) -> Description:
+    """Describe the tensors of a session: all inputs, and the `wanted` outputs (none: all).
+
+    Raises:
+        InvalidArgument: A datatype is not supported.
+    """
     inputs = tuple(_described("input", node) for node in session.get_inputs())
-    outputs = tuple(_described("output", node) for node in session.get_outputs())
+    nodes = session.get_outputs()
+    nodes = [node for node in nodes if not wanted or node.name in wanted] or nodes
+    outputs = tuple(_described("output", node) for node in nodes)
     return Description(inputs, outputs, _largest_batch([*inputs, *outputs]))
 
 
 def _described(what: str, node: Any) -> Described:
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
-        raise InvalidArgument(f"{what} '{node.name}' of the ONNX file is a {node.type}")
+        raise InvalidArgument(f"{what} '{node.name}' of the ONNX file is a {node.type}" + _remedy(node))
     shape = list(node.shape)
     dims = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in shape)
     symbols = tuple(size if isinstance(size, str) else "" for size in shape)
     return Described(node.name, datatype, dims, symbols)
+
+
+def _remedy(node: Any) -> str:
+    """Return how to export a file without a sequence or a map, which no client can send."""
+    if "map(" in node.type:
+        return (
+            ", which no client can receive: convert the model without ZipMap (skl2onnx: "
+            "options={'zipmap': False}), or list only its other outputs in config.pbtxt"
+        )
+    if node.type.startswith("seq("):
+        return (
+            ", which no client can receive: export the model with a tensor in its place "
+            "(operator ConcatFromSequence), or list only its other outputs in config.pbtxt"
+        )
+    return ""
 
 
 def _largest_batch(tensors: Sequence[Described]) -> int:
@@ -242,9 +288,11 @@ def _check_tensor(what: str, spec: TensorSpec, tensor: Described, signature: Sig
             f"{TO_CONFIG[spec.datatype]} for {what} '{spec.name}', model provides "
             f"{TO_CONFIG[tensor.datatype]}"
         )
+    if fits_scalar(spec, tensor) and signature.max_batch_size == 0:
+        return
     dims = spec.model_dims
     want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-    if (what == "input" or _ranked(tensor)) and not spec.ragged and not agree(dims, want):
+    if what == "input" and not spec.ragged and not agree(dims, want):
         raise InvalidArgument(
             f"model '{signature.name}', tensor '{spec.name}': the model expects "
             f"{len(want)} dimensions (shape {shape_text(want)}) but the model configuration "
@@ -262,6 +310,7 @@ class OnnxRuntimeError(Exception):
 class OnnxBackend(Backend):
     """A session of an ONNX file."""
 
+    strict_shapes = False
     read_only_inputs = False  # a session does not write to inputs
 
     def __init__(self, context: ModelContext) -> None:
@@ -289,6 +338,12 @@ class OnnxBackend(Backend):
         of_batches = (*config.batch_input, *config.batch_output)
         made = {name for each in of_batches for name in each.target_name}
         check(signature, description, made)
+        self._signature = signature
+        self._scalars = {
+            tensor.name
+            for tensor in description.inputs
+            if tensor.name in signature.inputs and not tensor.dims
+        }
         self._names = [tensor.name for tensor in description.outputs]
         on_gpu = self.context.kind == "GPU"
         device = open_device(self.context.device) if on_gpu else Device("cpu")
@@ -310,21 +365,24 @@ class OnnxBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the session once for the whole batch."""
-        inputs = self._runner.inputs(requests)
+        inputs = as_scalars(self._runner.inputs(requests), self._scalars)
         needed = {name for request in requests for name in request.requested}
         needed.update(requests[0].states)
         wanted = [name for name in self._names if name in needed] or self._names[:1]
         with _in_words():
             outputs = self._binding.run(inputs, wanted, requests)
-        return self._runner.responses(requests, outputs)
+        return self._runner.responses(requests, as_configured(outputs, self._signature))
 
     def _open(self, config: ModelSpec) -> tuple[Any, Description]:
         if self._loaded is None:
             file = config.default_model_filename or "model.onnx"
             path = self.context.model_file([file], file)
+            if path.is_dir():  # the layout for files with external data
+                path = self.context.model_file([f"{file}/{path.name}", f"{file}/model.onnx"], file)
             with _in_words(path):
                 session = open_session(self.context, config, path)
-            self._loaded = session, describe(session)
+            wanted = {output.name for output in config.output}
+            self._loaded = session, describe(session, wanted)
         return self._loaded
 
 

@@ -55,14 +55,21 @@ class HostBinding:
         """Return the requested outputs of a batch. Errors of onnxruntime are passed on.
 
         Raises:
-            InvalidArgument: BYTES are not UTF-8, which ONNX requires.
+            InvalidArgument: A string cannot be passed to onnxruntime, or an output is not UTF-8.
         """
         placed: dict[str, Array] = {}
         if len(requests) == 1 and self._bindable:
             placed = self._places(inputs, wanted, requests[0])
         if not placed and not self._bf16:
             given = {name: _text(name, array) for name, array in inputs.items()}
-            return dict(zip(wanted, self._session.run(list(wanted), given), strict=True))
+            try:
+                made = self._session.run(list(wanted), given)
+            except UnicodeDecodeError as error:
+                raise InvalidArgument(
+                    f"an output has a string that is not UTF-8, which onnxruntime cannot return: "
+                    f"{error}"
+                ) from None
+            return dict(zip(wanted, made, strict=True))
         try:
             return self._run_bound(inputs, wanted, placed)
         except RuntimeError:
@@ -229,13 +236,21 @@ def _address(array: Array) -> int:
 
 
 def _text(name: str, array: Array) -> Array:
-    """Return a BYTES input as an array of str, the type of onnxruntime."""
+    """Return a BYTES input as an array of str, or of bytes if an element is not UTF-8.
+
+    onnxruntime ends an element of such an array at its first NUL.
+    """
     if array.dtype != np.object_:
         return array
+    elements = array.reshape(-1).tolist()
     try:
-        texts = [element.decode() for element in array.reshape(-1)]
+        texts = [element.decode() for element in elements]
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"input '{name}' has an element that is not UTF-8: {error}") from None
+        if any(0 in element for element in elements):
+            raise InvalidArgument(
+                f"input '{name}' has an element that is not UTF-8, and one with a NUL: {error}"
+            ) from None
+        return np.array(elements, dtype=np.bytes_).reshape(array.shape)
     made = np.empty(len(texts), np.object_)
     made[:] = texts
     return made.reshape(array.shape)

@@ -16,6 +16,9 @@ Parameters:
                                        torch.compile. Its cache ends with the server unless
                                        TORCHINDUCTOR_CACHE_DIR in the environment names a folder
     INTRA_OP_THREAD_COUNT, NUM_THREADS the number of threads of one operation
+    INTER_OP_THREAD_COUNT, NUM_INTEROP_THREADS  the number of operations that run at once
+    ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING, ENABLE_TENSOR_FUSER  of TorchScript
+    ENABLE_CACHE_CLEANING              "true": release the GPU's cached memory after each batch
 
 `optimization.cuda.graphs` records a CUDA graph of each batch bucket if all shapes are fixed. Other
 parameters of Triton's backend have no effect.
@@ -50,7 +53,13 @@ from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
 from shmserve.workers.memory.static_plan import CudaRecorder, Graphs, Recorder
-from shmserve.workers.tensor_specs import Description, as_model_sees, complete
+from shmserve.workers.tensor_specs import (
+    Description,
+    as_configured,
+    as_model_sees,
+    as_scalars,
+    complete,
+)
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -65,6 +74,7 @@ class PytorchBackend(Backend):
 
     device_inputs = True
     read_only_inputs = False
+    strict_shapes = False
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -97,6 +107,14 @@ class PytorchBackend(Backend):
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
             check(signature, description, self._arguments.by_position)
+        self._scalars = {
+            name
+            for position, name in (self._arguments.by_position if description else ())
+            if not description.inputs[position].dims  # type: ignore[union-attr]
+        }
+        self._signature = signature
+        cleaning = _boolean(config.parameters, "ENABLE_CACHE_CLEANING", False)
+        self._empties_cache = cleaning and self._device.torch.type == "cuda"
         self._serving = program
         inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
@@ -105,19 +123,27 @@ class PytorchBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call the model once for the whole batch."""
-        inputs = self._runner.inputs(requests)
+        inputs = as_scalars(self._runner.inputs(requests), self._scalars)
         graphs = self._graphs
         with self._grad_free():
             with self._runner.calling():
                 outputs = self._call(inputs) if graphs is None else graphs.run(inputs)
-            return self._runner.responses(requests, outputs)
+            outputs = as_configured(outputs, self._signature)
+            responses = self._runner.responses(requests, outputs)
+        if self._empties_cache:
+            torch.cuda.empty_cache()
+        return responses
 
     def _call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         program = self._serving
         for name in self._arguments.strings & inputs.keys():
-            inputs = {**inputs, name: _texts(name, inputs[name])}
+            inputs = {**inputs, name: _texts(inputs[name])}
         args, kwargs = ([inputs], {}) if program.single_dict else self._arguments.bind(inputs)
-        return self._results.name(program.call(*args, **kwargs))
+        try:
+            return self._results.name(program.call(*args, **kwargs))
+        except UnicodeDecodeError as error:
+            text = f"an output has text that is not UTF-8, which TorchScript cannot return: {error}"
+            raise InvalidArgument(text) from None
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
         """Allocate the memory of a model with fixed shapes; return its CUDA graphs, if enabled."""
@@ -186,20 +212,33 @@ def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
                 )
 
 
-def _texts(name: str, given: Any) -> list[str]:
-    """Return the elements of a BYTES input, in order.
+def _texts(given: Any) -> list[str]:
+    """Return the elements of a BYTES input, in order."""
+    return [_text(element) for element in given.reshape(-1)]
 
-    Raise InvalidArgument unless they are UTF-8.
-    """
+
+def _text(element: bytes) -> Any:
+    """Return an element as str, or as it is if it is not UTF-8, which TorchScript takes too."""
     try:
-        return [element.decode() for element in given.reshape(-1)]
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"input '{name}' has text that is not UTF-8: {error}") from None
+        return element.decode()
+    except UnicodeDecodeError:
+        return element
+
+
+# The switches of TorchScript that Triton's parameters set.
+_JIT = {
+    "ENABLE_JIT_EXECUTOR": "_jit_set_profiling_executor",
+    "ENABLE_JIT_PROFILING": "_jit_set_profiling_mode",
+    "ENABLE_TENSOR_FUSER": "_jit_set_texpr_fuser_enabled",
+}
 
 
 def _set_options(given: dict[str, str]) -> None:
     if _boolean(given, "DISABLE_OPTIMIZED_EXECUTION", False):
         torch._C._set_graph_executor_optimize(False)
+    for key, switch in _JIT.items():
+        if key in given:
+            getattr(torch._C, switch)(_boolean(given, key, True))
     for key in ("INTRA_OP_THREAD_COUNT", "NUM_THREADS"):
         value = given.get(key)
         if value is None:

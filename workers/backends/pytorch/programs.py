@@ -28,7 +28,7 @@ from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.backends.pytorch.names import Argument
 from shmserve.workers.device import Device, preload_scripted
 from shmserve.workers.memory.tensors import PROTOCOL
-from shmserve.workers.tensor_specs import Described, Description
+from shmserve.workers.tensor_specs import Described, Description, fits_scalar
 from shmserve.workers.user_code import import_file, in_words
 
 logger = logging.getLogger(__name__)
@@ -355,6 +355,8 @@ def check(
             )
         if spec.ragged:
             continue  # any number of dimensions
+        if fits_scalar(spec, tensor) and most == 0:
+            continue
         dims = spec.model_dims
         want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
         if not agree(dims, want):
