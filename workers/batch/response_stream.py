@@ -22,7 +22,7 @@ from typing import Any
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.messages.inference import ExecutionResponded, MetricsReported, Reply
 from shmserve.ipc.tensors.inference import Packed, byte_size_of
-from shmserve.workers.batch.failures import Failures
+from shmserve.workers.batch.failures import client_error
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.context import ModelContext
@@ -106,7 +106,7 @@ class MetricsReports:
 
 
 MOST_WAIT_S = 30.0
-_LET_GO = Internal(
+_NO_FINAL_RESPONSE = Internal(
     "the model has let go of the request's response sender, and has not sent its final response"
 )
 
@@ -123,7 +123,6 @@ class ResponseWriter:
     link: InstanceLink
     scatterer: Scatterer
     metrics: MetricsReports
-    failures: Failures
     context: ModelContext
     abandoned: deque[tuple[ResponseStream, BaseException | None]] = field(default_factory=deque)
 
@@ -276,7 +275,7 @@ class ResponseStream:
         if self.is_cancelled():
             self.send(final=True)
         else:
-            self.fail(_LET_GO if error is None else self.explain(error))
+            self.fail(_NO_FINAL_RESPONSE if error is None else self.explain(error))
 
     def _overrun(self) -> None:
         with self._writer.link.lock:
@@ -305,7 +304,7 @@ class ResponseStream:
                 failed = final
         copied_out = copied.outputs - copied_before
         copied.outputs = copied_before
-        told = False
+        is_sent = False
         if writer.link.is_open(self._open):
             writer.metrics.before_responses()
             writer.link.post(
@@ -323,8 +322,8 @@ class ResponseStream:
             )
             # A response with arena memory is flushed now, because its delivery must be known.
             waits = self._sent and not final and not memory.has_fresh
-            told = writer.link.flush_soon() if waits else writer.link.flush()
-        if told:
+            is_sent = writer.link.flush_soon() if waits else writer.link.flush()
+        if is_sent:
             memory.delivered()
         else:
             memory.undelivered()
@@ -337,7 +336,7 @@ class ResponseStream:
     def explain(self, error: BaseException) -> ShmserveError:
         """Return the error for the client, given an exception of the model or of a write."""
         try:
-            return self._writer.failures.explain(error, self.request.work)
+            return client_error(self._writer.context, error, self.request.work)
         except BaseException as lost:
             self._writer.context.control.inbox.append(lost)  # the loop ends the process
             self._writer.context.control.wake(always=True)

@@ -38,6 +38,7 @@ from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import given_inputs
 from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
 from shmserve.workers.backends.llm.texts import Texts
+from shmserve.workers.batch.failures import client_error
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
@@ -218,7 +219,7 @@ def _prepare(
             request = unpacker.request(opened.work)
             given = given_inputs(request)
     except Exception as error:
-        writer.refuse(opened, writer.failures.explain(error))
+        writer.refuse(opened, client_error(writer.context, error))
         return
     stream = ResponseStream(writer, opened, request)
     texts.put(partial(texts.prepare, stream, given, message.resumed))
