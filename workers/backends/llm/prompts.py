@@ -53,7 +53,9 @@ class PromptReader:
         self._vocabulary = checkpoint.architecture.vocabulary
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {each.content: token for token, each in added if each.special}
-        self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
+        # Tokenizers may have more tokens than the model.
+        largest = max(self._vocabulary, 1 + max(self._tokenizer.get_vocab().values(), default=0))
+        self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
 
     def read(
         self, request: Request, given: Mapping[str, Any], resumed: list[Resumed]

@@ -20,6 +20,7 @@ from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architect
 from shmserve.workers.backends.llm.model.quantised import Quantisation, Stored
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _SPACE = "\u2581"
 _MOST_NAMED = 8  # weights in one message
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -147,6 +148,8 @@ def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tok
     settings |= more[0]
     try:
         tokenizer = Tokenizer.from_file(str(file))
+        if tokenizer.padding:
+            settings.setdefault("pad_token", tokenizer.padding["pad_token"])
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if str(settings.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer":
@@ -162,10 +165,13 @@ def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tok
 def _as_llama(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
     """Replace the treatment of spaces, except in byte-level tokenizers.
 
-    The class LlamaTokenizer of transformers has its own, whatever tokenizer.json contains.
+    The class LlamaTokenizer of transformers has its own, whatever tokenizer.json contains, and
+    default special tokens.
     """
     if not isinstance(tokenizer.model, models.BPE) or "ByteLevel" in repr(tokenizer.decoder):
         return
+    for name, text in _LLAMA.items():
+        settings.setdefault(name, text)
     prefixed = settings.get("add_prefix_space") is not False
     scheme = ("always" if settings.get("legacy") else "first") if prefixed else "never"
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
