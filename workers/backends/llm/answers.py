@@ -195,6 +195,10 @@ class SampleText:
         return taken
 
 
+def _likelihood(sample: SampleText) -> float:
+    return sum(each.logprob for each in sample.logprobs) / max(len(sample.logprobs), 1)
+
+
 class Answer:
     """The samples of one request, and the responses with them."""
 
@@ -212,8 +216,9 @@ class Answer:
         self._link = link
         self._echo = echo
         parameters = prompt.parameters
-        count = 0 if parameters.beams else parameters.n
-        self.samples = [SampleText(prompt, tokenizer, index, echo) for index in range(count)]
+        self.samples = [
+            SampleText(prompt, tokenizer, index, echo) for index in range(parameters.samples)
+        ]
         self._wanted = {output.name for output in stream.request.schema.outputs}
         self._wanted = self._wanted or {"text_output"}
 
@@ -233,12 +238,22 @@ class Answer:
     def respond(self) -> bool:
         """Send what the client has credit for; return whether that ended the request."""
         if not self.prompt.parameters.stream:
-            return self.over and self._send(self.samples, True)
+            return self.over and self._send(self._best(), True)
         for sample in self.samples:
             news = sample.pending or sample.over
             if sample.open and news and not self._send([sample], self._is_last(sample)):
                 return False
         return not any(sample.open for sample in self.samples)
+
+    def _best(self) -> list[SampleText]:
+        """Return the likeliest samples per token, if more were generated than are wanted."""
+        most = self.prompt.parameters.n
+        if len(self.samples) <= most:
+            return self.samples
+        best = sorted(self.samples, key=_likelihood, reverse=True)[:most]
+        for index, sample in enumerate(best):
+            sample.index = index
+        return best
 
     def _is_last(self, sample: SampleText) -> bool:
         others = (each for each in self.samples if each is not sample)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument, clip
+from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Request
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
@@ -69,13 +70,35 @@ class PromptReader:
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
         tokens, text = self._tokens(given, parameters)
         most = min(parameters.max_tokens, self._longest - len(tokens))
-        stops = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
-        parameters = replace(parameters, max_tokens=most, stop_token_ids=stops)
+        parameters = replace(
+            parameters,
+            max_tokens=most,
+            stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
+            banned=self._banned(parameters.bad_words),
+            # The best samples are found by their probabilities.
+            logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
+        )
         ends = () if parameters.ignore_eos else self._checkpoint.ends
         grammar = self._grammars.matcher(parameters.grammar) if parameters.grammar[0] else None
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, ends, grammar, before)
         return prompt, text if parameters.echo and "messages" not in given else ""
+
+    def _banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of forbidden words, without and with a space before each.
+
+        The rule is that of vLLM: the second form counts if the space is part of its first token.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            plain, spaced = (
+                tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+                for text in (word.lstrip(), " " + word.lstrip())
+            )
+            found[plain] = None
+            if spaced[:1] != plain[:1] and len(spaced) == len(plain):
+                found[spaced] = None
+        return tuple(each for each in found if each)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
@@ -103,7 +126,7 @@ class PromptReader:
         else:
             chat = named[0] == "messages"
             text = self._chat.render(source) if chat else source
-            special = parameters.add_special_tokens and not chat
+            special = parameters.add_special_tokens
             tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
             most = max(tokens, default=0)
             if most >= self._vocabulary:
@@ -113,13 +136,14 @@ class PromptReader:
                     f"{self._vocabulary - 1} (config.json: vocab_size)"
                 )
         if parameters.truncate_prompt_tokens:
-            tokens = tokens[-parameters.truncate_prompt_tokens :]
+            most = parameters.truncate_prompt_tokens
+            tokens = tokens[-(most if most > 0 else max(self._longest - 1, 1)) :]
         if not tokens:
             raise InvalidArgument(f"{named[0]}: the prompt is empty, it needs a token")
         if len(tokens) >= self._longest:
             raise InvalidArgument(
-                f"{named[0]}: the prompt has {len(tokens)} tokens, and with one more the model "
-                f"takes up to {self._longest}"
+                f"{named[0]}: {PROMPT_TOO_LONG}: {len(tokens)} tokens and one more are above "
+                f"{self._longest}"
             )
         return tokens, text
 
@@ -137,6 +161,8 @@ def _settings(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("stream", "exclude_input_in_output"):
         if name in given:
             found[name] = given[name]
+    if "messages" in given:
+        found.setdefault("add_special_tokens", False)  # the template writes them
     if found.get("exclude_input_in_output") is not None:
         found["echo"] = not found["exclude_input_in_output"]
     elif "echo" not in found:

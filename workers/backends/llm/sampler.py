@@ -29,6 +29,7 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters
 TOKEN, ACCEPTANCE, PROPOSAL = range(3)
 _FIRST_LOOK = 1024  # candidates to search for the top-p before sorting all
 _BITS = (1 << 64) - 1
+_COLD, _COLDEST = 1e-3, 1e-30  # temperatures: that may overflow quotients, and the lowest
 
 
 @dataclass(slots=True)
@@ -125,15 +126,31 @@ def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
     """Apply bias, penalties, least length and grammar to logits, in place."""
     for line, row in zip(logits, rows, strict=True):
         parameters = row.parameters
-        if parameters.logit_bias:
-            ids = torch.tensor(list(parameters.logit_bias), device=line.device)
-            line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
+        if parameters.restricted:
+            _restrict(line, row)
         if parameters.penalised:
             _penalise(line, row)
         if row.generated < parameters.min_tokens:
             line[[*row.ends, *parameters.stop_token_ids]] = -math.inf
         if row.allowed is not None:
             _mask(line, row.allowed)
+
+
+def _restrict(line: torch.Tensor, row: SampledRow) -> None:
+    """Apply the bias of tokens, the allowed tokens, and the forbidden sequences of tokens."""
+    parameters = row.parameters
+    if parameters.logit_bias:
+        ids = torch.tensor(list(parameters.logit_bias), device=line.device)
+        line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
+    if parameters.allowed_token_ids:
+        allowed = torch.tensor(parameters.allowed_token_ids, device=line.device)
+        kept = line[allowed]
+        line.fill_(-math.inf)
+        line[allowed] = kept
+    generated = row.tokens[row.prompt :] if parameters.banned else ()
+    for *before, last in parameters.banned:
+        if len(before) <= len(generated) and [*generated[len(generated) - len(before) :]] == before:
+            line[last] = -math.inf
 
 
 def _penalise(line: torch.Tensor, row: SampledRow) -> None:
@@ -162,7 +179,10 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
     """
     settings = [row.parameters for row in rows]
     cold = [place for place, each in enumerate(settings) if not each.temperature]
-    temperatures = torch.tensor([each.temperature or 1.0 for each in settings])
+    temperatures = torch.tensor([max(each.temperature or 1.0, _COLDEST) for each in settings])
+    if min(each.temperature or 1.0 for each in settings) < _COLD:
+        # Differences from the largest logit do not overflow.
+        logits = logits - logits.amax(-1, keepdim=True)
     scaled = logits / temperatures.to(logits.device).unsqueeze(1)
     least = _least(scaled, settings)
     if least is not None:
@@ -333,6 +353,7 @@ class Grammars:
         compilers = {
             "json_schema": matcher.grammar_from_json_schema,
             "regex": matcher.grammar_from_regex,
+            "grammar": _lark,
         }
         try:
             made = matcher(self._tokenizer, compilers[kind](text))
@@ -340,10 +361,21 @@ class Grammars:
         except ValueError as raised:
             error = str(raised)
         if error:
-            name = "regex" if kind == "regex" else "response_format"
+            name = "response_format" if kind == "json_schema" else kind
             reason = clip(error.splitlines()[0], 200)
             raise InvalidArgument(f"{name}: cannot be compiled: {reason}")
         return made
+
+
+def _lark(text: str) -> Any:
+    """Compile a grammar in Lark's language or in GBNF. Raises ValueError if it is neither."""
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(str(error)) from None
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:

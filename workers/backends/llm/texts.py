@@ -190,7 +190,7 @@ def _prepared(prompt: Prompt, priority: int) -> Prepared:
         prompt.key,
         np.array(prompt.tokens, np.int32).tobytes(),
         parameters.max_tokens,
-        1 if beams else parameters.n,
+        parameters.samples or 1,
         parameters.priority or priority,
         parameters.prompt_logprobs >= 0,
         not beams,

@@ -14,8 +14,10 @@ from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
+from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
@@ -122,25 +124,29 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
 
 async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
-    model = await _generating(gateway, body)
-    prompts = _prompts(body.get("prompt"))
-    parameters = {**body, "echo": checked(body, "echo", bool, False)}
-    return _text_request(model, prompts, parameters)
+    given = carried(body, COMPLETION, gateway.settings.refuse_unknown_fields)
+    model = await _generating(gateway, given)
+    prompts = _prompts(given.get("prompt"))
+    return _text_request(model, prompts, {**given, "echo": checked(given, "echo", bool, False)})
 
 
 async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a chat."""
-    model = await _generating(gateway, body)
-    messages = checked(body, "messages", list, [])
+    given = carried(body, CHAT, gateway.settings.refuse_unknown_fields)
+    model = await _generating(gateway, given)
+    messages = checked(given, "messages", list, [])
     if not messages:
         raise InvalidArgument("messages: there are none; a list of messages is needed")
     for index, message in enumerate(messages):
         if type(message) is not dict or type(message.get("role")) is not str:
             raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
-    limits = (body.get("max_tokens"), body.get("max_completion_tokens"), _UNLIMITED)
+    limits = (given.get("max_completion_tokens"), given.get("max_tokens"), _UNLIMITED)
     most = next(limit for limit in limits if limit is not None)
-    parameters = {**body, "max_tokens": most, "echo": False}
-    prompt = tensor("messages", "BYTES", [orjson.dumps(messages).decode()])
+    variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
+    conversation = {"messages": messages, **variables} if variables else messages
+    prompt = tensor("messages", "BYTES", [orjson.dumps(conversation).decode()])
+    parameters = {"add_special_tokens": False, "echo": False, **given, "max_tokens": most}
+    parameters.pop("max_completion_tokens", None)
     return _text_request(model, [prompt], parameters)
 
 
@@ -160,7 +166,7 @@ def _text_request(
     given = {
         name: value
         for name, value in parameters.items()
-        if name not in ("model", "prompt", "messages", "stream_options") and value is not None
+        if name not in ("model", "prompt", "messages", "stream_options")
     }
     usage = checked(options, "include_usage", bool, False)
     return TextRequest(model, prompts, given, samples, stream, usage)
@@ -193,8 +199,11 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
+_REQUEST_ID = re.compile(r"\[request id: .*?\] ")
 # Messages about a field begin with its name.
-_FIELD = re.compile(r"(?:\[request id: .*?\] )?([a-z][a-z_.\[\]0-9]*): ")
+_FIELD = re.compile(r"([a-z][a-z_.\[\]0-9]*): ")
+# Inputs of models, and the fields that they are made of.
+_SOURCES = {"text_input": "prompt", "input_ids": "prompt"}
 
 
 class TooManyRequests(QueueFull):
@@ -208,13 +217,18 @@ def openai_error(error: ShmserveError) -> bytes:
 
     Its form is {"error": {"message", "type", "param", "code"}}.
     """
-    kind = "invalid_request_error" if isinstance(error, InvalidArgument) else "server_error"
+    invalid = isinstance(error, InvalidArgument)
+    kind = "invalid_request_error" if invalid else "server_error"
     code: str | None = None
     if isinstance(error, NotFound):
         kind, code = "invalid_request_error", "model_not_found"
     elif isinstance(error, TooManyRequests):
         kind, code = "rate_limit_error", "rate_limit_exceeded"
-    field = _FIELD.match(error.message) if isinstance(error, InvalidArgument) else None
-    message = error.message.encode(errors="replace").decode()
-    param = None if field is None else field[1]
+    elif invalid and PROMPT_TOO_LONG in error.message:
+        code = "context_length_exceeded"
+    message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
+    field = _FIELD.match(message) if invalid else None
+    param = None if field is None else _SOURCES.get(field[1], field[1])
+    if field is not None:
+        message = f"{param}{message[len(field[1]) :]}"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
