@@ -195,8 +195,8 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
     path = write_folder(tmp_path / "m")
     edit(path, SETTINGS, pad_token="[PAD]")
     with llm_rig(tmp_path / "rig", path) as scheduler:
-        schema = {"response_format": {"type": "regex", "regex": "a{3}"}}
-        scheduler.add(1, text_input="the", temperature=0, max_tokens=9, **schema)
+        regex = {"type": "regex", "regex": "a{3}"}
+        scheduler.add(1, text_input="the", temperature=0, max_tokens=9, response_format=regex)
         scheduler.prepare(2, text_input="the [PAD]", max_tokens=2)
         scheduler.run()
         assert scheduler.responses[1][-1]["text_output"] == ["aaa"]

@@ -72,7 +72,8 @@ def fp8_tensor(weight: torch.Tensor) -> Made:
 
 def exponents(weight: torch.Tensor) -> Made:
     made, _ = fp8(weight, (16, 16))
-    powers = drawn(*made["weight_scale_inv"].shape, 130, least=124).byte()
+    rows, columns = made["weight_scale_inv"].shape
+    powers = drawn(rows, columns, 130, least=124).byte()
     scales = 2.0 ** (powers.float() - 127)
     exact = made["weight"].float() * spread(scales, weight.shape, 16, 16)
     return made | {"weight_scale_inv": powers}, exact
