@@ -39,14 +39,12 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     del drawn["model.norm.weight"]
     drawn["lm_head.weight"] = torch.zeros(320, 31)
     save_weights(path, drawn)
-    edit(path, "generation_config.json", eos_token_id=[0, 400])
     (path / "tokenizer_config.json").write_text("{")
     with pytest.raises(InvalidArgument) as raised:
         Checkpoint.open(path)
     for part in (
         "weights are missing: model.norm.weight",
         "lm_head.weight has [320, 31], not [320, 32]",
-        "eos_token_id: (0, 400) is not within the vocabulary",
         "tokenizer_config.json is not JSON",
     ):
         assert part in raised.value.message

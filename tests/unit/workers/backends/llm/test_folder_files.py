@@ -156,6 +156,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: s
     [
         ({}, (0,)),
         ({"generation_config.json": {"eos_token_id": [2, 1]}}, (2, 1, 0)),
+        ({"generation_config.json": {"eos_token_id": [400, -1, 2, 2]}}, (2, 0)),
         ({"generation_config.json": {"eos_token_id": None}}, (0,)),
         ({SETTINGS: {"eos_token": "<|user|>"}}, (0, 1)),
         ({SETTINGS: {"eos_token": {"__type": "AddedToken", "content": "<|user|>"}}}, (0, 1)),
@@ -171,6 +172,26 @@ def test_ends_are_those_of_the_model_and_of_the_tokenizer(
     for name, more in files.items():
         edit(path, name, **more)
     assert Checkpoint.open(path).ends == ends
+
+
+def test_settings_without_effect_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_folder(tmp_path / "m")
+    edit(path, "generation_config.json", no_repeat_ngram_size=3, num_beams=1, top_k=5)
+    Checkpoint.open(path)
+    assert [each.getMessage() for each in caplog.records] == [
+        "generation_config.json: no_repeat_ngram_size has no effect, as in vLLM"
+    ]
+
+
+def test_max_new_tokens_limits_chats_that_set_no_limit(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "m")
+    edit(path, "generation_config.json", max_new_tokens=3)
+    with llm_rig(tmp_path / "rig", path) as scheduler:
+        for key, more in enumerate(({}, {"max_tokens": 1 << 24}, {"max_tokens": 5})):
+            scheduler.prepare(key, text_input="the", **more)
+            assert scheduler.prepared[key].max_tokens == (3, 3, 5)[key]
 
 
 def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> None:
@@ -256,6 +277,12 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
         [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
         {},
     ),
+    "a text or parts": (
+        "{% for m in messages %}{% if m.content is string %}<{{ m.content }}>{% else %}"
+        "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}",
+        [*MESSAGES, {"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
+        {},
+    ),
     "whitespace": ("  {% if true %}\n a\n  {% endif %}\n\n b \n", MESSAGES, {}),
     "continued": (ROLES + "<end>", MESSAGES, {"continue_final_message": True}),
     "continued and trimmed": (
@@ -282,6 +309,13 @@ def test_prompts_are_those_of_transformers(folder: Folder, name: str) -> None:
     assert ChatTemplate({"default": template}, mine.special).render(json.dumps(given)) == expected
     nested = {"messages": messages, "chat_template_kwargs": more}
     assert ChatTemplate({"default": template}, mine.special).render(json.dumps(nested)) == expected
+
+
+def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
+    template = (
+        "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    assert ChatTemplate({"default": template}, {}).render(json.dumps(MESSAGES)) == "the foxé"
 
 
 NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
