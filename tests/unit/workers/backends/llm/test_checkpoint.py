@@ -61,6 +61,7 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: yarn needs factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: linear needs factor"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not 'silu'"),
+        ({"is_causal": False}, "is_causal: False is not True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not 1.0"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type: gpt2 is none of llama, mist"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supp"),
