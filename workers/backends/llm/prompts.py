@@ -87,8 +87,11 @@ class PromptReader:
         self._vocabulary = checkpoint.architecture.vocabulary
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {each.content: token for token, each in added if each.special}
-        self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
-        widest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        pieces = self._tokenizer.get_vocab()
+        # Tokenizers may have more tokens than the model.
+        largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
+        self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
+        widest = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
         self.most_bytes = max(_BYTES_A_CHARACTER * widest * max_model_len, _LEAST_LIMIT)
 
