@@ -23,7 +23,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 
 _INPUTS = ("text_input", "input_ids", "messages")
 LONG = 1 << 12  # characters that are tokenized in less than 10 ms
@@ -123,11 +123,12 @@ class PromptReader:
         scores = echoes and parameters.logprobs >= 0 and "messages" not in given
         tokens, text, offsets = self._prompt_text(given, parameters, scores)
         most = min(parameters.max_tokens, self._longest - len(tokens))
+        words = parameters.bad_words
         parameters = replace(
             parameters,
             max_tokens=most,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            banned=self._banned(parameters.bad_words),
+            forbidden=BadWords(words, self._texts).after if words else None,
             # The best samples are found by their probabilities.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -151,22 +152,6 @@ class PromptReader:
             InvalidArgument: It is no grammar, or one that allows no text.
         """
         prompt.grammar = self._grammars.matcher(prompt.parameters.grammar)
-
-    def _banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of forbidden words, without and with a space before each.
-
-        The rule is that of vLLM: the second form counts if the space is part of its first token.
-        """
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            plain, spaced = (
-                tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-                for text in (word.lstrip(), " " + word.lstrip())
-            )
-            found[plain] = None
-            if spaced[:1] != plain[:1] and len(spaced) == len(plain):
-                found[spaced] = None
-        return tuple(each for each in found if each)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
