@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from threading import Thread, get_native_id
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import Encoding
 
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
@@ -24,7 +27,11 @@ from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 
 _UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
 _INPUTS = ("text_input", "input_ids", "messages")
+LONG = 1 << 12  # characters that are tokenized in less than 10 ms
+_CHARACTERS_A_TOKEN = 16
+_MOST_CUT = 64  # tokens that may differ where a text is cut
 _BYTES_A_CHARACTER = 4
+_NICE = 10
 _LEAST_LIMIT = 1 << 20  # bytes
 
 
@@ -91,10 +98,16 @@ class PromptReader:
         pieces = self._tokenizer.get_vocab()
         # Tokenizers may have more tokens than the model.
         largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
+        Thread(target=self._start_threads).start()
         self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
         widest = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
         self.most_bytes = max(_BYTES_A_CHARACTER * widest * max_model_len, _LEAST_LIMIT)
+
+    def _start_threads(self) -> None:
+        """Start the tokenizer's threads, which inherit the low priority of this thread."""
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
+        self._tokenizer.encode_batch_fast(["", ""])
 
     def read(
         self, request: Request, given: Mapping[str, Any], resumed: list[Resumed]
@@ -166,9 +179,13 @@ class PromptReader:
         chat = name == "messages"
         text = self._chat.render(given[name]) if chat else given[name]
         special = parameters.add_special_tokens
-        # Both methods release the GIL, unlike `encode`.
-        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=special)
+        beginning = text[: _CHARACTERS_A_TOKEN * self._longest]
+        if len(beginning) < len(text) and not parameters.truncate_prompt_tokens:
+            # The rest of a text whose beginning is too long need not be tokenized.
+            count = len(self._encoded(beginning, special, scores))
+            if count > self._longest + _MOST_CUT:
+                self._count(name, count, parameters)
+        encoding = self._encoded(text, special, scores)
         count = self._count(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         if is_cut:
@@ -181,6 +198,17 @@ class PromptReader:
             return self._decoded(tokens, parameters, scores)
         starts = (begin for begin, _ in encoding.offsets) if scores else ()
         return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
+
+    def _encoded(self, text: str, special: bool, scores: bool) -> Encoding:
+        """Return the tokens of a text, with offsets if `scores`; the GIL is released if it is long.
+
+        `encode_batch` and its threads would only delay a short text.
+        """
+        if len(text) <= LONG:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=special)
+        return encoding
 
     def _decoded(
         self, tokens: list[int], parameters: GenerationParameters, scores: bool
