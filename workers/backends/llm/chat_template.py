@@ -74,7 +74,7 @@ class ChatTemplate:
         variables.setdefault("add_generation_prompt", not continued)
         try:
             template = self._template(name)
-            messages = [_message(each, template) for each in variables["messages"]]
+            messages = [_message(each, template) for each in given["messages"]]
             ending = _mark_end(messages[-1]) if continued else ""
             _check_used(variables, template)
             made = template.template.render(**{**variables, "messages": messages})

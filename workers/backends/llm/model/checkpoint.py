@@ -231,11 +231,11 @@ def _stored(path: Path, problems: list[str]) -> dict[str, Stored]:
 
     Files of the model without its head lack the prefix `model.`.
     """
-    if (path / _INDEX).exists():
+    if (path / _SINGLE).exists():
+        shards = [_SINGLE]
+    elif (path / _INDEX).exists():
         mapped = _json(path / _INDEX, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in mapped.values()})
-    elif (path / _SINGLE).exists():
-        shards = [_SINGLE]
     else:
         problems.append(f"{_SINGLE} is missing")
         return {}
