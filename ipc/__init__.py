@@ -9,7 +9,6 @@ Its rooms:
     model_spec.py       a model's typed configuration
     model_settings.py   parameters of a configuration that several rooms read
     scheduler_client.py submits requests, and keeps those that are not completed (sans IO)
-    link_table.py       the links of a submitter to its schedulers
     endpoints.py        paths of a server's sockets, and the MACs that authenticate local clients
     processes.py        process control of Linux and glibc
 """

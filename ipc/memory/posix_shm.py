@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import posix_ipc
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
-from shmserve.ipc.tensors.ranges import fits
+from shmserve.ipc.tensors.descriptors import fits
 
 _KEY = re.compile(r"/[A-Za-z0-9._+=@:-]{1,250}")
 # Names that other libraries use for their own objects, which never contain tensors of clients.

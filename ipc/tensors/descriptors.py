@@ -11,6 +11,9 @@ registered region or a process's arena, which another process of the server hold
 Device memory has a `CudaHandle` instead of a file descriptor. Only workers open it.
 
 Ownership: the sender of a descriptor must not change the bytes until it receives the response.
+
+Offsets and sizes from clients are checked by `whole` and `fits`. No other module has range
+arithmetic.
 """
 
 from __future__ import annotations
@@ -20,9 +23,33 @@ from typing import Any
 
 import msgpack
 
-from shmserve.ipc.tensors.ranges import fits
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage, record
+
+LARGEST = 2**63 - 1
+LARGEST_UNSIGNED = 2**64 - 1
+
+
+def whole(value: object, field: str) -> int:
+    """Return `value` as an integer in [0, 2**63); bools, floats and strings are rejected.
+
+    Raises:
+        InvalidArgument: The value is no such integer; the text contains the name `field`.
+    """
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise InvalidArgument(
+            f"'{field}' must be an integer in [0, {LARGEST}], got {str(value)[:40]!r}"
+        )
+    return value
+
+
+def fits(offset: int, byte_size: int, limit: int) -> bool:
+    """Check whether [offset, offset + byte_size) lies within [0, limit); all in bytes.
+
+    There is no sum, so that the check is also correct in a language whose integers overflow.
+    """
+    return 0 <= offset <= limit and 0 <= byte_size <= limit - offset
 
 
 @record

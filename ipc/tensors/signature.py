@@ -12,10 +12,9 @@ from typing import Any
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.descriptors import LARGEST, TensorRef
 from shmserve.ipc.tensors.inference import OutputSchema, RequestedOutput, RequestSchema
 from shmserve.ipc.tensors.padding import Pad
-from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.transport.records import record
 
 # More elements than any machine has memory for. The strides of a batch of such arrays still fit

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, Never, Protocol
 
-from shmserve.client.request.prepared import RequestTemplate
+from shmserve.client.request.prepared import ClientTemplate
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished
@@ -41,8 +41,8 @@ class ClientModel:
         self.signature = Signature(published.config, published.version)
         self.decoupled = published.config.decoupled
         self.may_lack = published.config.ensemble_scheduling is not None
-        self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
-            _MOST_PREPARED, RequestTemplate.close
+        self.prepared: BoundedCache[Any, ClientTemplate] = BoundedCache(
+            _MOST_PREPARED, ClientTemplate.close
         )
         self.responses = Schemas(ResponseSchema, _MOST_RESPONSES)
         self.closed = False
@@ -52,7 +52,7 @@ class ClientModel:
         """Return name and version."""
         return self.name, self.version
 
-    def remember(self, key: Any, prepared: RequestTemplate) -> RequestTemplate:
+    def remember(self, key: Any, prepared: ClientTemplate) -> ClientTemplate:
         """Store a template; return the one to use, which another thread may have stored before."""
         used = self.prepared.share(key, prepared)
         if self.closed:

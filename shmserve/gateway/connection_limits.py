@@ -58,7 +58,7 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
         """Return the loop's time since which the rest of a request is missing, or None."""
 
     @abstractmethod
-    def leave(self, after_calls: bool = False) -> None:
+    def shut_down(self, after_calls: bool = False) -> None:
         """Close the connection once its requests are answered.
 
         The connection reports to its acceptor (`settled`) when no further request can arrive. With
@@ -91,8 +91,8 @@ class Acceptor:
         self._connections: set[LimitedConnection] = set()
         self._by_peer: dict[object, set[LimitedConnection]] = {}  # by peer
         self._warnings = 0
-        self._asking: set[LimitedConnection] = set()  # connections that were asked to close
-        self._when_left: Callable[[], None] | None = None
+        self._draining: set[LimitedConnection] = set()  # connections that were asked to close
+        self._on_drained: Callable[[], None] | None = None
 
     def __call__(self) -> LimitedConnection:
         """Return the protocol of a new connection."""
@@ -113,7 +113,7 @@ class Acceptor:
         if peer is not None:
             its = self._by_peer.setdefault(peer, set())
             its.add(connection)
-            client.when_gone(partial(self._leave, peer, connection))
+            client.when_gone(partial(self._remove_from_quota, peer, connection))
             if len(its) > self._quota:
                 self._evict(connection, its, self._quota)
         if len(self._connections) > self._most:
@@ -125,26 +125,32 @@ class Acceptor:
         self._connections.discard(connection)
         self.settled(connection)
 
-    def leave(
-        self, left: Callable[[], None], *, idle_only: bool = False, after_calls: bool = False
+    def drain(
+        self, on_drained: Callable[[], None], *, idle_only: bool = False, after_calls: bool = False
     ) -> None:
-        """Ask all clients, or only idle ones, to disconnect; call `left` when these are settled."""
-        going = [c for c in self.connections if not idle_only or c.idle_since is not None]
-        self._asking = set(going)
-        for connection in going:
-            connection.leave(after_calls)
-        self._when_left = left
-        self._check_left()
+        """Ask clients to disconnect, and call `on_drained` when they are settled.
+
+        Args:
+            on_drained: The callback.
+            idle_only: Whether only idle connections are drained.
+            after_calls: See `LimitedConnection.shut_down`.
+        """
+        draining = [c for c in self.connections if not idle_only or c.idle_since is not None]
+        self._draining = set(draining)
+        for connection in draining:
+            connection.shut_down(after_calls)
+        self._on_drained = on_drained
+        self._check_drained()
 
     def settled(self, connection: LimitedConnection) -> None:
-        """Record that an asked client is notified and its requests are answered."""
-        self._asking.discard(connection)
-        self._check_left()
+        """Record that a drained client is notified and its requests are answered."""
+        self._draining.discard(connection)
+        self._check_drained()
 
-    def _check_left(self) -> None:
-        if self._when_left is not None and not self._asking:
-            left, self._when_left = self._when_left, None
-            left()
+    def _check_drained(self) -> None:
+        if self._on_drained is not None and not self._draining:
+            on_drained, self._on_drained = self._on_drained, None
+            on_drained()
 
     def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
         """Return the owner of the connection's quota; None on loopback.
@@ -157,7 +163,7 @@ class Acceptor:
             return None
         return network(str((transport.get_extra_info("peername") or ("",))[0]))
 
-    def _leave(self, peer: object, connection: LimitedConnection) -> None:
+    def _remove_from_quota(self, peer: object, connection: LimitedConnection) -> None:
         its = self._by_peer[peer]
         its.discard(connection)
         if not its:
@@ -166,14 +172,14 @@ class Acceptor:
     def _evict(
         self, newcomer: LimitedConnection, among: Collection[LimitedConnection], most: int
     ) -> None:
-        others = [
+        candidates = [
             connection for connection in among if connection.open and connection is not newcomer
         ]
-        if len(others) < most or not newcomer.open:
+        if len(candidates) < most or not newcomer.open:
             return  # the remaining connections are closing
         # Several at a time, to amortise the cost in a flood of connections.
-        ended = _longest(others, attrgetter("idle_since"), max(1, most // 64))
-        ended = ended or _longest(others, attrgetter("sending_since"), 1)
+        ended = _longest(candidates, attrgetter("idle_since"), max(1, most // 64))
+        ended = ended or _longest(candidates, attrgetter("sending_since"), 1)
         logger.log(
             logging.WARNING if self._warnings < _MOST_WARNINGS else logging.DEBUG,
             "more than %d connections%s: %s",

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
-from shmserve.gateway.links import GatewaySchedulers, SupervisorLink
+from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
 from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
@@ -35,7 +35,7 @@ class Gateway:
     schedulers: GatewaySchedulers
     models: ModelTable
     regions: RegionTable
-    supervisor: SupervisorLink
+    supervisor: GatewaySupervisorLink
     arena: Arena
     body_budget: BodyBudget
     malloc_trim: MallocTrim

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import Unavailable, from_code
-from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.memory.lent import releases
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered, Refused
@@ -26,7 +25,7 @@ from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.dealer import Dealer, LinkTable
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MOST_HELD_S = 0.001
 
 
-class SupervisorLink:
+class GatewaySupervisorLink:
     """The link to the supervisor, for notifications and for requests with responses.
 
     Args:
@@ -156,9 +155,9 @@ class GatewayRequest(InflightRequest):
         """Release the outputs of a response that have been read."""
         if inferred is None:
             return
-        places = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Range)]
-        if places:
-            self.schedulers.release(self.endpoint, releases(places))
+        ranges = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Range)]
+        if ranges:
+            self.schedulers.release(self.endpoint, releases(ranges))
 
     def abandon(self) -> None:
         """Cancel the request and discard further responses.

@@ -10,7 +10,7 @@ import orjson
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
 from shmserve.ipc.messages.publications import ModelPublished
-from shmserve.ipc.tensors.ranges import LARGEST
+from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 

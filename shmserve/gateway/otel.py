@@ -130,8 +130,8 @@ class Exporter:
 def _of_gateway(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
     """Yield the phases of a request at the gateway: receiving it, and encoding its response."""
     yield "receive", trace.arrived_ns, trace.submitted_ns
-    if trace.answered_ns:
-        yield "encode", trace.answered_ns, trace.ended_ns
+    if trace.responded_ns:
+        yield "encode", trace.responded_ns, trace.ended_ns
 
 
 def _context(trace_id: str, span_id: str) -> SpanContext:

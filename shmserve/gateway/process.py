@@ -23,7 +23,8 @@ from shmserve.gateway.client_identity import ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
-from shmserve.gateway.links import GatewaySchedulers, SupervisorLink
+from shmserve.gateway.inference.inference import ActiveCount
+from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
@@ -93,25 +94,25 @@ class Frontend(ABC):
     def health_changed(self) -> None:  # noqa: B027
         """Handle a change of the gateway's `health`."""
 
-    def drain(self, told: Callable[[], None], followed: bool) -> None:
+    def drain(self, on_notified: Callable[[], None], followed: bool) -> None:
         """Accept no more connections, and notify the clients that the server drains.
 
         Args:
-            told: The callback for the time when no request can arrive, except in streams and on
-                connections that stay open.
+            on_notified: The callback for the time when no request can arrive, except in streams
+                and on connections that stay open.
             followed: Whether a successor accepts connections.
         """
         self._refuse_connections()
-        left = ActiveCount()
+        listeners = ActiveCount()
 
-        def leave() -> None:
-            left.active = len(self._acceptors)  # Counted late: listeners may just be opening.
+        def disconnect() -> None:
+            listeners.active = len(self._acceptors)  # Counted late: listeners may just be opening.
             for acceptor in self._acceptors:
-                acceptor.leave(left.left, idle_only=self.keeps_busy and not followed)
-            left.when_idle(told)
+                acceptor.drain(listeners.decrement, idle_only=self.keeps_busy and not followed)
+            listeners.when_idle(on_notified)
 
         # Connections that were accepted already are created in this turn of the loop.
-        asyncio.get_running_loop().call_soon(leave)
+        asyncio.get_running_loop().call_soon(disconnect)
 
     @abstractmethod
     def when_idle(self, drained: Callable[[], None]) -> None:
@@ -128,26 +129,6 @@ class Frontend(ABC):
         for acceptor in self._acceptors:
             for connection in acceptor.connections:
                 connection.force_close()
-
-
-class ActiveCount:
-    """A count (`active`) of requests or connections, whose end a drain awaits."""
-
-    def __init__(self) -> None:
-        self.active = 0
-        self._idle: Callable[[], None] | None = None
-
-    def left(self) -> None:
-        """Decrease the count by one."""
-        self.active -= 1
-        if not self.active and self._idle is not None:
-            self.when_idle(self._idle)
-
-    def when_idle(self, then: Callable[[], None]) -> None:
-        """Call `then` once, as soon as the count is 0."""
-        self._idle = then if self.active else None
-        if not self.active:
-            then()
 
 
 def prepare(role: str, title: str, log: LogSettings) -> None:
@@ -176,7 +157,7 @@ class _Process:
             self._accepted.set()
         schedulers = GatewaySchedulers()
         trim = MallocTrim()
-        supervisor = SupervisorLink(
+        supervisor = GatewaySupervisorLink(
             endpoints.control(start.run_dir),
             f"gateway.{start.name}.{os.getpid()}",
             self._take,
@@ -266,7 +247,7 @@ class _Process:
             case m.Drain(followed=followed):
                 gateway.draining = True
                 self._accepted.set()
-                self._front.drain(self._told, followed)
+                self._front.drain(self._notified, followed)
             case m.Stop():
                 gateway.draining = True
                 self._accepted.set()
@@ -281,7 +262,7 @@ class _Process:
         if number > 0:
             self._gateway.supervisor.post(m.Acknowledged(number))
 
-    def _told(self) -> None:
+    def _notified(self) -> None:
         self._gateway.refusing = True
         self._front.when_idle(self._drained)
 

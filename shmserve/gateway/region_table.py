@@ -15,8 +15,7 @@ from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.ipc.messages.publications import RegionPublished
-from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, Range, fits, unpack_range
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class GatewayRegion:
         """Check whether a user may use the region."""
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
-    def place(self, wanted: RegionRange) -> Range:
+    def memory_range(self, wanted: RegionRange) -> Range:
         """Return a range of this region as a memory range.
 
         Raise InvalidArgument if it lies outside.
@@ -125,15 +124,15 @@ class Uses:
     def take(self, wanted: RegionRange, *, write: bool = False) -> Range:
         """Use a range; raises NotFound or InvalidArgument."""
         region = self._table.find(wanted.region)
-        place = region.place(wanted)
+        memory_range = region.memory_range(wanted)
         if region not in self.regions:
             self.regions.append(region)
             region.requests += 1
-        span = (place.offset, place.offset + place.byte_size)
-        if write and place.byte_size and self._table.overlap != "ignore":
+        span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
+        if write and memory_range.byte_size and self._table.overlap != "ignore":
             self._spans.append((region, span))
             self._reserve((region, span))
-        return place
+        return memory_range
 
     def _reserve(self, write: Write) -> None:
         region, span = write
@@ -147,7 +146,7 @@ class Uses:
         return Pattern(self._table, self._table.version, tuple(self.regions), tuple(self._spans))
 
     @classmethod
-    def again(cls, pattern: Pattern) -> Uses | None:
+    def renew(cls, pattern: Pattern) -> Uses | None:
         """Return the same references for another request, or None if the names have changed.
 
         Raises:

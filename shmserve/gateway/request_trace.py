@@ -47,7 +47,7 @@ class RequestTrace:
     local: bool = False
     scheduler: TraceContext = field(init=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
-    answered_ns: int = 0
+    responded_ns: int = 0
     ended_ns: int = 0
     spans: list[Span] = field(default_factory=list)
     error: str = ""
@@ -55,9 +55,9 @@ class RequestTrace:
     def __post_init__(self) -> None:
         self.scheduler = self.context.child()
 
-    def answered(self, message: Response) -> None:
+    def on_response(self, message: Response) -> None:
         """Record the last response."""
-        self.answered_ns = time.monotonic_ns()
+        self.responded_ns = time.monotonic_ns()
         if isinstance(message, Failed | Responded) and message.code:
             self.error = message.message
         if not isinstance(message, Failed) and message.spans:
@@ -81,7 +81,7 @@ class RequestTrace:
             self.ended_ns, self.error = time.monotonic_ns(), self.error or error
             self.on_end(self)
 
-    def gone(self) -> None:
+    def on_disconnect(self) -> None:
         """Record that the client has disconnected, unless the request has ended."""
         self.finish("its client has gone")
 
@@ -91,13 +91,13 @@ def entries_of(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
 
     The first and last timestamps have the names of the `protocol`; a local request has none ("").
     """
-    answered_ns = trace.answered_ns or trace.ended_ns
+    responded_ns = trace.responded_ns or trace.ended_ns
     own: list[tuple[str, int]] = []
     ends: list[tuple[str, int]] = []
     if protocol:
         receive, send = _OF_PROTOCOL[protocol]
         own = [(f"{receive}_START", trace.arrived_ns), (f"{receive}_END", trace.submitted_ns)]
-        ends = [(f"{send}_START", answered_ns), (f"{send}_END", trace.ended_ns)]
+        ends = [(f"{send}_START", responded_ns), (f"{send}_END", trace.ended_ns)]
     root = trace.scheduler.span_id
     made: list[dict[str, Any]] = []
     for span in trace.spans:
@@ -107,7 +107,7 @@ def entries_of(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
         parent = "" if span.span_id == root else span.parent_id
         made += _entry(span.span_id, span.model, span.version, span.request_id, parent, stamps)
     if not made:  # The request has failed.
-        stamps = [*own, ("REQUEST_START", trace.submitted_ns), ("REQUEST_END", answered_ns), *ends]
+        stamps = [*own, ("REQUEST_START", trace.submitted_ns), ("REQUEST_END", responded_ns), *ends]
         made = _entry(root, trace.model, trace.version, trace.request_id, "", stamps)
     return made
 

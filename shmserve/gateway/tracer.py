@@ -1,7 +1,7 @@
 """Traces of requests: explanations, log lines, Triton's trace file, and OpenTelemetry spans.
 
-    begin ──> Submit.trace ... response ──answered──> explanation, if requested ──> finish
-                                                       log, file, collector <─────────┘
+    begin ──> Submit.trace ... response ──on_response──> explanation, if requested ──> finish
+                                                          log, file, collector <─────────┘
 
 The file is a JSON array. Each request has an entry with its names and an entry with its timestamps
 (monotonic ns); so has each request of an ensemble's step or of a model's call. Several gateways
@@ -178,8 +178,8 @@ class Tracer:
 
 def _log_slow(trace: RequestTrace) -> None:
     durations = trace.explanation(trace.ended_ns)
-    if trace.answered_ns:
-        durations["encode_us"] = (trace.ended_ns - trace.answered_ns) // 1000
+    if trace.responded_ns:
+        durations["encode_us"] = (trace.ended_ns - trace.responded_ns) // 1000
     if trace.error:
         durations["error"] = trace.error
     logger.warning(

@@ -228,7 +228,7 @@ def compose(
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def objection() -> str:
-        if manager.is_there:
+        if manager.is_present:
             return "a service manager has started it, and is to start it again (systemctl restart)"
         return "" if health.started and not health.exiting else "it is starting or ending"
 

@@ -52,17 +52,17 @@ class Reload:
     _manager: ServiceManager
     _read: Callable[[], ServerConfig]
     _state: Callable[[], str]
-    _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _requested: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def ask(self) -> None:
         """Request a reload, which does not wait for the loads of a previous one."""
-        self._asked.set()
+        self._requested.set()
 
     async def run(self) -> None:
         """Reload on each request until the task is cancelled."""
         while True:
-            await self._asked.wait()
-            self._asked.clear()
+            await self._requested.wait()
+            self._requested.clear()
             self._manager.reloading()
             waited_for = asyncio.ensure_future(self._manager.keep_waiting())
             try:
@@ -84,9 +84,9 @@ class Reload:
             logger.info("models are loaded and unloaded on request: they are as they were")
             return
         models = asyncio.gather(*await self._poller.look())
-        again = asyncio.ensure_future(self._asked.wait())
-        await either(models, again)
-        again.cancel()
+        superseded = asyncio.ensure_future(self._requested.wait())
+        await either(models, superseded)
+        superseded.cancel()
 
     def _adopt(self, config: ServerConfig) -> None:
         """Apply the settings that may change, and log these and the ones that need a restart."""

@@ -288,12 +288,12 @@ class Supervisor:
         limit_s = self.context.config.exit_timeout_s
         last_s = min(1.0, limit_s / 10)  # for the rejection of unfinished requests
         drained = asyncio.ensure_future(self._drain(limit_s - 2 * last_s))
-        again = asyncio.ensure_future(self.signalled())
+        second_signal = asyncio.ensure_future(self.signalled())
         await asyncio.wait(
-            {drained, again}, timeout=limit_s - last_s, return_when=asyncio.FIRST_COMPLETED
+            {drained, second_signal}, timeout=limit_s - last_s, return_when=asyncio.FIRST_COMPLETED
         )
         cut_short = not drained.done()
-        await end_all(drained, again)
+        await end_all(drained, second_signal)
         if cut_short:
             logger.warning("not everything in flight was finished")
             refused = asyncio.ensure_future(self._refuse())

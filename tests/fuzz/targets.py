@@ -41,7 +41,15 @@ from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
+from shmserve.ipc.tensors.descriptors import (
+    LARGEST,
+    Memory,
+    Range,
+    TensorRef,
+    fits,
+    pack_range,
+    whole,
+)
 from shmserve.ipc.tensors.inference import (
     Packed,
     pack_inference,
@@ -49,7 +57,6 @@ from shmserve.ipc.tensors.inference import (
     unpack_inference,
     unpack_inferred,
 )
-from shmserve.ipc.tensors.ranges import LARGEST, fits, whole
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport import frames, zmtp
@@ -260,7 +267,7 @@ def ranges(data: bytes) -> None:
     where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
     with _refused(b""):
-        place = region.place(RegionRange("r", max(offset, 0), max(size, 0)))
+        place = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
         assert start <= place.offset
         assert place.offset + place.byte_size <= start + extent
     _spans(given)

@@ -14,8 +14,16 @@ import torch
 from scipy.stats import chisquare
 
 from shmserve.workers.backends.llm.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sampler import PROPOSAL, SampledRow, distribution, pick, sample
-from shmserve.workers.backends.llm.speculation import Check, Proposal, verify
+from shmserve.workers.backends.llm.sampler import (
+    PROPOSAL,
+    Check,
+    Proposal,
+    SampledRow,
+    distribution,
+    pick,
+    sample,
+    verify,
+)
 
 SYMBOLS, LENGTH = 5, 2
 SETTINGS: tuple[dict[str, Any], ...] = (

@@ -94,7 +94,12 @@ class CallResponse:
     parameters: dict[str, Any]
 
 
-def copied(response: Inferred, mappings: Mappings, model: str) -> CallResponse | ShmserveError:
+Outcome = CallResponse | ShmserveError
+
+
+def copy_response(
+    response: Inferred, mappings: Mappings, model: str
+) -> CallResponse | ShmserveError:
     """Return a copy of a response of `model`, or the error if an output cannot be mapped."""
     outputs: list[Input] = []
     for ref in response.outputs:
@@ -107,7 +112,7 @@ def copied(response: Inferred, mappings: Mappings, model: str) -> CallResponse |
     return CallResponse(outputs, response.parameters)
 
 
-def place(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInputs:
+def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInputs:
     """Return the inputs as they are sent, with large ones copied to `memory`.
 
     Raises:

@@ -14,9 +14,8 @@ from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Range, TensorRef
+from shmserve.ipc.tensors.descriptors import LARGEST, Range, TensorRef
 from shmserve.ipc.tensors.inference import Packed
-from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 
 Shape = tuple[int, ...]

@@ -29,7 +29,6 @@ from shmserve.errors import (
     from_code,
 )
 from shmserve.ipc.endpoints import LARGEST_WORK
-from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages.inference import (
     Failed,
     Finished,
@@ -44,7 +43,7 @@ from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, explain, unpack_spans
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.dealer import Dealer, LinkTable
 from shmserve.ipc.transport.records import MalformedMessage
 
 DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"

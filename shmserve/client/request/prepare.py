@@ -17,7 +17,7 @@ from shmserve.client.memory.region import Region, check_room
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, nothing
 from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
-from shmserve.client.request.prepared import Buffer, RequestTemplate, TensorTemplate, pack
+from shmserve.client.request.prepared import Buffer, ClientTemplate, TensorTemplate, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes
@@ -170,7 +170,7 @@ class PackedRequest(NamedTuple):
     schema: bytes
     data: list[Any]
     options: Options
-    prepared: RequestTemplate | None = None
+    prepared: ClientTemplate | None = None
     slot: Buffer | None = None
     as_torch: bool = False
     end: Callable[[], None] = nothing
@@ -246,7 +246,7 @@ def _names(outputs: Any) -> tuple[str, ...]:
 
 def _filled(
     model: ClientModel,
-    prepared: RequestTemplate,
+    prepared: ClientTemplate,
     arrays: Sequence[Array],
     options: Options,
     as_torch: bool,
@@ -356,12 +356,12 @@ class _Loose:
         strings = any(template.datatype == "BYTES" for template in self._templates)
         return not strings and not any(self._places)
 
-    def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> RequestTemplate:
+    def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
         """Create a template for requests like this one."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         rooms = not model.decoupled
-        prepared = RequestTemplate(
+        prepared = ClientTemplate(
             model.signature, tuple(self._templates), outputs, self._memories, rooms=rooms
         )
         return self._model.remember(key, prepared)

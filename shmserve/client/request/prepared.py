@@ -20,7 +20,7 @@ import numpy as np
 
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
-from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
+from shmserve.ipc.tensors.descriptors import LARGEST, Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
@@ -29,7 +29,6 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     pack_request_schema,
 )
-from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 
 _NOWHERE = Memory(0, 0, 0, 0, LARGEST, True)
@@ -69,7 +68,7 @@ class Buffer:
         output_data: The packed ranges of the outputs with space in the slot.
     """
 
-    prepared: RequestTemplate
+    prepared: ClientTemplate
     block: MemoryBlock
     inputs: list[Array]
     input_data: list[Any]
@@ -80,7 +79,7 @@ class Buffer:
         self.prepared.take_back(self)
 
 
-class RequestTemplate:
+class ClientTemplate:
     """The template of the requests whose inputs have the same names, datatypes and shapes."""
 
     def __init__(

@@ -32,7 +32,7 @@ _OF_A_DISTRIBUTION = ("le", "quantile")
 
 
 @dataclass(slots=True)
-class Metric:
+class MetricFamily:
     """A metric family of the page.
 
     prometheus_client is not used: it appends _total to the names of Triton's counters and takes
@@ -46,7 +46,7 @@ class Metric:
 
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
         """Add a sample."""
-        ordered = sorted(labels.items(), key=_place)
+        ordered = sorted(labels.items(), key=_sort_key)
         self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
 
     def lines(self) -> Iterator[str]:
@@ -77,11 +77,11 @@ class ReportFamily(NamedTuple):
         """Return whether the family is a latency, which settings can disable."""
         return self.path.endswith("_ns")
 
-    def metric(self, reports: Reports) -> Metric:
+    def metric(self, reports: Reports) -> MetricFamily:
         """Return the family with its samples."""
         plain = self.kind != "counter" or self.name.startswith("nv_")
         name = self.name if plain else f"{self.name}_total"
-        family = Metric(name, self.text, self.kind)
+        family = MetricFamily(name, self.text, self.kind)
         for labels, report in reports:
             found: Any = report
             for key in self.path.split("."):
@@ -185,7 +185,7 @@ _PADDING = (
 _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
-def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
+def tritons(reports: Reports, *, latencies: bool) -> Iterator[MetricFamily]:
     """Yield Triton's counters and gauges; durations only with `latencies`.
 
     The families of the response cache are included if a model has one.
@@ -193,7 +193,7 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
     for family in _TRITONS:
         if latencies or not family.is_latency:
             yield family.metric(reports)
-    failures = Metric("nv_inference_request_failure", f"Number of failed {_ALL}", "counter")
+    failures = MetricFamily("nv_inference_request_failure", f"Number of failed {_ALL}", "counter")
     for labels, report in reports:
         for reason in _REASONS:
             number = report["failures"].get(reason, 0)
@@ -205,7 +205,7 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
             yield family.metric(cached)
 
 
-def ours(reports: Reports) -> Iterator[Metric]:
+def ours(reports: Reports) -> Iterator[MetricFamily]:
     """Yield histograms, counters and gauges that Triton does not have."""
     for name, text in _HISTOGRAMS:
         yield histogram(f"shmserve_{name}", name, text, reports)
@@ -214,7 +214,7 @@ def ours(reports: Reports) -> Iterator[Metric]:
     yield from _padding(reports)
 
 
-def summaries(reports: Reports) -> Iterator[Metric]:
+def summaries(reports: Reports) -> Iterator[MetricFamily]:
     """Yield Triton's latency summaries of successful requests.
 
     The quantiles are those of the last minute. Models with a response cache have no summary of
@@ -231,10 +231,10 @@ def summaries(reports: Reports) -> Iterator[Metric]:
         yield _summary(f"nv_{name}_summary_per_model", text, cached, name, name)
 
 
-def first_responses(reports: Reports) -> Iterator[Metric]:
+def first_responses(reports: Reports) -> Iterator[MetricFamily]:
     """Yield the histogram of times to first response, if there are decoupled models."""
     text = "Duration from request to first response in milliseconds"
-    family = Metric(FIRST_RESPONSE_FAMILY, text, "histogram")
+    family = MetricFamily(FIRST_RESPONSE_FAMILY, text, "histogram")
     for labels, report in reports:
         histogram = report.get("first_response_ms")
         if histogram is None:
@@ -252,8 +252,8 @@ def _with_cache(reports: Reports) -> Reports:
     return [(labels, report) for labels, report in reports if report.get("cache")]
 
 
-def _summary(full_name: str, text: str, reports: Reports, name: str, counter: str) -> Metric:
-    family = Metric(full_name, text, "summary")
+def _summary(full_name: str, text: str, reports: Reports, name: str, counter: str) -> MetricFamily:
+    family = MetricFamily(full_name, text, "summary")
     for labels, report in reports:
         count = report["success"]
         if counter in ("cache_hit", "cache_miss"):
@@ -268,9 +268,9 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
     return family
 
 
-def histogram(name: str, path: str, text: str, reports: Reports) -> Metric:
+def histogram(name: str, path: str, text: str, reports: Reports) -> MetricFamily:
     """Return a histogram family from the histogram at `path` of each report."""
-    family = Metric(name, text, "histogram")
+    family = MetricFamily(name, text, "histogram")
     for labels, report in reports:
         raw = report[path]
         for bound, cumulative in _cumulative(raw):
@@ -286,10 +286,10 @@ def _cumulative(raw: dict[str, Any]) -> Iterator[tuple[float | str, int]]:
     return zip([*raw["buckets"], "+Inf"], accumulate(raw["counts"]), strict=True)
 
 
-def _padding(reports: Reports) -> Iterator[Metric]:
+def _padding(reports: Reports) -> Iterator[MetricFamily]:
     """Yield two counters for each padded input; their ratio is the share of padding."""
     for at, (name, text) in enumerate(_PADDING):
-        family = Metric(f"{name}_total", text, "counter")
+        family = MetricFamily(f"{name}_total", text, "counter")
         for labels, report in reports:
             for tensor, counts in report["padding"].items():
                 family.add({**labels, "input": tensor}, counts[at])
@@ -343,7 +343,7 @@ _GENERATIVE_HISTOGRAMS = (
 )
 
 
-def generative(reports: Reports) -> Iterator[Metric]:
+def generative(reports: Reports) -> Iterator[MetricFamily]:
     """Yield the families of generative models, if there are any."""
     found = [
         (labels, {**report, **_derived(report)})
@@ -387,11 +387,11 @@ class MetricsExporter:
         return (_text(families) + _models_own(reports, taken)).encode()
 
 
-def _text(families: Iterable[Metric]) -> str:
+def _text(families: Iterable[MetricFamily]) -> str:
     return "".join(f"{line}\n" for family in families for line in family.lines())
 
 
-def _place(label: tuple[str, str]) -> tuple[bool, str]:
+def _sort_key(label: tuple[str, str]) -> tuple[bool, str]:
     return label[0] in _OF_A_DISTRIBUTION, label[0]
 
 
@@ -423,7 +423,7 @@ class _Families:
             for report in reports
         ]
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[MetricFamily]:
         """Yield all families."""
         settings = self._gateway.settings
         tagged = [
@@ -446,14 +446,14 @@ class _Families:
         model = self._gateway.models.find(name, version)
         return {} if model is None else model.tags
 
-    def _load_seconds(self) -> Metric:
-        family = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
+    def _load_seconds(self) -> MetricFamily:
+        family = MetricFamily("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
         for model in self._gateway.models.all():
             labels = {"model": model.name, "version": model.version, **model.tags}
             family.add(labels, model.load_seconds)
         return family
 
-    def _regions(self) -> Iterator[Metric]:
+    def _regions(self) -> Iterator[MetricFamily]:
         table = self._gateway.regions
         for kind, regions, text in (
             ("", table.all(), "registered regions of shared memory"),
@@ -466,7 +466,7 @@ class _Families:
             yield _gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
             yield _gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
 
-    def _host(self) -> Iterator[Metric]:
+    def _host(self) -> Iterator[MetricFamily]:
         total, used = memory_bytes()
         yield _gauge(
             "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu_utilization
@@ -479,10 +479,14 @@ class _Families:
             yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
 
 
-def _processes() -> Iterator[Metric]:
-    resident = Metric("shmserve_process_resident_bytes", "Resident memory of a process", "gauge")
-    descriptors = Metric("shmserve_process_open_fds", "Open file descriptors of a process", "gauge")
-    seconds = Metric("shmserve_process_cpu_seconds_total", "CPU time of a process", "counter")
+def _processes() -> Iterator[MetricFamily]:
+    resident = MetricFamily(
+        "shmserve_process_resident_bytes", "Resident memory of a process", "gauge"
+    )
+    descriptors = MetricFamily(
+        "shmserve_process_open_fds", "Open file descriptors of a process", "gauge"
+    )
+    seconds = MetricFamily("shmserve_process_cpu_seconds_total", "CPU time of a process", "counter")
     for process in processes(os.getppid()):
         labels = {"process": process.title}
         resident.add(labels, process.resident_bytes)
@@ -491,7 +495,7 @@ def _processes() -> Iterator[Metric]:
     yield from (resident, descriptors, seconds)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    family = Metric(name, text, "gauge")
+def _gauge(name: str, text: str, value: float) -> MetricFamily:
+    family = MetricFamily(name, text, "gauge")
     family.add({}, value)
     return family

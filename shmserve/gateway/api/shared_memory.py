@@ -28,8 +28,7 @@ from shmserve.ipc.messages.control_requests import (
     RegisterRegion,
     UnregisterRegion,
 )
-from shmserve.ipc.tensors.descriptors import CudaHandle
-from shmserve.ipc.tensors.ranges import LARGEST, whole
+from shmserve.ipc.tensors.descriptors import LARGEST, CudaHandle, whole
 
 _LONGEST_NAME = 255
 _NO_NAME = f"a shared memory region's name must have 1 to {_LONGEST_NAME} printable characters"
@@ -82,13 +81,13 @@ async def lease(
     immediately afterwards.
     """
 
-    def there(task: asyncio.Future[dict[str, Any]]) -> None:
+    def on_registered(task: asyncio.Future[dict[str, Any]]) -> None:
         if not task.cancelled() and task.exception() is None:
-            gone = RegionAbandoned(task.result()["memory_id"])
-            client.when_gone(partial(gateway.supervisor.post, gone))
+            abandoned = RegionAbandoned(task.result()["memory_id"])
+            client.when_gone(partial(gateway.supervisor.post, abandoned))
 
     task = asyncio.ensure_future(registered)
-    task.add_done_callback(there)
+    task.add_done_callback(on_registered)
     await asyncio.shield(task)
 
 

@@ -7,8 +7,7 @@
     service.py               the table of RPCs: authorise, handle, errors to a status
     infer.py                 inference requests: decoded, submitted, and their responses encoded
     stream_call.py           ModelStreamInfer: many requests in one call, and many responses
-    wire/                    bytes to a request (fingerprint.py, request.py; request_sink.py for
-                             large ones), a response to bytes
+    wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin.py                 the other RPCs, and grpc.reflection
 
 What it shares with the HTTP listener is in gateway/inference and gateway/api.

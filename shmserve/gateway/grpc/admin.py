@@ -22,8 +22,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from shmserve.gateway.model_table import checked_version
-from shmserve.ipc.tensors.descriptors import CudaHandle
-from shmserve.ipc.tensors.ranges import whole
+from shmserve.ipc.tensors.descriptors import CudaHandle, whole
 from shmserve.logs import FORMATS
 from shmserve.proto import grpc_service_pb2, health_pb2, reflection_pb2
 from shmserve.proto import grpc_service_pb2 as pb

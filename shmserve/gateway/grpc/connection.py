@@ -119,9 +119,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def leave(self, after_calls: bool = False) -> None:
+    def shut_down(self, after_calls: bool = False) -> None:
         """Notify the client that the connection is closed after its calls."""
-        self.lifetime.leave(after_calls)
+        self.lifetime.shut_down(after_calls)
 
     def settled(self) -> None:
         """Report that the client was notified, and that no unary call is open."""
@@ -147,7 +147,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if http2.arriving >= _LARGE and self._tls is None:
             stream = http2.arriving_for
             if stream is not None and stream.call is not None:
-                self._reading = stream.call.place(http2.arriving) or self._reading
+                self._reading = stream.call.next_buffer(http2.arriving) or self._reading
         return self._reading
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -179,7 +179,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for call in fresh:
             call.check_message()
         self._handling = False
-        if self.lifetime.listens:
+        if self.lifetime.needs_received:
             self.lifetime.received()
         if http2.sending.ready or http2.sending.waiting or self._tls is not None:
             self.flush()
@@ -282,7 +282,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """Record that a call has ended, and that all its frames are sent."""
         if not self.http2.streams:
             self._since = self.loop.time()
-        if self.lifetime.leaving:
+        if self.lifetime.shutting_down:
             self.lifetime.call_ended()
 
     def _look_soon(self) -> None:
@@ -306,12 +306,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             if stream.sent - sent >= patience_s * SLOWEST_RATE:
                 self._stalled[stream] = now, stream.sent
             else:
-                self._give_up(stream)
+                self._reset_stalled(stream)
         self.flush()
         if self._arriving or self._stalled:
             self._look_soon()
 
-    def _give_up(self, stream: Stream) -> None:
+    def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""
         if self.http2.sending.paused:
             logger.info("a client that does not read its responses was disconnected")

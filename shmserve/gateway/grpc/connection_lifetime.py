@@ -14,9 +14,9 @@ from collections.abc import Callable
 from shmserve.gateway.grpc.calls.call import Carrier
 from shmserve.gateway.http2.frames import FaultCode
 
-_ALIVE, _LEAVING = b"alive?\0\0", b"leaving\0"
+_ALIVE, _SHUTTING_DOWN = b"alive?\0\0", b"leaving\0"
 _SPREAD = 0.1  # of an age, so that clients do not reconnect at the same time
-_GOES_S = 1.0  # the time limit of the ping after the first GOAWAY
+_PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 
 
 class ConnectionLifetime:
@@ -33,15 +33,15 @@ class ConnectionLifetime:
         self._pings = 0
         self._last_ping = float("-inf")
         self._strikes = 0
-        self.leaving = False
-        self._stays_for = 0  # the last stream that ends before the first GOAWAY
-        self._told = False
-        self.listens = bool(self._settings.max_ping_strikes)  # `received` must be called
+        self.shutting_down = False
+        self._last_served = 0  # The first GOAWAY follows the end of this stream.
+        self._is_notified = False
+        self.needs_received = bool(self._settings.max_ping_strikes)  # Call `received`.
 
     def begin(self) -> None:
         """Start the timers."""
         settings = self._settings
-        self._later("alive", settings.keepalive_time_ms / 1000, self._ask)
+        self._later("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if settings.max_connection_age_ms:
             spread = random.uniform(1 - _SPREAD, 1 + _SPREAD)
             self._later("age", settings.max_connection_age_ms / 1000 * spread, self._too_old)
@@ -59,11 +59,11 @@ class ConnectionLifetime:
 
     # --- keepalive
 
-    def _ask(self) -> None:
+    def _check_alive(self) -> None:
         """Send a ping if no frame was received since the last check."""
         http2, settings = self._connection.http2, self._settings
         silent, self._frames = http2.frames_in == self._frames, http2.frames_in
-        self._later("alive", settings.keepalive_time_ms / 1000, self._ask)
+        self._later("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if not silent or not (http2.streams or settings.keepalive_permit_without_calls):
             return
         sent = http2.sending.frames
@@ -74,35 +74,35 @@ class ConnectionLifetime:
         self._pings_sent += 1
         http2.ping(_ALIVE)
         self._connection.flush()
-        self.listens = True
-        self._later("answer", settings.keepalive_timeout_ms / 1000, self._connection.abort)
+        self.needs_received = True
+        self._later("pong", settings.keepalive_timeout_ms / 1000, self._connection.abort)
 
     def acknowledged(self, payload: bytes) -> None:
         """Handle the acknowledgement of a ping."""
-        if payload == _LEAVING and self.leaving:
-            self._leave_now()
+        if payload == _SHUTTING_DOWN and self.shutting_down:
+            self._refuse_streams()
 
     def received(self) -> None:
         """Handle the receipt of bytes."""
-        answer = self._timers.pop("answer", None)
-        if answer is not None:
-            answer.cancel()
+        pong = self._timers.pop("pong", None)
+        if pong is not None:
+            pong.cancel()
         if self._settings.max_ping_strikes:
             self._count_pings()
-        if self._told and not self._connection.http2.streams and "leave" not in self._timers:
-            self._leave_now()
+        if self._is_notified and not self._connection.http2.streams and "ping" not in self._timers:
+            self._refuse_streams()
 
     def _count_pings(self) -> None:
         http2, settings = self._connection.http2, self._settings
-        came, self._pings = http2.pings - self._pings, http2.pings
-        if not came:
+        received, self._pings = http2.pings - self._pings, http2.pings
+        if not received:
             return
         if http2.sending.frames != self._data_sent:
             self._data_sent, self._strikes = http2.sending.frames, 0
             self._last_ping = float("-inf")
         now = self._loop.time()
         soon = now - self._last_ping < settings.min_ping_interval_ms / 1000
-        self._strikes += came if soon else came - 1
+        self._strikes += received if soon else received - 1
         self._last_ping = now
         if self._strikes > settings.max_ping_strikes:
             http2.fail(FaultCode.ENHANCE_YOUR_CALM, "too_many_pings")
@@ -110,37 +110,37 @@ class ConnectionLifetime:
     # --- ends
 
     def _too_old(self) -> None:
-        self.leave()
+        self.shut_down()
         grace_ms = self._settings.max_connection_age_grace_ms
         if grace_ms:
             self._later("grace", grace_ms / 1000, self._connection.abort)
 
-    def leave(self, after_calls: bool = False) -> None:
+    def shut_down(self, after_calls: bool = False) -> None:
         """Close the connection after its calls, including those in flight.
 
         With `after_calls`, the client is notified once the calls that are open now have ended.
         """
-        if not self.leaving:
-            self.leaving = True
-            self._stays_for = self._connection.http2.last if after_calls else 0
-            self._tell()
+        if not self.shutting_down:
+            self.shutting_down = True
+            self._last_served = self._connection.http2.last if after_calls else 0
+            self._notify()
         else:
             self.call_ended()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         http2 = self._connection.http2
-        calls = [each.call for each in http2.streams.values() if each.id <= self._stays_for]
-        if self._told or any(call is not None and call.awaited for call in calls):
+        calls = [each.call for each in http2.streams.values() if each.id <= self._last_served]
+        if self._is_notified or any(call is not None and call.awaited for call in calls):
             return
-        self._told = self.listens = True
+        self._is_notified = self.needs_received = True
         http2.refuse_more(finally_=False)
-        http2.ping(_LEAVING)
-        self._later("leave", _GOES_S, self._leave_now)
+        http2.ping(_SHUTTING_DOWN)
+        self._later("ping", _PING_LIMIT_S, self._refuse_streams)
         self._connection.flush()
 
-    def _leave_now(self) -> None:
+    def _refuse_streams(self) -> None:
         """Send the second GOAWAY, since no earlier stream can arrive any more."""
-        timer = self._timers.pop("leave", None)
+        timer = self._timers.pop("ping", None)
         if timer is not None:
             timer.cancel()
             self._connection.http2.refuse_more(finally_=True)
@@ -156,7 +156,7 @@ class ConnectionLifetime:
 
     def call_ended(self) -> None:
         """Handle the end of a call."""
-        if self.leaving and not self._told:
-            self._tell()
-        elif self._told and "leave" not in self._timers:
-            self._leave_now()
+        if self.shutting_down and not self._is_notified:
+            self._notify()
+        elif self._is_notified and "ping" not in self._timers:
+            self._refuse_streams()

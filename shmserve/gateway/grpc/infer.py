@@ -23,11 +23,11 @@ from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
 from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, Split, split
-from shmserve.gateway.grpc.wire.request import infer_request
-from shmserve.gateway.grpc.wire.request_sink import RequestSink
+from shmserve.gateway.grpc.wire.request import RequestSink, infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.arriving import ArrivingRequest, receive
 from shmserve.gateway.inference.inference import (
+    ActiveCount,
     Inference,
     Message,
     StreamingInference,
@@ -38,7 +38,6 @@ from shmserve.gateway.inference.prepare import BuiltRequest, build, build_with_t
 from shmserve.gateway.inference.request import InferInput, InferRequest, forwarded_headers
 from shmserve.gateway.inference.response import classified_as_requested, output_bytes
 from shmserve.gateway.model_table import checked_version
-from shmserve.gateway.process import ActiveCount
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.inference import Inferred
@@ -95,7 +94,7 @@ class Inferences(ActiveCount):
         if not call.done:
             self.active += 1
             call.on_gone = inference.cancel
-            call.on_ended = self.left
+            call.on_ended = self.decrement
 
     async def _infer_once_loaded(self, raw: bytes | ArrivingRequest, call: UnaryCall) -> None:
         try:
@@ -342,7 +341,7 @@ class Inferences(ActiveCount):
                 raise RequestRefused(error, asked.id) from None
             raise
         finally:
-            self.left()
+            self.decrement()
 
 
 def _ending(error: Exception, call: GrpcCall) -> Ending:

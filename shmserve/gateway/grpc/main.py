@@ -20,6 +20,7 @@ from shmserve.gateway.grpc.calls.messages import Deflater
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
+from shmserve.gateway.inference.inference import ActiveCount
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc.messages.supervision import decode_start
 
@@ -48,7 +49,7 @@ class GrpcFrontend(process.Frontend):
         self, gateway: Gateway, settings: GrpcSettings, sockets: Sequence[socket.socket]
     ) -> None:
         super().__init__()
-        told = gateway.settings
+        shared = gateway.settings
         self._gateway = gateway
         self._sockets = sockets
         self._inferences = Inferences(gateway)
@@ -58,20 +59,21 @@ class GrpcFrontend(process.Frontend):
             settings=settings,
             begin=self._service.begin,
             budget=gateway.body_budget,
-            header_timeout_s=told.header_timeout_s,
-            body_timeout_s=told.body_timeout_s,
-            largest_inflated=told.max_input_size,
+            header_timeout_s=shared.header_timeout_s,
+            body_timeout_s=shared.body_timeout_s,
+            largest_inflated=shared.max_input_size,
             tls=None if settings.tls is None else settings.tls.context(),
             deflater=Deflater(level) if level else None,
         )
 
     async def open(self) -> None:
         """Create the servers."""
-        told = self._gateway.settings
-        rules = Authorisation(told.tokens, decode_restrictions(told.grpc_restricted), "protocol")
-        most = min(told.max_connections, fd_limits.for_connections(len(self._sockets)))
+        shared = self._gateway.settings
+        restrictions = decode_restrictions(shared.grpc_restricted)
+        rules = Authorisation(shared.tokens, restrictions, "protocol")
+        most = min(shared.max_connections, fd_limits.for_connections(len(self._sockets)))
         for sock in self._sockets:
-            listener = ListenerRules(listener_kind(sock), rules, told.allow_client_shm)
+            listener = ListenerRules(listener_kind(sock), rules, shared.allow_client_shm)
             self.listeners.append(listener)
             is_unix = sock.family == socket.AF_UNIX
             front = replace(self._front, tls=None) if is_unix else self._front
@@ -84,8 +86,8 @@ class GrpcFrontend(process.Frontend):
     def when_idle(self, drained: Callable[[], None]) -> None:
         # Requests in streams count; a stream without requests, or a Watch, does not. Clients with
         # open calls receive a GOAWAY once their calls have ended.
-        left = process.ActiveCount()
-        left.active = len(self._acceptors)
+        listeners = ActiveCount()
+        listeners.active = len(self._acceptors)
         for acceptor in self._acceptors:
-            acceptor.leave(left.left, after_calls=True)
-        left.when_idle(partial(self._inferences.when_idle, drained))
+            acceptor.drain(listeners.decrement, after_calls=True)
+        listeners.when_idle(partial(self._inferences.when_idle, drained))

@@ -176,12 +176,12 @@ class Service:
             break
         else:
             return MISSING
-        said = None
+        sent = None
         while True:
             changed = self._health_changed
             status = serving(self._gateway)
-            if status != said:
-                said = status
+            if status != sent:
+                sent = status
                 await call.write_all([status.SerializeToString()])
             await changed.wait()
 

@@ -89,7 +89,7 @@ class StreamEntry:
         """
         final = is_last(message)
         built = self.request.built
-        asked, model = built.infer_request, built.model
+        infer_request, model = built.infer_request, built.model
         if (filled := self.request.from_template(message)) is not None:
             return streamed(filled, final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
@@ -97,13 +97,14 @@ class StreamEntry:
         try:
             inferred = self.request.outputs(message)
             if inferred is None:
-                end = streamed_end(model.name, asked.version, asked.id)
-                return end if asked.empty_final else None, None
+                end = streamed_end(model.name, infer_request.version, infer_request.id)
+                return end if infer_request.empty_final else None, None
             response = self._inferences.encode(built, schema, inferred)
         except ShmserveError as error:
             if strict:
                 raise
-            return streamed_error(error.message, asked.id, model.name, final=final), inferred
+            names = (infer_request.id, model.name)
+            return streamed_error(error.message, *names, final=final), inferred
         if not final and self._plain and self.request.templates.find(schema) is None:
             template = self._inferences.encoder.template(model, schema, inferred, ())
             self.request.templates.remember(schema, template)
@@ -141,9 +142,9 @@ class _Stream:
     _call: StreamingCall
 
     def __post_init__(self) -> None:
-        inferences, head = self._inferences, self._call.head
-        self._headers = inferences.headers(head)
-        self._strict = ("triton_grpc_error", "true") in head.metadata
+        inferences = self._inferences
+        self._headers = inferences.headers(self._call.head)
+        self._strict = self._call.head.strict
         self._window = _Window(_WINDOW)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # with the size of each
         self._open: dict[StreamingInference, StreamEntry] = {}
@@ -253,7 +254,7 @@ class _Stream:
             streamed_request.request.credit(inferred)
             if last:
                 del self._open[streamed_request.request]
-                self._inferences.left()
+                self._inferences.decrement()
                 self._window.give(streamed_request.size)
 
     async def _write_ordered(self, together: int, stall_s: float) -> None:
@@ -276,7 +277,7 @@ class _Stream:
             await self._send(responses, stall_s)
         finally:
             for _ in range(taken):
-                self._inferences.left()
+                self._inferences.decrement()
         self._window.give(window)
 
     def _response(self, item: _Ordered) -> bytes:
@@ -303,13 +304,13 @@ class _Stream:
             item, _ = self._ordered.popleft()
             if isinstance(item, Inference):
                 item.cancel()
-                self._inferences.left()
+                self._inferences.decrement()
         while self._outbox:
             request, message = self._outbox.popleft()
             request.discard(message)
         for streamed_request in self._open.values():
             streamed_request.request.cancel()
-            self._inferences.left()
+            self._inferences.decrement()
         self._open.clear()
 
 

@@ -6,7 +6,7 @@ four ways, which `read_request` selects:
 
 | body                                              | way                                       |
 |---------------------------------------------------|-------------------------------------------|
-| differs from an earlier one only in its tensors   | `known_request`: a template is filled     |
+| differs from an earlier one only in its tensors   | `repeat`: a template is filled            |
 | binary, with large tensors, not yet received      | `_receive`: into the arena                |
 | of a raw request, which has no header             | `_raw`: the input follows from the model  |
 | any other                                         | `_parse`: parsed as a whole               |
@@ -52,8 +52,8 @@ from shmserve.gateway.inference.request import InferInput, InferRequest, forward
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
+from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.ipc.tensors.ranges import LARGEST
 
 JSON_TOO_LARGE = (
     "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
@@ -108,7 +108,7 @@ class Body:
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
-    def here(self) -> bytes | None:
+    def received_whole(self) -> bytes | None:
         """Return the body if it was received completely, as small bodies are.
 
         Raises:
@@ -192,7 +192,7 @@ class Body:
         """
         if self.declared > limit:
             raise InvalidArgument(too_large.format(size=self.declared, limit=limit))
-        whole = self.here()
+        whole = self.received_whole()
         if whole is None:
             pieces: list[bytes] = []
             size = 0
@@ -294,22 +294,6 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     return built
 
 
-def known_request(
-    gateway: Gateway, model: GatewayModel, body: bytes, header_length: str | None
-) -> BuiltRequest | None:
-    """Return the request of a whole body, as `read_request` does, if its fingerprint is known.
-
-    Raises:
-        ShmserveError: The size of the header is invalid, or the arena is full.
-    """
-    whole_size = len(body)
-    size = whole_size if header_length is None else header_size(header_length, whole_size)
-    if size > gateway.settings.max_input_size:
-        return None
-    fingerprint = Fingerprint(body[:size], whole_size - size)
-    return repeat(model.prepared, fingerprint, body, size)
-
-
 async def own_timeout_us(gateway: Gateway, request: HttpRequest) -> int:
     """Return the time limit in the body of a request, in microseconds; 0 means no limit.
 
@@ -350,7 +334,7 @@ async def _read(
     body = Body(request, gateway.settings, gateway.body_budget)
     if CONTENT_ENCODING in request.headers and body.compressed():
         return await body.inflate()
-    whole = body.here()
+    whole = body.received_whole()
     if whole is not None:
         return whole
     limit = gateway.settings.max_input_size

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Protocol
 
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError
@@ -28,46 +27,38 @@ from shmserve.gateway.http.incoming import SMALL_BODY, Incoming, MalformedBody
 from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
+    JSON,
+    STATUS_LINES,
     BegunRequest,
     HttpRequest,
-    HttpResponse,
     Repeat,
     WholeBody,
     drain,
     error_response,
 )
+from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
 
-class Application(Protocol):
-    """The handler of the requests of connections; `active` counts the requests in flight."""
-
-    active: int
-
-    async def handle(self, request: HttpRequest) -> HttpResponse:
-        """Return the response to a request; raise only CancelledError."""
-
-    def left(self) -> None:
-        """Record that a response was sent, or that its client has disconnected."""
-
-
+_OK = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
 _IDLE_S = 3600.0  # Idle keep-alive connections cost nothing.
 _LINGER_S = 2.0
-_GOES_S = 0.5  # for a last request, whose response closes the connection
+_LAST_REQUEST_S = 0.5  # for a last request, whose response closes the connection
 
 
 class HttpConnection(Incoming):
     """One client's connection, whose requests are for `app`."""
 
-    def __init__(self, owner: Acceptor, app: Application, settings: GatewaySettings) -> None:
+    def __init__(self, owner: Acceptor, app: App, settings: GatewaySettings) -> None:
         super().__init__(asyncio.get_running_loop(), settings)
         self._owner = owner
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        self._underway: BegunRequest | None = None  # without the task, or to be taken over by it
-        self._resting: asyncio.Future[None] | None = None  # the task's, meanwhile
+        # A request in flight without the task, or that the task has to take over.
+        self._begun: BegunRequest | None = None
+        self._resting: asyncio.Future[None] | None = None  # the task waits for it meanwhile
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_S
 
@@ -90,10 +81,10 @@ class HttpConnection(Incoming):
                 timer.cancel()
         if self._task is not None:
             self._task.cancel()
-        underway, self._underway = self._underway, None
-        if underway is not None:
-            underway.cancel()
-            self._app.left()
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.cancel()
+            self._app.decrement()
         self.client.gone()
 
     def _end_if_idle(self) -> None:
@@ -104,9 +95,9 @@ class HttpConnection(Incoming):
         else:
             self.force_close()
 
-    def leave(self, after_calls: bool = False) -> None:
+    def shut_down(self, after_calls: bool = False) -> None:
         """Close the connection with its next response, or soon if it is idle."""
-        self._idle_s = _GOES_S
+        self._idle_s = _LAST_REQUEST_S
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._end_if_idle()
@@ -114,34 +105,37 @@ class HttpConnection(Incoming):
     # --- requests without the task
 
     def _begin(self, repeat: Repeat, body: bytes) -> bool:
+        # The request may fail before `repeat` returns. The task then takes over the request.
+        resting = self._resting = self._waiter
+        self._waiter = None
         begun = repeat(body, self._answer)
         if begun is None:
+            self._resting, self._waiter = None, resting
             return False
-        self._underway = begun
+        self._begun = begun
         self._busy = True
-        self._resting, self._waiter = self._waiter, None
         self._app.active += 1
         return True
 
-    def _answer(self, response: bytes | None) -> None:
+    def _answer(self, body: bytes | None, headers: bytes = JSON) -> None:
         resting, self._resting = self._resting, None
         assert resting is not None
-        if response is None:
+        if body is None:
             resting.set_result(None)  # the task takes over
             return
-        self._underway = None
+        self._begun = None
         self._busy = False
         self._since = self._loop.time()
         transport = self.transport
         if transport is None or transport.is_closing():
             resting.cancel()  # the task ends with the connection
         else:
-            transport.write(response)
+            transport.write(_OK % (len(body), headers) + body)
             if self._messages or self.writing_paused:
                 resting.set_result(None)
             else:
                 self._waiter = resting
-        self._app.left()
+        self._app.decrement()
 
     # --- requests, one after the other
 
@@ -150,7 +144,7 @@ class HttpConnection(Incoming):
         messages = self._messages
         try:
             while True:
-                while not (messages or self._underway):
+                while not (messages or self._begun):
                     self._waiter = self._loop.create_future()
                     await self._waiter
                     if self.writing_paused and self.transport is not None:
@@ -164,7 +158,7 @@ class HttpConnection(Incoming):
                     # Fairness: pipelined requests alone would never wait for a turn of the loop.
                     await asyncio.sleep(0)
         except ConnectionError:
-            logger.debug("a client left before its response")
+            logger.debug("a client disconnected before its response")
         except asyncio.CancelledError:
             self.force_close()
             raise
@@ -178,10 +172,10 @@ class HttpConnection(Incoming):
 
     def _next_request(self) -> HttpRequest | None:
         """Return the request in flight or the first in the queue, or None for invalid HTTP."""
-        underway, self._underway = self._underway, None
-        if underway is not None:
-            underway.request.begun = underway
-            return underway.request
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.request.begun = begun
+            return begun.request
         first = self._messages.popleft()
         if type(first) is HttpRequest:
             self._busy = True

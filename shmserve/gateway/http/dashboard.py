@@ -93,7 +93,7 @@ class LiveFigures:
 
     async def _events(self) -> AsyncGenerator[Sequence[bytes], None]:
         seen = 0
-        self._enter()
+        self._add_viewer()
         try:
             while not self._ended:
                 if self._number == seen:
@@ -104,14 +104,14 @@ class LiveFigures:
                 seen = self._number
                 yield (frame,)
         finally:
-            self._leave()
+            self._remove_viewer()
 
-    def _enter(self) -> None:
+    def _add_viewer(self) -> None:
         self._viewers += 1
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._look())
 
-    def _leave(self) -> None:
+    def _remove_viewer(self) -> None:
         self._viewers -= 1
         if not self._viewers and self._task is not None:
             self._task.cancel()
@@ -151,7 +151,7 @@ class _Snapshot:
         self._figures = Figures()
         self._cpu = CpuUtilization()
         self._models: dict[str, Row] = {}
-        self._told = 0
+        self._last_event = 0
         self._looks = 0
         self._host: dict[str, Any] = {}
 
@@ -161,7 +161,7 @@ class _Snapshot:
         reports = await management.collect(gateway, gateway.models.all(), logging.DEBUG)
         before, self._models = self._models, self._rows(self._figures.rows(reports, now_s))
         newest = list(watch.newest)
-        new, self._told = min(watch.count - self._told, len(newest)), watch.count
+        new, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
         common = {"at": time.time(), "server": self._server()}
         changed = {key: row for key, row in self._models.items() if before.get(key) != row}
         return (

@@ -26,8 +26,8 @@ from shmserve.gateway.http.json.infer_request import (
     take_sequence,
     tensor_bytes,
 )
-from shmserve.gateway.http.json.infer_response import output_text
 from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads
+from shmserve.gateway.http.json.tensors import encode_in_turns
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     JSON,
@@ -150,7 +150,9 @@ class _Generation:
         outputs = []
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
-            outputs.append((tensor, await output_text(tensor, data, self._gateway.malloc_trim)))
+            described = (tensor.datatype, tensor.shape, tensor.name)
+            text = await encode_in_turns(data, *described, self._gateway.malloc_trim)
+            outputs.append((tensor, text))
         model = self._model
         infer_request = self.responses.request.built.infer_request
         return response_json(infer_request, model.name, model.version, outputs, inferred.parameters)
@@ -238,12 +240,12 @@ def _shape(count: int, described: Sequence[int]) -> tuple[int, ...] | None:
         None if the fixed dimensions do not divide the number of elements.
     """
     fixed = element_count([dim for dim in described if dim >= 0])
-    rest, over = divmod(count, fixed) if fixed else (0, count)
+    rest, remainder = divmod(count, fixed) if fixed else (0, count)
     shape = list(described)
     for at in reversed(range(len(shape))):
         if shape[at] < 0:
             shape[at], rest = rest, 1
-    return None if over or element_count(shape) != count else tuple(shape)
+    return None if remainder or element_count(shape) != count else tuple(shape)
 
 
 def response_json(

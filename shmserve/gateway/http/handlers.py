@@ -20,8 +20,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, json_response
-from shmserve.ipc.tensors.descriptors import CudaHandle
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, CudaHandle, whole
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
 _TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
@@ -212,8 +211,9 @@ async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> 
     peer = client.peer()
     memory_api.check_name(name)
     key, offset, size, leased, pin = registration(await _register_body(gateway, request))
-    asked = memory_api.register(gateway, peer, name, key, offset, size, leased=leased, pin=pin)
-    await (memory_api.lease(gateway, client, asked) if leased else asked)
+    region = (name, key, offset, size)
+    registered = memory_api.register(gateway, peer, *region, leased=leased, pin=pin)
+    await (memory_api.lease(gateway, client, registered) if leased else registered)
     return HttpResponse()
 
 

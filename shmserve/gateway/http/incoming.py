@@ -238,12 +238,13 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if not isinstance(first, tuple) or head_size < 4:
             return
         message, content = first
-        said = message.headers.get(CONTENT_LENGTH, "0")
-        size = head_size + int(said) if said.isdecimal() else 0
+        length = message.headers.get(CONTENT_LENGTH, "0")
+        size = head_size + int(length) if length.isdecimal() else 0
         if message.chunked or message.upgrade or len(data) > size:
             return
         self._missing = size - len(data)
-        if not message.should_close and EXPECT not in message.headers and int(said) <= SMALL_BODY:
+        stays = not message.should_close and EXPECT not in message.headers
+        if stays and int(length) <= SMALL_BODY:
             self._cached_head, self._cached_body_at = data[:head_size], head_size
             self._cached_size = size
             self._cached_request = HttpRequest(message, content, self)

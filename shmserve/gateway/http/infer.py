@@ -21,8 +21,10 @@ from shmserve.common.tasks import settle
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway, awaits_load, loaded
-from shmserve.gateway.http.body import known_request, own_timeout_us, read_request
-from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
+from shmserve.gateway.http.body import header_size, own_timeout_us, read_request
+from shmserve.gateway.http.json.fingerprint import Fingerprint, repeat
+from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
+from shmserve.gateway.http.json.tensors import encode_in_turns, joined
 from shmserve.gateway.http.messages import (
     ACCEPT,
     ACCEPT_ENCODING,
@@ -35,7 +37,6 @@ from shmserve.gateway.http.messages import (
     HttpRequest,
     HttpResponse,
     accepted,
-    written,
 )
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import (
@@ -127,14 +128,18 @@ def _repeat(
     """Begin an inference with the head of an earlier one, without a task.
 
     Returns:
-        None if the body is not known, or invalid. The handler of the request then reports the
-        fault.
+        None if the fingerprint of the body is unknown, or the body is invalid. The handler of the
+        request then reports the fault.
     """
     arrived_ns = time.monotonic_ns()
     if gateway.models.revision != revision or gateway.draining:
         return None
     try:
-        built = known_request(gateway, model, body, header_length)
+        whole_size = len(body)
+        size = whole_size if header_length is None else header_size(header_length, whole_size)
+        if size > gateway.settings.max_input_size:
+            return None
+        built = repeat(model.prepared, Fingerprint(body[:size], whole_size - size), body, size)
         if built is None:
             return None
         how = (HttpInference, HttpInference.arrived, True, gateway, request, answer)
@@ -161,19 +166,19 @@ class HttpInference(Inference):
         answer, self.answer = self.answer, None
         if answer is None:
             settle(self._waiter, None)
+        elif (
+            self.encoded is None
+            or self.built.trace is not None
+            or self.gateway.draining
+            or logger.isEnabledFor(logging.DEBUG)  # The task logs the duration.
+        ):
+            answer(None)
         else:
-            answer(self._filled())
-
-    def _filled(self) -> bytes | None:
-        """Return the bytes of the response if no task is needed."""
-        if self.encoded is None or self.built.trace is not None or self.gateway.draining:
-            return None
-        if logger.isEnabledFor(logging.DEBUG):
-            return None  # the task logs the duration
-        json, binary = self.encoded
-        if not binary:
-            return written(JSON, json)
-        return written(_headers(json, binary), b"".join((json, *binary)))
+            json, binary = self.encoded
+            if binary:
+                answer(b"".join((json, *binary)), _headers(json, binary))
+            else:
+                answer(json)
 
     async def response(self) -> HttpResponse:
         """Return the response; raise the error of a failed inference."""
@@ -249,7 +254,8 @@ async def _encode(
             if output.byte_size < 0:
                 cuts.append(b"%d" % len(data))
         else:
-            cuts.append(await output_text(output, data, trim))
+            described = (output.datatype, output.shape, output.name)
+            cuts.append(await encode_in_turns(data, *described, trim))
     made = _assemble(template.json(request_id, cuts), binary)
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
@@ -323,5 +329,6 @@ class _Events:
         arrays: list[bytes] = []
         for output in template.outputs:
             data = output_bytes(gateway, shown.outputs[output.position])
-            arrays.append(await output_text(output, data, gateway.malloc_trim))
+            described = (output.datatype, output.shape, output.name)
+            arrays.append(await encode_in_turns(data, *described, gateway.malloc_trim))
         return template.json(self._infer_request.id, arrays)

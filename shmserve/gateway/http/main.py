@@ -81,9 +81,9 @@ class HttpFrontend(process.Frontend):
         make = partial(HttpConnection, app=app, settings=settings)
         await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
 
-    def drain(self, told: Callable[[], None], followed: bool) -> None:
+    def drain(self, on_notified: Callable[[], None], followed: bool) -> None:
         self._live.end()
-        super().drain(told, followed)
+        super().drain(on_notified, followed)
 
     def when_idle(self, drained: Callable[[], None]) -> None:
         self._app.when_idle(drained)

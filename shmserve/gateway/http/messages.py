@@ -90,9 +90,18 @@ class BegunRequest(Protocol):
         """Cancel the request, since the client has disconnected."""
 
 
-# Writes the bytes of a response. None: a task makes the response with `BegunRequest.response`.
-Answer = Callable[[bytes | None], None]
-# Begins a request with this body, which is answered once, later. None: a handler is needed.
+class Answer(Protocol):
+    """The callback that sends the response of a request that no task handles."""
+
+    def __call__(self, body: bytes | None, headers: bytes = ...) -> None:
+        """Write a response of status 200 with these headers, by default for JSON.
+
+        If `body` is None, a task creates the response with `BegunRequest.response`.
+        """
+
+
+# Begins a request with this body. The result None means that a handler is needed. `Answer` is
+# called once: later, or without a body before the return if the request fails at once.
 Repeat = Callable[[bytes, Answer], BegunRequest | None]
 
 
@@ -139,7 +148,7 @@ _PIECE = 1024 * 1024
 
 JSON = b"Content-Type: application/json\r\n"
 
-_STATUS_LINES = {
+STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Length: ".encode()
     for status in http.HTTPStatus
 }
@@ -165,7 +174,7 @@ class HttpResponse:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
-        values = (_STATUS_LINES[self.status], size, connection, self.headers)
+        values = (STATUS_LINES[self.status], size, connection, self.headers)
         return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
 
     async def send(self, request: HttpRequest, stall_s: float) -> None:
@@ -264,14 +273,6 @@ async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_s: flo
     except TimeoutError:
         transport.abort()
         raise ConnectionResetError("the client does not read its response") from None
-
-
-_OK = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % _STATUS_LINES[200]
-
-
-def written(headers: bytes, body: bytes) -> bytes:
-    """Return the bytes of a response of status 200 on a connection that stays open."""
-    return _OK % (len(body), headers) + body
 
 
 def json_response(value: Any) -> HttpResponse:

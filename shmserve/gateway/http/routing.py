@@ -35,7 +35,7 @@ from shmserve.gateway.http.messages import (
     triton_error,
 )
 from shmserve.gateway.inference.body_arrival import BodyTimeout
-from shmserve.gateway.process import ActiveCount
+from shmserve.gateway.inference.inference import ActiveCount
 from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -97,10 +97,10 @@ class RouteTable:
             match = pattern.fullmatch(path)
             if match is None or (route.path == ANY and found):
                 continue
-            here = route, tuple(part and unquote(part) for part in match.groups())
+            matched = route, tuple(part and unquote(part) for part in match.groups())
             if route.method in (method, ""):
-                return here
-            found = found or here
+                return matched
+            found = found or matched
         return found
 
 
@@ -196,19 +196,19 @@ class App(ActiveCount):
             logger.exception("%s %s failed", *line, extra={"trace_id": trace_id})
             response = _failed(Internal("internal error"), route.error_form, request)
         except BaseException:
-            self.left()
+            self.decrement()
             raise
         if self._gateway.draining:
             response.close = True
         then = response.on_sent
-        response.on_sent = self.left if then is None else partial(self._left_with, then)
+        response.on_sent = self.decrement if then is None else partial(self._decrement_after, then)
         return response
 
-    def _left_with(self, then: Callable[[], None]) -> None:
+    def _decrement_after(self, then: Callable[[], None]) -> None:
         try:
             then()
         finally:
-            self.left()
+            self.decrement()
 
 
 def _traceparent(request: HttpRequest) -> str:

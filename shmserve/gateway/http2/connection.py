@@ -128,7 +128,7 @@ class Http2Connection(FrameReader[T]):
             if stream.receive_window < 0:
                 self._fail_stream(number, FaultCode.FLOW_CONTROL_ERROR, events)
                 stream = None
-            elif stream.said >= 0 and not self._is_as_said(stream):
+            elif stream.expected >= 0 and not self._is_expected(stream):
                 self._fail_stream(number, FaultCode.PROTOCOL_ERROR, events)
                 stream = None
             elif padding:
@@ -140,10 +140,10 @@ class Http2Connection(FrameReader[T]):
             if stream is not None:
                 self._give(stream, _NOTHING, events)
 
-    def _is_as_said(self, stream: Stream) -> bool:
+    def _is_expected(self, stream: Stream) -> bool:
         """Check whether a DATA frame that begins conforms to the request's content-length."""
-        stream.said -= self.arriving
-        return stream.said == 0 if self._piece_ends else stream.said >= 0
+        stream.expected -= self.arriving
+        return stream.expected == 0 if self._piece_ends else stream.expected >= 0
 
     def _pad(self, stream: Stream, size: int) -> None:
         """Account for padding, which uses the stream's window but is not passed to its receiver."""
@@ -205,13 +205,13 @@ class Http2Connection(FrameReader[T]):
             raise StreamFault(FaultCode.REFUSED_STREAM)
         head = self._headers.request(block)
         stream = Stream(number, self._limits.window, self.sending.initial_window)
-        stream.said = head.data_size
+        stream.expected = head.data_size
         self.streams[number] = stream
         if self._control.left < self._limits.control:
             self._control.earn(_EARNED)
         events.append(Begun(stream, head))
         if ended:
-            if stream.said > 0:
+            if stream.expected > 0:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
             stream.ended = True
             events.append(Data(stream, _NOTHING, True))
@@ -224,7 +224,7 @@ class Http2Connection(FrameReader[T]):
             self._control.spend()
             return
         self._headers.trailers(block)
-        if not flags & END_STREAM or stream.said > 0:
+        if not flags & END_STREAM or stream.expected > 0:
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         stream.ended = True
         events.append(Data(stream, _NOTHING, True))
@@ -275,7 +275,7 @@ class Http2Connection(FrameReader[T]):
             return
         self._earn_for_data()
         self._resets.spend()
-        self._forget(stream)
+        self._remove(stream)
         events.append(StreamReset(stream))
 
     def _check_begun(self, number: int, what: str) -> None:
@@ -329,10 +329,10 @@ class Http2Connection(FrameReader[T]):
         if self.streams.get(stream.id) is stream:
             if not stream.ended:
                 self._remember(stream.id)
-            self._forget(stream)
+            self._remove(stream)
             self.sending.ready.append(frames.frame(RST_STREAM, 0, stream.id, pack_long(code)))
 
-    def _forget(self, stream: Stream) -> None:
+    def _remove(self, stream: Stream) -> None:
         stream.ended = True
         self.sending.drop(stream)
         self.streams.pop(stream.id, None)

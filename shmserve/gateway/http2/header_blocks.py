@@ -158,10 +158,10 @@ def content_length(fields: Fields) -> int:
     found = {value for name, value in fields if name == b"content-length"}
     if not found:
         return -1
-    said = found.pop()
-    if found or not said.isdigit() or len(said) > _LONGEST_LENGTH:
+    declared = found.pop()
+    if found or not declared.isdigit() or len(declared) > _LONGEST_LENGTH:
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
-    return int(said)
+    return int(declared)
 
 
 def encode(fields: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -42,7 +42,7 @@ class Stream:
 
     __slots__ = (
         *("call", "cut", "ended", "finished", "id", "on_progress", "on_sent", "padding", "queued"),
-        *("receive_window", "said", "send_window", "sent", "tag", "trailers", "waiting"),
+        *("receive_window", "expected", "send_window", "sent", "tag", "trailers", "waiting"),
     )
 
     def __init__(self, number: int, receive_window: int, send_window: int) -> None:
@@ -52,7 +52,7 @@ class Stream:
         self.ended = False
         self.finished = False
         self.cut = False  # the response was cut short
-        self.said = -1  # bytes that its content-length still promises; -1: none given
+        self.expected = -1  # bytes that its content-length still promises; -1: none given
         self.receive_window = receive_window
         self.padding = 0  # bytes of padding not yet returned to the client's window
         # --- output
@@ -219,12 +219,12 @@ class Outgoing:
     def resume(self) -> None:
         """Send what the windows permit, stream by stream."""
         self.grown = False
-        going = list(self.waiting)
-        while going and not self.paused:
+        sendable = list(self.waiting)
+        while sendable and not self.paused:
             # A stream that cannot send because the connection's window is exhausted keeps its turn.
-            going = [
+            sendable = [
                 stream
-                for stream in going
+                for stream in sendable
                 if (self.window > 0 or not stream.queued) and self._pump(stream)
             ]
 

@@ -59,7 +59,7 @@ class ArrivingTensors:
                 return
             self.begin(len(self.views[self.begun]))
 
-    def place(self, most: int) -> memoryview | None:
+    def next_buffer(self, most: int) -> memoryview | None:
         """Return the final memory of at most `most` of the next bytes, or None between tensors."""
         return self._left[:most] if self._left else None
 
@@ -118,18 +118,18 @@ def receive(
     try:
         inputs = request.inputs
         sizes = [max(tensor.binary_size, 0) or len(tensor.data or b"") for tensor in inputs]
-        places = resources.allocate(sizes)
+        ranges = resources.allocate(sizes)
         stored = [
-            None if tensor.place is not None else place
-            for tensor, place in zip(inputs, places, strict=True)
+            None if tensor.place is not None else memory_range
+            for tensor, memory_range in zip(inputs, ranges, strict=True)
         ]
         built = check_request(model, request, stored, resources)
         views: list[memoryview] = []
-        for tensor, place in zip(inputs, places, strict=True):
+        for tensor, memory_range in zip(inputs, ranges, strict=True):
             if tensor.data is not None:
-                resources.view(place)[:] = tensor.data
+                resources.view(memory_range)[:] = tensor.data
             elif tensor.binary_size >= 0:
-                views.append(resources.view(place))
+                views.append(resources.view(memory_range))
     except BaseException:
         resources.release()
         raise

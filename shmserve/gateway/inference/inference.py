@@ -42,6 +42,26 @@ _MOST_TEMPLATES = 8  # of one stream
 R = TypeVar("R", bound=GatewayRequest)
 
 
+class ActiveCount:
+    """A count (`active`) of requests or connections, whose end a drain awaits."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self._on_idle: Callable[[], None] | None = None
+
+    def decrement(self) -> None:
+        """Decrease the count by one."""
+        self.active -= 1
+        if not self.active and self._on_idle is not None:
+            self.when_idle(self._on_idle)
+
+    def when_idle(self, on_idle: Callable[[], None]) -> None:
+        """Call `on_idle` once, as soon as the count is 0."""
+        self._on_idle = on_idle if self.active else None
+        if not self.active:
+            on_idle()
+
+
 def submit(
     gateway: Gateway,
     built: BuiltRequest,
@@ -189,7 +209,7 @@ class Inference(GatewayRequest):
         self.message = message
         built = self.built
         if built.trace is not None:
-            built.trace.answered(message)
+            built.trace.on_response(message)
         if self.is_templated and built.responses is not None and type(message) is m.Finished:
             template = built.responses.find(message.schema)
             if template is not None:
@@ -223,7 +243,7 @@ class Inference(GatewayRequest):
             self.discard(message)
         self.abandon()
         if self.built.trace is not None:
-            self.built.trace.gone()
+            self.built.trace.on_disconnect()
 
 
 @dataclass(slots=True, eq=False)
@@ -257,7 +277,7 @@ class StreamingInference(GatewayRequest):
             message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
         self._unsent += 1
         if self.ended and self.built.trace is not None:
-            self.built.trace.answered(message)
+            self.built.trace.on_response(message)
         self.on_response(self, message)
 
     def from_template(self, message: Message) -> Any:
@@ -307,7 +327,7 @@ class StreamingInference(GatewayRequest):
         if not self.ended:
             self.abandon()
         if self.built.trace is not None:
-            self.built.trace.gone()
+            self.built.trace.on_disconnect()
 
 
 def error_of(message: Message) -> ShmserveError | None:

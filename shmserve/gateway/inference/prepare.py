@@ -132,9 +132,9 @@ class Resources:
                     return self._arena.allocate(byte_size)
             raise
 
-    def view(self, place: Range) -> memoryview:
+    def view(self, memory_range: Range) -> memoryview:
         """Return the bytes of a range that `allocate` has returned."""
-        return self._arena.view(place)
+        return self._arena.view(memory_range)
 
     def __bool__(self) -> bool:
         return self._offset >= 0 or self._uses is not None
@@ -220,16 +220,16 @@ class RequestTemplate:
         regions: Sequence[GatewayRegion] = ()
         data: list[Any] = [*tensors]
         if self._uses is not None:
-            uses = Uses.again(self._uses)
+            uses = Uses.renew(self._uses)
             if uses is None:
                 return None
             release, regions = uses.release, uses.regions
         elif self._resources is not None:
             resources = self._resources()
-            places = resources.allocate(self._sizes)
-            for place, tensor in zip(places, tensors, strict=True):
-                resources.view(place)[:] = tensor
-            data = list(map(pack_range, places))
+            ranges = resources.allocate(self._sizes)
+            for memory_range, tensor in zip(ranges, tensors, strict=True):
+                resources.view(memory_range)[:] = tensor
+            data = list(map(pack_range, ranges))
             release = resources.release
         if self._data is not None:
             received, data = data, self._data.copy()
@@ -304,11 +304,11 @@ def _build(
 
 
 def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Range | None]:
-    places = resources.allocate([len(data or b"") for data in datas])
-    for data, place in zip(datas, places, strict=True):
+    ranges = resources.allocate([len(data or b"") for data in datas])
+    for data, memory_range in zip(datas, ranges, strict=True):
         if data:
-            resources.view(place)[:] = data
-    return [None if d is None else place for d, place in zip(datas, places, strict=True)]
+            resources.view(memory_range)[:] = data
+    return [None if data is None else r for data, r in zip(datas, ranges, strict=True)]
 
 
 def check_request(

@@ -1,4 +1,4 @@
-"""Online estimates of the adaptive batcher: times of batches, and of requests (pure)."""
+"""Online estimates of the adaptive batcher: durations of batches, arrivals of requests (pure)."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from collections.abc import Iterator
 
 _KEPT = 1 - 1 / 64  # decay of an observation's weight
 _KNOWN = 8  # minimum number of observations for an estimate
-_WIDEST = 4  # spreads at which outliers are clamped
-_LEAST_VARIATION = 0.05  # of the sizes, relative to their mean; below it, the slope is undetermined
+_WIDEST = 4  # spreads; residuals beyond them are clamped
+_LEAST_VARIATION = 0.05  # relative variation of sizes; below it, the slope is undetermined
 
 _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part in 32
-_REMEMBERED = 256.0  # executions in a size's mean, which moves much more slowly than the level
+_REMEMBERED = 256.0  # executions in a size's mean, which changes more slowly than the level
 _GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
-_FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # of a time, in parts of it
+_FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # relative spread of durations
 _DEVIATION = 1.25  # standard deviations per spread, for a normal distribution
 _SAME = 0.03  # relative difference below which rates count as equal
 _SURE = 2.0  # standard errors by which a rate must be better
 _WORTH = 1.1  # minimum ratio of an untried size's possible rate to the best rate
-_FASTER, _SLOWER = 4, 2  # assumed speed-up, at first, and slow-down of an untried smaller batch
-_OFTEN = 4  # executions after which a size is no longer tried
-_DISTURBED = 16  # one in this number of executions is disturbed on a busy machine
+_FASTER, _SLOWER = 4, 2  # assumed initial speed-up, and slow-down, of an untried smaller batch
+_OFTEN = 4  # executions after which trials of a size end
+_DISTURBED = 16  # A busy machine disturbs one in this number of executions.
 
-_RATE_GAIN = 1 / 64
-_LASTING = 1 - 1 / 1024  # per batch
-_AS_MANY = 0.95
+_RATE_GAIN = 1 / 64  # minimum gain of the averages of the load
+_LASTING = 1 - 1 / 1024  # decay of maxima, per batch
+_AS_MANY = 0.95  # share of arriving rows that are completed, at which the load is steady
 
-_MOST_LEVELS = 512
-_LIKELY = 0.6
+_MOST_LEVELS = 512  # numbers of requests with statistics of their own
+_LIKELY = 0.6  # minimum chance of a predicted arrival
 _FIRST_SEEN = 3  # minimum number of observations for a prediction
-_MARGIN_NS = 50_000  # of the event loop
+_MARGIN_NS = 50_000  # for the delay of the event loop
 
 
 class BatchTime:
     """A linear model, time = setup + each * units, fitted with exponential forgetting.
 
-    The fit is by least squares. As in Huber's M-estimator (1964), an outlier is clamped before it
-    counts. The spread is a moving average of the absolute residuals. The first execution is
-    ignored, because models initialise then. If all batches have one size, the slope keeps its last
-    value, at first 0: this optimistic guess leads to larger batches, which reveal the slope.
+    The fit is by least squares. As in Huber's M-estimator (1964), outliers are clamped. The spread
+    is a moving average of the absolute residuals. The first execution is ignored, because models
+    initialise themselves then. If all batches have one size, the slope keeps its last value. The
+    initial slope of 0 is optimistic and leads to larger batches, which reveal the slope.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ class BatchTime:
         self._weight = self._mean_x = self._mean_y = 0.0
         self._xx = self._xy = 0.0  # weighted sums of products of deviations from the means
         self._spread = 0.0
-        self.each_ns = 0.0  # what one more unit takes
+        self.each_ns = 0.0  # the additional duration of one more unit
 
     @property
     def known(self) -> bool:
-        """Whether there have been enough executions for an estimate."""
+        """Return whether there were enough executions for an estimate."""
         return self._seen >= _KNOWN
 
     @property
     def setup_ns(self) -> float:
-        """The fixed duration of an execution."""
+        """Return the fixed duration of an execution."""
         return self._mean_y - self.each_ns * self._mean_x
 
     def expected_ns(self, units: int) -> float:
@@ -89,13 +89,13 @@ class BatchTime:
         expected = self.expected_ns(units)
         widest = _WIDEST * max(self._spread, expected / 50)
         residual = took_ns - expected
-        # The spread may grow faster than the line moves: a change that lasts is soon believed.
+        # The spread may grow faster than the line moves, so that a lasting change is learned soon.
         self._spread += (min(abs(residual), 2 * widest) - self._spread) / 16
         return expected + min(max(residual, -widest), widest) if self.known else took_ns
 
 
 class _Size:
-    """The mean duration of the batches of a size, and the number of batches that it represents."""
+    """The mean duration of the batches of a size, and the number of batches in that mean."""
 
     def __init__(self, mean: float) -> None:
         self.mean = mean
@@ -105,43 +105,43 @@ class _Size:
 class SizeTimes:
     """The duration of batches by size.
 
-    There is an exponentially weighted mean for each observed size, linear interpolation between two
-    sizes, and the slope of `BatchTime` above all of them. All sizes share their relative spread and
-    a level, which also follows a drift for sizes that do not occur. A smaller size is preferred
-    only if its rate is higher by more than the standard errors of both. A cliff between two sizes
-    is found by bisection.
+    Each observed size has an exponentially weighted mean. Durations between two observed sizes are
+    interpolated, and `BatchTime` provides the slope above the largest size. All sizes share their
+    relative spread and a level. The level also applies a drift to sizes that do not occur. A
+    smaller size is preferred only if its rate is higher by more than the standard errors of both
+    rates. Bisection finds a cliff between two sizes.
     """
 
     def __init__(self, largest: int) -> None:
         self._line = BatchTime()
         self._sizes: dict[int, _Size] = {}
-        self._order: list[int] = []  # the indices of the sizes that were seen
+        self._order: list[int] = []  # the indices of the observed sizes
         self._last = _index(largest)
         self._level = 1.0
         self._spread = _FIRST_SPREAD
         self._seen = -1
         self._late = 0  # executions while the target was out of reach
-        # By index, as of the last time that they were asked for; at this level.
+        # By index, as of the last refresh, at a level of 1.
         self._times = [0.0] * (self._last + 1)
         self._best = list(range(self._last + 1))
         self._hoped = self._best.copy()
-        self._least: dict[int, float] = {}  # of the sizes that were seen: the time at best
+        self._least: dict[int, float] = {}  # the shortest plausible duration of each observed size
         self._stale = False
         self._untried: dict[int, tuple[int, float]] = {}
 
     @property
     def known(self) -> bool:
-        """Whether there have been enough executions for an estimate."""
+        """Return whether there were enough executions for an estimate."""
         return self._line.known
 
     @property
     def begun(self) -> bool:
-        """Whether there have been enough executions to compare sizes."""
+        """Return whether there were enough executions to compare sizes."""
         return self._seen >= 2
 
     @property
     def setup_ns(self) -> float:
-        """The fixed duration of an execution, by the recent sizes."""
+        """Return the fixed duration of an execution, fitted to the recent sizes."""
         return self._line.setup_ns
 
     def expected_ns(self, units: int) -> float:
@@ -157,8 +157,8 @@ class SizeTimes:
     def best(self, units: int, *, late: bool = False) -> int:
         """Return the size up to `units` with the highest row rate; if uncertain, the larger one.
 
-        If all requests are `late`, the uncertainty must end: the result is then the size with the
-        highest possible rate (a bandit problem, as solved by UCB1: Auer et al., 2002).
+        If all requests are `late`, the result is the size with the highest possible rate, so that
+        the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
         """
         if self._stale:
             self._refresh()
@@ -169,9 +169,12 @@ class SizeTimes:
     # --- learning -----------------------------------------------------------------------------
 
     def observe(self, units: int, took_ns: float, *, late: bool = False) -> None:
-        """Record the duration of a batch.
+        """Record the duration of a batch; the first batch is ignored.
 
-        `late`: the target is out of reach with no end in sight. The first batch is ignored.
+        Args:
+            units: The size of the batch.
+            took_ns: The duration.
+            late: Whether the target is out of reach and the arrivals do not decrease.
         """
         self._line.observe(units, took_ns)
         self._late += late
@@ -194,24 +197,24 @@ class SizeTimes:
             self._stale = True
 
     def _believable(self, size: _Size, took: float) -> float:
-        """Return the clamped duration, and update what all sizes share."""
+        """Return the clamped duration, and update the level and the spread."""
         ratio = took / size.mean
         if size.weight >= 4:
-            # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The ratio is
-            # 1 on average, whereas the mean logarithm of skewed times is not 0.
+            # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The mean
+            # ratio is 1, whereas the mean logarithm of skewed durations is not 0.
             noise = max(1.0, self._spread / _FIRST_SPREAD)
             self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _GAIN / noise
         off = abs(ratio - 1)
         widest = _WIDEST * max(self._spread, 2 * _LEAST_SPREAD)
         gain = max(_GAIN, 1 / self._seen)
         self._spread += (min(off, 2 * widest) - self._spread) * gain
-        if off > widest:  # an outlier, or a change: if it comes again, it is soon believed
+        if off > widest:  # an outlier or a change: a repetition has more weight
             size.weight /= 2
             if size.weight >= 2:
                 return size.mean * min(max(ratio, 1 - widest), 1 + widest)
         return took
 
-    # --- what follows -------------------------------------------------------------------------
+    # --- decisions -------------------------------------------------------------------------
 
     def untried(self, units: int) -> tuple[int, float]:
         """Return a size up to `units` to try, because its rate might exceed that of `best`.
@@ -233,7 +236,7 @@ class SizeTimes:
         promised, found, worst, lower = _WORTH * rate, 0, 0.0, 0
         faster = _FASTER + math.log(1 + self._late)
         for upper in self._order:
-            # All between two sizes may be as fast as the faster of them, and as slow as the other.
+            # A size between two sizes takes at least the shorter and at most the longer duration.
             highest = upper - 1 if upper <= last else last
             if highest > lower:
                 time = min(least[lower], least[upper]) if lower else least[upper] / faster
@@ -248,7 +251,7 @@ class SizeTimes:
                 found, worst = _size(upper), times[upper]
         time = max(promised / _WORTH, rate) * least.get(lower, 0.0)
         if last > lower == self._order[-1] and _size(last) > time:
-            # Larger ones than any: the further away, the longer they may take.
+            # The larger a size beyond all observed sizes is, the longer a batch may take.
             found = _middle(lower, last)
             worst = times[last] * found / _size(lower)
         return found, worst * self._level * (1 + 3 * self._spread)
@@ -266,7 +269,7 @@ class SizeTimes:
         highest = self._order[-1]
         for index in range(1, self._last + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
-            error, margin = spread**2, 0.0  # a guess has to be good without a margin
+            error, margin = spread**2, 0.0  # An interpolated rate gets no margin.
             if index > highest:
                 self._best[index], self._hoped[index] = best, hoped
                 continue
@@ -287,8 +290,8 @@ class SizeTimes:
     def _at_best(self, spread: float) -> dict[int, float]:
         """Return the shortest plausible duration by index.
 
-        Neighbours that do not clearly differ are pooled: otherwise the luckiest of many sizes would
-        pass for the fastest, and each would have to be tried.
+        Neighbours that do not clearly differ are pooled. Otherwise the luckiest of many sizes would
+        seem to be the fastest, and each of them would be tried.
         """
         least: dict[int, float] = {}
         together: list[int] = []
@@ -308,10 +311,12 @@ class SizeTimes:
     def _again(self, least: dict[int, float]) -> tuple[int, float]:
         """Return a size whose executions may all have been disturbed, and its highest rate.
 
-        The rate is the highest one that this size, or the sizes up to the next observed one, can
-        have if it is as fast as a smaller size. The result is (0, 0.0) if there is no such size.
-        The longer the target is missed, the more executions are needed to discard a size (a
-        logarithm: Lai and Robbins, 1985).
+        The number of executions that discard a size grows with the logarithm of the time for which
+        the target is missed (Lai and Robbins, 1985).
+
+        Returns:
+            The size, and the highest rate of the sizes up to the next observed size if the size is
+            as fast as a smaller size; (0, 0.0) if there is no such size.
         """
         top = max(_size(index) / time for index, time in least.items())
         below = min(least.values())
@@ -364,7 +369,7 @@ class _Level:
         self.seen = 0
 
     def came(self, gap_ns: int) -> None:
-        """Record an arrival after this gap."""
+        """Record that a request arrived after this gap."""
         if self.chance:
             error = gap_ns - self.gap_ns
             self.gap_ns += error / 8
@@ -383,18 +388,18 @@ class _Level:
 
     @property
     def patience_ns(self) -> int:
-        """The time after the last event for which waiting for the next arrival pays."""
+        """Return the time after the last event for which waiting for the next arrival pays."""
         return int(self.gap_ns + 6 * self.deviation_ns) + _MARGIN_NS
 
 
 class Arrivals:
     """The expected times of the next requests.
 
-    Clients that wait for a response send their next request when they have received it. Requests
-    therefore arrive in bursts after the end of a batch, until every client has one waiting. The
-    number of requests shows the progress of a burst. For each number there are moving averages,
-    like TCP's of round trips (RFC 6298): how often another request followed soon, and after which
-    gap.
+    Clients that wait for a response send their next request after they have received it. Requests
+    therefore arrive in bursts after the end of a batch, until every client has a request waiting.
+    The number of requests shows the progress of a burst. For each number there are moving averages,
+    like TCP's averages of round trips (RFC 6298): the chance that another request follows soon, and
+    the gap before it.
 
     Events are arrivals and the ends of batches. `here` is the number of requests that are not
     completed after an event, and `soon_ns` the limit of a short gap.
@@ -445,7 +450,7 @@ class Arrivals:
 
     @property
     def next_by_ns(self) -> int:
-        """Until when waiting for the next request of a burst pays; 0: the burst is over."""
+        """Return the time until which waiting for the next request of a burst pays; 0: no burst."""
         level = self._likely(self._here)
         return 0 if level is None else self._since_ns + level.patience_ns
 
@@ -457,14 +462,14 @@ class Arrivals:
 
 
 class Load:
-    """The rows that arrive and that are completed, for each instance: averages of the last batches.
+    """Averages of the rows that arrive and that are completed, for each instance.
 
-    The number of instances is estimated as the maximum of the average number at work.
+    The number of instances is estimated as the maximum of the average number of busy instances.
     """
 
     def __init__(self) -> None:
         self.batches = 0
-        self.here = 0  # requests that are not done
+        self.here = 0  # requests that are not completed
         self._left = self._returned_ns = 0  # as of the end of the last batch
         self._came = self._done = self._took_ns = 0.0  # between the ends of two batches
         self._passed_ns = 1.0
@@ -488,25 +493,25 @@ class Load:
 
     @property
     def per_ns(self) -> float:
-        """The rows that arrive in a ns."""
+        """Return the rows that arrive per ns."""
         return self._came / max(self._passed_ns, 1.0) / self._instances
 
     @property
     def row_ns(self) -> float:
-        """The time between the arrivals of two rows, over all instances."""
+        """Return the time between the arrivals of two rows, over all instances."""
         return self._passed_ns / self._came if self._came else 0.0
 
     @property
     def waiting(self) -> float:
-        """The rows that are not done."""
+        """Return the rows that are not completed."""
         return self.here * self._each / self._instances
 
     @property
     def most(self) -> float:
-        """The recent maximum of requests that were not done."""
+        """Return the recent maximum of requests that were not completed."""
         return self._most / self._instances
 
     @property
     def stays(self) -> bool:
-        """Whether as many rows arrive as are completed."""
+        """Return whether as many rows arrive as are completed."""
         return self._came > _AS_MANY * self._done

@@ -37,7 +37,7 @@ Tensors = Sequence[tuple[str, Value]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class EnsembleStep:
     """A model to run.
 
     Attributes:
@@ -71,7 +71,7 @@ class Graph:
     """
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[EnsembleStep, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     max_inflight: int = 0
@@ -82,7 +82,9 @@ class Graph:
         scheduling = config.ensemble_scheduling
         assert scheduling is not None
         steps = tuple(
-            Step(i, each.model_name, each.version, each.input_map, each.output_map, condition)
+            EnsembleStep(
+                i, each.model_name, each.version, each.input_map, each.output_map, condition
+            )
             for i, each in enumerate(scheduling.step)
             for condition in (config.parameters.get(_CONDITION.format(i), ""),)
         )
@@ -91,7 +93,7 @@ class Graph:
         return cls(config.name, steps, inputs, outputs, scheduling.max_inflight_requests)
 
     @cached_property
-    def writers(self) -> Mapping[str, Step]:
+    def writers(self) -> Mapping[str, EnsembleStep]:
         """The step that makes each tensor that is not an input."""
         return {tensor: step for step in self.steps for tensor in step.outputs.values()}
 
@@ -111,10 +113,10 @@ class Graph:
                 tensors += step.reads
         return frozenset(found)
 
-    def in_order(self) -> tuple[Step, ...]:
+    def in_order(self) -> tuple[EnsembleStep, ...]:
         """Return the steps in topological order, without those in cycles."""
         written = set(self.inputs)
-        ordered: list[Step] = []
+        ordered: list[EnsembleStep] = []
         waiting = list(self.steps)
         while ready := [step for step in waiting if step.reads <= written]:
             ordered += ready
@@ -123,7 +125,7 @@ class Graph:
                 written.update(step.outputs.values())
         return tuple(ordered)
 
-    def origins(self, decoupled: Callable[[Step], bool]) -> dict[str, int]:
+    def origins(self, decoupled: Callable[[EnsembleStep], bool]) -> dict[str, int]:
         """Return the origin of each tensor."""
         found = dict.fromkeys(self.inputs, ONCE)
         for step in self.in_order():
@@ -132,7 +134,7 @@ class Graph:
         return found
 
 
-def origin_of(step: Step, origins: Mapping[str, int]) -> int:
+def origin_of(step: EnsembleStep, origins: Mapping[str, int]) -> int:
     """Return the origin that a step follows; in a loaded graph it follows at most one."""
     return max(origins[tensor] for tensor in step.reads)
 
@@ -178,7 +180,9 @@ class PlannedStep(TensorReader):
         responses: What that module derived from the schemas of earlier responses.
     """
 
-    def __init__(self, step: Step, model: ModelProperties, origins: Mapping[str, int]) -> None:
+    def __init__(
+        self, step: EnsembleStep, model: ModelProperties, origins: Mapping[str, int]
+    ) -> None:
         super().__init__(step.index, sorted(step.reads), origins)
         self.step = step
         self.outputs = step.outputs
@@ -217,7 +221,10 @@ class Plan:
     """
 
     def __init__(
-        self, graph: Graph, outputs: Iterable[str], models: Callable[[Step], ModelProperties]
+        self,
+        graph: Graph,
+        outputs: Iterable[str],
+        models: Callable[[EnsembleStep], ModelProperties],
     ) -> None:
         """Make a plan.
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import Internal, ShmserveError
-from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages import SchedulerToClient
 from shmserve.ipc.messages.inference import (
     Cancel,
@@ -26,6 +25,7 @@ from shmserve.ipc.messages.inference import (
     message_size,
 )
 from shmserve.ipc.scheduler_client import Links, SchedulerClient
+from shmserve.ipc.transport.dealer import LinkTable
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory

@@ -90,14 +90,14 @@ def judge_parser(in_c: bool) -> Verdict:
 def gather_units(_: ServerConfig) -> tuple[int, str]:
     """Return the number of installed units, and the complaints of systemd-analyze if it exists."""
     units = sorted(map(str, _UNITS.glob("shmserve*.service")))
-    said = ""
+    report = ""
     if units and shutil.which("systemd-analyze"):
-        said = _analyze("verify", "--man=no", *units)[1]
+        report = _analyze("verify", "--man=no", *units)[1]
         for unit in units:
             least = ("--offline=true", f"--threshold={_EXPOSURE}")
             status, text = _analyze("security", "--no-pager", *least, unit)
-            said += text.strip().splitlines()[-1] if status else ""
-    return len(units), said.strip()
+            report += text.strip().splitlines()[-1] if status else ""
+    return len(units), report.strip()
 
 
 def _analyze(*words: str) -> tuple[int, str]:
@@ -110,9 +110,9 @@ def _analyze(*words: str) -> tuple[int, str]:
 
 def judge_units(facts: tuple[int, str]) -> Verdict:
     """Treat all output as a problem: systemd-analyze reports an unknown key by its output only."""
-    count, said = facts
-    if said:
-        return warning(said, "shmserve systemd install, and look at your drop-ins")
+    count, report = facts
+    if report:
+        return warning(report, "shmserve systemd install, and look at your drop-ins")
     return ok(f"{count}, verified" if count else "none are installed")
 
 

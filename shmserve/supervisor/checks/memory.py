@@ -206,8 +206,8 @@ def gather_devices(config: ServerConfig) -> DeviceList:
 
 
 def _named(information: Path) -> str:
-    said = dict(re.findall(r"^([^:]+?)\s*:\s*(.*?)\s*$", information.read_text(), re.MULTILINE))
-    return " ".join(said.get(key, "?") for key in ("Device Minor", "GPU UUID", "Model"))
+    values = dict(re.findall(r"^([^:]+?)\s*:\s*(.*?)\s*$", information.read_text(), re.MULTILINE))
+    return " ".join(values.get(key, "?") for key in ("Device Minor", "GPU UUID", "Model"))
 
 
 def judge_devices(devices: DeviceList) -> Verdict:

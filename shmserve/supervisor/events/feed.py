@@ -66,7 +66,7 @@ class Subscriptions:
             self._prefixes.discard(prefix)
         return prefix.decode("utf-8", "replace"), wanted
 
-    def want(self, topic: str) -> bool:
+    def follow(self, topic: str) -> bool:
         """Return whether an event on this topic has a subscriber."""
         return any(topic.encode().startswith(prefix) for prefix in self._prefixes)
 
@@ -148,9 +148,9 @@ class EventPublisher:
         except OSError as error:
             logger.error("no events can be listened to: %s", error)
 
-    def wants(self, topic: str) -> bool:
+    def is_followed(self, topic: str) -> bool:
         """Return whether a topic has a subscriber."""
-        return self._socket is not None and self._subscriptions.want(topic)
+        return self._socket is not None and self._subscriptions.follow(topic)
 
     def publish(self, event: Any) -> None:
         """Send an event to the subscribers of its topic, and keep it unless it has counters."""
@@ -158,7 +158,7 @@ class EventPublisher:
         if topic != COUNTERS:
             recent = self._recent.setdefault(topic, deque(maxlen=_MOST_RECENT))
             recent.append((time.time_ns(), event))
-        if self.wants(topic):
+        if self.is_followed(topic):
             self._sequences[topic] += 1
             self._send(topic, self._sequences[topic], (event,))
 
@@ -244,7 +244,7 @@ class EventFeed:
 
     def _tick(self) -> None:
         self._timer = None
-        if self._publisher.wants(COUNTERS):
+        if self._publisher.is_followed(COUNTERS):
             self._count()
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_COUNTERS_EVERY_S, self._tick)

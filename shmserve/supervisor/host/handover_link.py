@@ -61,17 +61,17 @@ class Offer:
             if credentials(link)[1] != os.geteuid():
                 raise PermissionError
             data, fds = _receive(link, _MOST_SOCKETS)
-            said = json.loads(data or b'{"refused": "it ends"}')
-            if said.get("version", _VERSION) != _VERSION:
-                said = {"refused": "it is of another version, which hands over in another way"}
-            if "refused" in said:
-                raise ConnectionAbortedError(said["refused"])
+            response = json.loads(data or b'{"refused": "it ends"}')
+            if response.get("version", _VERSION) != _VERSION:
+                response = {"refused": "it is of another version, which hands over in another way"}
+            if "refused" in response:
+                raise ConnectionAbortedError(response["refused"])
         except OSError as error:
             link.close()
             raise InvalidArgument(f"--take-over: {_why_not(run_dir, error)}") from None
         sockets: dict[str, list[socket.socket]] = {}
         lent = []
-        for (name, is_lent), fd in zip(said["sockets"], fds, strict=True):
+        for (name, is_lent), fd in zip(response["sockets"], fds, strict=True):
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             sockets.setdefault(name, []).append(sock)
@@ -139,7 +139,7 @@ class HandoverLink:
         self._take = take
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._pending: dict[int, asyncio.Future[None]] = {}
         self._orders: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
         self._work = asyncio.ensure_future(self._obey())
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -149,14 +149,14 @@ class HandoverLink:
         """Send a request; the future resolves when it is done, or when the other end is gone."""
         done: asyncio.Future[None] = self._loop.create_future()
         number = next(self._numbers)
-        self._asked[number] = done
+        self._pending[number] = done
         self._send([number, verb, name], fds)
         return done
 
     async def settled(self) -> None:
         """Wait until all requests so far are done."""
-        if self._asked:
-            await asyncio.wait(self._asked.copy().values())
+        if self._pending:
+            await asyncio.wait(self._pending.copy().values())
 
     def _send(self, message: list[int | str], fds: Sequence[int] = ()) -> None:
         if not self.ended.done():
@@ -177,7 +177,7 @@ class HandoverLink:
                 verb, name = map(str, order)
                 self._orders.put_nowait((number, verb, name, fds))
             else:
-                settle(self._asked.pop(number, None), None)
+                settle(self._pending.pop(number, None), None)
         except BlockingIOError:
             return
         except (
@@ -207,9 +207,9 @@ class HandoverLink:
             self._settle_all()
 
     def _settle_all(self) -> None:
-        for done in self._asked.values():
+        for done in self._pending.values():
             settle(done, None)
-        self._asked.clear()
+        self._pending.clear()
 
     def close(self) -> None:
         """Close the connection."""

@@ -56,7 +56,7 @@ class ServiceManager:
                 self.close()
 
     @property
-    def is_there(self) -> bool:
+    def is_present(self) -> bool:
         """Whether there is a service manager."""
         return self._socket is not None
 

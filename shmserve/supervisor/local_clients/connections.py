@@ -248,7 +248,7 @@ class LocalClientConnections:
             unwelcomed = [each for each in self._clients.values() if not each.welcomed]
             if len(unwelcomed) >= _MOST_UNWELCOMED:
                 self.disconnect(unwelcomed[0])
-            if not self._has_room(uid):
+            if not self._has_capacity(uid):
                 disconnect(link)
                 continue
             try:
@@ -262,7 +262,7 @@ class LocalClientConnections:
             if process >= 0:
                 self._loop.add_reader(process, self.disconnect, client)
 
-    def _has_room(self, uid: int) -> bool:
+    def _has_capacity(self, uid: int) -> bool:
         """Return whether a user may open another connection; one user cannot use all."""
         of_one = sum(client.uid == uid for client in self._clients.values())
         return len(self._clients) < self._most and of_one < fd_limits.share_of(self._most)

@@ -23,8 +23,7 @@ from shmserve.ipc.messages.publications import (
     RegionPublished,
     RegionUnregistered,
 )
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.ipc.tensors.ranges import fits, whole
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, fits, whole
 from shmserve.supervisor.local_clients.connections import LocalClient, is_memory
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion

@@ -77,7 +77,7 @@ class _Watch:
 
     policy: ScalingPolicy
     capacity: HostCapacity
-    asked: asyncio.Future[dict[str, Any]] | None = None
+    pending: asyncio.Future[dict[str, Any]] | None = None
     not_before_s: float = 0.0  # the earliest time of a change
     changing: bool = False
 
@@ -113,9 +113,9 @@ class Autoscaler:
         watch = self._watches.get(version)
         if watch is None:
             watch = self._watches[version] = _watch(version.config, bounds)
-        if watch.asked is None or watch.asked.done():
-            watch.asked = version.scheduler.snapshot()
-            watch.asked.add_done_callback(partial(self._answered, model, version, watch))
+        if watch.pending is None or watch.pending.done():
+            watch.pending = version.scheduler.snapshot()
+            watch.pending.add_done_callback(partial(self._answered, model, version, watch))
 
     def _answered(
         self,

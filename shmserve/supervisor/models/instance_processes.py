@@ -440,7 +440,7 @@ class Instances:
         instance.crashes = before + (not ended.was_killed)
         if before < instance.crashes == _MOST_CRASHES and self._wanted(instance):
             row = f"its process ended {_MOST_CRASHES} times in a row ({ended.reason})"
-            self._give_up(instance, f"{row}, and has executed nothing meanwhile")
+            self._abandon(instance, f"{row}, and has executed nothing meanwhile")
             return
         while self._wanted(instance):
             if pause:
@@ -461,7 +461,7 @@ class Instances:
                 if instance.failed_loads < _MOST_FAILED_LOADS:
                     pause = self._pause_s(instance, child, 0)
                     continue
-                self._give_up(instance, error.message)
+                self._abandon(instance, error.message)
             return
 
     @staticmethod
@@ -472,15 +472,15 @@ class Instances:
         never fails, but the pauses grow.
         """
         pause = instance.backoff.pause_s(lived_s)
-        over = instance.backoff.deaths - _MOST_CRASHES
-        if ended is None or not ended.was_killed or over < 0:
+        excess = instance.backoff.deaths - _MOST_CRASHES
+        if ended is None or not ended.was_killed or excess < 0:
             return pause
-        pause = min(2.0**over, _LONGEST_PAUSE_S)
+        pause = min(2.0**excess, _LONGEST_PAUSE_S)
         text = "instance '%s' starts again in %g s: its process was killed, or ended, %d times"
         logger.warning(text, instance.name, pause, instance.backoff.deaths)
         return pause
 
-    def _give_up(self, instance: Instance, reason: str) -> None:
+    def _abandon(self, instance: Instance, reason: str) -> None:
         instance.transition("give_up")
         logger.error("instance '%s' stays down: %s", instance.name, reason)
         self._send_gone(instance)

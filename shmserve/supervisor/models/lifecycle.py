@@ -148,7 +148,7 @@ class Lifecycle:
         model.outdated = False  # the serving versions are not reloaded
         for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
             if order.kind is OrderKind.LOAD:
-                self._give_up(order)
+                self._abandon(order)
         users = self._registry.users_of(model)
         for user in users:
             if user not in entered:
@@ -203,7 +203,7 @@ class Lifecycle:
             step = self._registry.model(name)
             last = step.last_order
             if last is not None and last.kind is OrderKind.UNLOAD and last.number > order.number:
-                return self._give_up(order)
+                return self._abandon(order)
             coming = last if last is not None and last.may_come else None
             if coming is None and (not step.serving or last is not None):
                 step.for_others = True
@@ -433,7 +433,7 @@ class Lifecycle:
 
     # --- failures
 
-    def _give_up(self, order: Order) -> None:
+    def _abandon(self, order: Order) -> None:
         """Cancel an order because its model is unloaded or no other order needs it."""
         order.again = False
         text = f"failed to load '{order.model.name}', no version is available"
@@ -447,7 +447,7 @@ class Lifecycle:
         steps, order.before = order.before, []
         for step in steps:
             if not (step.asked or any(step in each.before for each in self._open)):
-                self._give_up(step)
+                self._abandon(step)
         if order.waits:
             if phase is OrderPhase.WAITING and order.kind is OrderKind.LOAD and not model.serving:
                 order.keep_source()

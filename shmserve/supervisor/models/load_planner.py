@@ -51,7 +51,7 @@ class LoadPlanner:
 
     def scan(self) -> dict[str, ModelFolder]:
         """Return the models of the repositories by name."""
-        return {**repository.scan(*self._where()), **self._inline}
+        return {**repository.scan(*self._roots()), **self._inline}
 
     def fingerprint(self, name: str) -> str:
         """Return a text that changes with any file of a model; "" if there is no such model."""
@@ -67,10 +67,10 @@ class LoadPlanner:
         return 1 if name in self._inline else sum(os.path.isdir(root / name) for root in roots)
 
     def _find(self, name: str) -> ModelFolder | None:
-        roots, config_name = self._where()
+        roots, config_name = self._roots()
         return self._inline.get(name) or repository.find(roots, name, config_name)
 
-    def _where(self) -> tuple[tuple[Path, ...], str]:
+    def _roots(self) -> tuple[tuple[Path, ...], str]:
         return self._config.model_repositories, self._config.model_config_name
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:

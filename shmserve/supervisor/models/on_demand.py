@@ -89,7 +89,7 @@ class MemoryUse:
         self._measured: dict[ModelVersion, float] = {}
         self._usual: dict[str, int] = {}  # of a model's version, kept after it is unloaded
 
-    async def measure(self, live: Iterable[ModelVersion], again: bool = False) -> None:
+    async def measure(self, live: Iterable[ModelVersion], refresh: bool = False) -> None:
         """Measure the loaded versions whose size is not known; this takes milliseconds for each.
 
         Args:
@@ -99,14 +99,14 @@ class MemoryUse:
         now = time.monotonic()
         loaded = [version for version in live if version.loaded]
         last = {each: self._measured.get(each, -math.inf) for each in loaded}
-        old = {each for each in loaded if again and now - last[each] >= _MEASURE_EVERY_S}
+        old = {each for each in loaded if refresh and now - last[each] >= _MEASURE_EVERY_S}
         wanted = old | {each for each in loaded if each.spec.name not in self._usual}
         if not wanted:
             return
         pids = {each: each.pids() for each in loaded}
         shared = Counter(pid for each in loaded for pid in pids[each])
-        asked = {pid for each in wanted for pid in pids[each]}
-        found = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in asked})
+        measured = {pid for each in wanted for pid in pids[each]}
+        found = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured})
         self._measured = last | dict.fromkeys(wanted, now)
         self._sizes = {each: self._sizes[each] for each in loaded if each in self._sizes}
         for each in wanted:
@@ -214,7 +214,7 @@ class OnDemand:
         """Unload models that are idle or too large, until this is cancelled."""
         while True:
             if self._context.config.max_loaded_byte_size:
-                await self._memory.measure(self._registry.live, again=True)
+                await self._memory.measure(self._registry.live, refresh=True)
             await self.free_memory()
             await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -39,7 +39,7 @@ class RepositoryPoller:
     # The changes in progress: models, and whether they are present.
     _busy: set[tuple[str, bool]] = field(init=False, default_factory=set)
     # The time of a failed model's next retry, and the pause after that retry.
-    _again: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
+    _retries: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
         """Poll every `repository_poll_s` seconds until this is cancelled."""
@@ -83,7 +83,7 @@ class RepositoryPoller:
         """Load, reload or unload a model if needed; raises ShmserveError if that fails."""
         model = self._registry.models.get(name)
         if not present:
-            self._again.pop(name, None)
+            self._retries.pop(name, None)
             if model is not None and (
                 model.serving or model.orders or model.failed or model.on_demand
             ):
@@ -95,11 +95,11 @@ class RepositoryPoller:
         if model is not None and model.on_demand and not model.serving:
             return  # its next request loads the current files
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
-        again_at, pause_s = self._again.get(name, (0.0, _FIRST_PAUSE_S))
+        retry_at, pause_s = self._retries.get(name, (0.0, _FIRST_PAUSE_S))
         if model is None or model.fingerprint != fingerprint:  # also after a failure
             pause_s = _FIRST_PAUSE_S
-        elif not model.may_pass or time.monotonic() < again_at:
+        elif not model.may_pass or time.monotonic() < retry_at:
             return
-        self._again[name] = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._retries[name] = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
         await self._models.load(name, pins=False)
-        self._again.pop(name, None)
+        self._retries.pop(name, None)

@@ -276,8 +276,8 @@ class RegionOpener:
         self._refuse_if_disabled()
         shared = posix_shm.described(fd)
         number, blocks = secrets.randbits(62), os.fstat(fd).st_blocks
-        place = (shared, offset, byte_size)
-        region = OpenRegion(name, key, number, *place, owner, blocks=blocks, pinned=pinned)
+        location = (shared, offset, byte_size)
+        region = OpenRegion(name, key, number, *location, owner, blocks=blocks, pinned=pinned)
         return self._admit(region, shared)
 
     def _owner(self, peer: Peer, key: str, shared: posix_shm.SharedObject) -> Ownership:

@@ -93,9 +93,9 @@ class OpenRegion:
 
     def published(self, acknowledge: int) -> RegionPublished:
         """Return the message that publishes the region to gateways."""
-        place = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
+        packed = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
         owner = self.owner
-        return RegionPublished(self.name, self.key, place, owner.uid, owner.group, acknowledge)
+        return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, acknowledge)
 
     def listed_only(self, acknowledge: int) -> RegionPublished:
         """Return the message for a region that gateways only list."""

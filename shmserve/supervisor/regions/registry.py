@@ -39,8 +39,7 @@ from shmserve.ipc.messages.publications import (
     RegionUnregistered,
     RegionWithdrawn,
 )
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.ipc.tensors.ranges import whole
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, whole
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import DROP, KEEP, KeptRegions, OpenRegion
 

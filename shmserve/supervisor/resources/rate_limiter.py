@@ -120,9 +120,9 @@ class RateLimiter:
             InvalidArgument: A resource is both global and device-specific, or exceeds its capacity.
                 The messages are Triton's.
         """
-        asked = [item for needs in instances.values() for item in needs.resources.items()]
-        known = {*self._capacity, *(resource for resource, _ in asked)}
-        for resource, count in asked:
+        needed = [item for needs in instances.values() for item in needs.resources.items()]
+        known = {*self._capacity, *(resource for resource, _ in needed)}
+        for resource, count in needed:
             self._check(resource, count, known)
         members = self._members.values()
         scores = [each.score for other in members for each in other.instances.values()]

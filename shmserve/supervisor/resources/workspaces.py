@@ -228,8 +228,8 @@ class Workspaces:
     def _send_granted(self, pool: _Pool, granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
             assert pool.memory is not None
-            place = pack_range(Range(pool.memory, offset, 0))
-            self._send(owner, Answered(ticket, {"place": place}))
+            packed = pack_range(Range(pool.memory, offset, 0))
+            self._send(owner, Answered(ticket, {"place": packed}))
 
 
 def run(data: bytes, cuda: Callable[[], Exporting] = Driver) -> None:

@@ -20,7 +20,7 @@ from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import from_program
 from shmserve.client.request.prepare import PLAIN, options_of, prepare
-from shmserve.client.request.prepared import RequestTemplate, TensorTemplate
+from shmserve.client.request.prepared import ClientTemplate, TensorTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server_state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
@@ -291,7 +291,7 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
     model = ClientModel(published())
     first = prepare(memories, model, x, None, PLAIN)
     (key,) = model.prepared._known
-    prepared = RequestTemplate(
+    prepared = ClientTemplate(
         model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
     )
     assert model.remember(key, prepared) is first.prepared
@@ -465,7 +465,7 @@ def test_models_follow_the_news() -> None:
 
 
 def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
-    prepared = RequestTemplate(
+    prepared = ClientTemplate(
         ClientModel(published()).signature, [TensorTemplate("x", "FP32", (1, 0), 0)], (), memories
     )
     assert prepared.slotted
@@ -475,7 +475,7 @@ def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
 def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
     form = TensorTemplate("x", "FP32", (1, size), 4 * size)
-    prepared = RequestTemplate(Signature(ModelSpec.of(config), "1"), [form], (), memories)
+    prepared = ClientTemplate(Signature(ModelSpec.of(config), "1"), [form], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
     assert not prepared.slotted
     tensor = TensorRef("x", "FP32", (1, size), array.tobytes())

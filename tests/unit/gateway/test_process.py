@@ -59,7 +59,7 @@ def test_a_drain_while_the_listeners_are_opened_is_settled_and_accepts_nobody() 
         front = Opening()
         told: list[bool] = []
         with socket.create_server(("127.0.0.1", 0)) as sock:
-            acceptor: Any = SimpleNamespace(connections=[], leave=lambda left, **_: left())
+            acceptor: Any = SimpleNamespace(connections=[], drain=lambda done, **_: done())
             front.drain(lambda: told.append(True), followed=False)
             await front.listen(sock, acceptor)
             await asyncio.sleep(0)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
-from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.descriptors import TensorRef, fits, whole
 from shmserve.ipc.tensors.inference import RequestedOutput
-from shmserve.ipc.tensors.ranges import fits, whole
 from shmserve.ipc.tensors.signature import Signature
 
 EDGES = [0, 1, -1, 4095, 4096, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64]

@@ -15,11 +15,11 @@ from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
-    ("inline", "gateway"): 53.2,
+    ("inline", "gateway"): 50.2,
     ("inline", "grpc gateway"): 87.2,
     ("inline", "scheduler"): 40.8,
     ("inline", "worker"): 43.0,
-    ("placed", "gateway"): 60.2,
+    ("placed", "gateway"): 57.2,
     ("placed", "grpc gateway"): 101.2,
     ("placed", "scheduler"): 108.0,
     ("placed", "worker"): 119.0,

@@ -63,14 +63,14 @@ async def until(holds: Callable[[], object]) -> None:
 
 def test_what_subscribers_say() -> None:
     subscriptions = Subscriptions()
-    assert not subscriptions.want("models")
+    assert not subscriptions.follow("models")
     assert subscriptions.update(b"\1mod") == ("mod", True)
-    assert subscriptions.want("models") and not subscriptions.want("health")
+    assert subscriptions.follow("models") and not subscriptions.follow("health")
     assert subscriptions.update(b"\1") == ("", True)
-    assert subscriptions.want("health")
+    assert subscriptions.follow("health")
     assert subscriptions.update(b"\0") == ("", False)
     assert subscriptions.update(b"\0mod") == ("mod", False)
-    assert not subscriptions.want("models")
+    assert not subscriptions.follow("models")
     assert subscriptions.update(b"\0never") == ("never", False)
 
 
@@ -83,7 +83,7 @@ def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
 def test_before_it_is_open_nobody_listens() -> None:
     publisher = EventPublisher()
     publisher.publish(STARTED)
-    assert not publisher.wants(publications.PROCESSES)
+    assert not publisher.is_followed(publications.PROCESSES)
     publisher.close()
 
 
@@ -92,15 +92,15 @@ async def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
     async with published(run_dir, lambda *news: told.append(news)) as publisher:
         publisher.publish(STARTED)  # number 1 is the first that is sent
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
-            await until(lambda: publisher.wants(publications.PROCESSES))
-            assert not publisher.wants(publications.MODELS)
+            await until(lambda: publisher.is_followed(publications.PROCESSES))
+            assert not publisher.is_followed(publications.MODELS)
             publisher.publish(m.LoadRefused("m", "no"))
             publisher.publish(STARTED)
             arrived = await asyncio.to_thread(reader._next, 5000)
             assert arrived is not None
             _, header, found = arrived
             assert (header.sequence, found) == (1, [STARTED])
-        await until(lambda: not publisher.wants(publications.PROCESSES))
+        await until(lambda: not publisher.is_followed(publications.PROCESSES))
     assert told == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
 
@@ -138,7 +138,7 @@ def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Pa
     async def live() -> tuple[int, int]:
         async with published(run_dir) as publisher:
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
-                await until(lambda: publisher.wants(publications.PROCESSES))
+                await until(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):  # nobody waits for anybody here
                     publisher.publish(m.ProcessStarted(number, "x"))
 
@@ -170,7 +170,7 @@ def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
         async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
             holder.append(feed(publisher, {}, []))
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
-                await until(lambda: publisher.wants(publications.PROCESSES))
+                await until(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):
                     publisher.publish(m.ProcessStarted(number, "x"))
 
@@ -235,14 +235,14 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
             told = await asyncio.to_thread(next, reader.follow())
             assert told.event == m.ModelChanged("a", "1", "READY", "")
             await until(lambda: len(asked) > 1)  # a second later
-        await until(lambda: not publisher.wants(publications.COUNTERS))
+        await until(lambda: not publisher.is_followed(publications.COUNTERS))
         await until(lambda: holder[0]._timer is None)
 
 
 async def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
     async with published(run_dir) as publisher:
         reader = EventReader(run_dir)
-        await until(lambda: publisher.wants(publications.MODELS))
+        await until(lambda: publisher.is_followed(publications.MODELS))
     with reader, pytest.raises(Disconnected, match="the server has ended"):
         await asyncio.to_thread(next, reader.follow())
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc import link_table
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
@@ -24,8 +23,10 @@ from shmserve.ipc.messages.publications import ModelWithdrawn, ProcessExited, Sc
 from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.workers.bls.calls import Call, CallRouter
+from shmserve.ipc.transport import dealer
+from shmserve.workers.bls.calls import UnaryCall
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
+from shmserve.workers.bls.router import CallRouter
 from tests.rigs.called_models import Others, finished, work
 from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
 from tests.support.waiting import until
@@ -64,7 +65,13 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
 
 
 def call(calls: CallRouter, what: CallRequest) -> CallResponse:
-    return calls.wait(calls.begin(Call(calls, what)))
+    return calls.begin(UnaryCall(calls, what)).wait()
+
+
+def call_soon(calls: CallRouter, what: CallRequest) -> asyncio.Future[CallResponse]:
+    future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
+    calls.begin_soon(UnaryCall(calls, what, future), future)
+    return future
 
 
 def values(reply: CallResponse) -> list[float]:
@@ -267,7 +274,7 @@ def test_no_descriptor_for_a_link_to_the_successor(
     running = others.run(call, calls, request())
     others.found("s1")
     scheduler.next(m.Submit)
-    monkeypatch.setattr(link_table, "Dealer", full)
+    monkeypatch.setattr(dealer, "Dealer", full)
     others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
         running.result(10)
@@ -323,7 +330,7 @@ def test_news_of_a_withdrawn_model(calls: CallRouter, others: Others) -> None:
     others.found("s1")
     submit = first.next(m.Submit)
     others.supervisor.say(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
-    until("it is heard", lambda: not calls._directory._known)
+    until("it is heard", lambda: not calls._targets)
     first.say(doubled(submit))  # what is in flight ends where it is
     running.result(10)
     running = others.run(call, calls, request())
@@ -336,7 +343,7 @@ def test_many_at_once_from_a_coroutine(calls: CallRouter, others: Others) -> Non
     scheduler = others.scheduler("s1")
 
     async def many() -> list[list[float]]:
-        replies = [calls.call_soon(request([n])) for n in range(20)]
+        replies = [call_soon(calls, request([n])) for n in range(20)]
         return [values(reply) for reply in await asyncio.gather(*replies)]
 
     running = others.run(asyncio.run, many())
@@ -351,10 +358,10 @@ def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: Oth
     scheduler = others.scheduler("s1")
 
     async def impatient() -> list[float]:
-        reply = calls.call_soon(request())
+        reply = call_soon(calls, request())
         await asyncio.sleep(0)
         reply.cancel()
-        return values(await calls.call_soon(request([5])))
+        return values(await call_soon(calls, request([5])))
 
     running = others.run(asyncio.run, impatient())
     others.found("s1")
@@ -370,7 +377,7 @@ def test_a_coroutine_hears_of_losses_and_errors(calls: CallRouter, others: Other
     first, second = others.scheduler("s1"), others.scheduler("s2")
 
     async def both() -> tuple[list[float], str]:
-        one, two = calls.call_soon(request()), calls.call_soon(request())
+        one, two = call_soon(calls, request()), call_soon(calls, request())
         reply = await one
         with pytest.raises(InvalidArgument) as caught:
             await two
@@ -418,7 +425,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     first = scheduler.next(m.Submit)
 
     async def one() -> list[float]:
-        return values(await calls.call_soon(request([2])))
+        return values(await call_soon(calls, request([2])))
 
     other = others.run(asyncio.run, one())
     second = scheduler.next(m.Submit)

@@ -1,4 +1,4 @@
-"""Backend `llm`: text generation by the Llama, Qwen2 and Qwen3 families from Hugging Face folders.
+"""Backend `llm`: text generation by Llama, Mistral, Qwen2 and Qwen3 from Hugging Face folders.
 
 The version folder is the model's. `engine.yaml`, in the folder of config.pbtxt, has the settings of
 the engine. The scheduler plans steps (`shmserve.ipc.messages.generation`), and the worker executes
@@ -8,7 +8,8 @@ engine_file.py    `engine.yaml`
 engine.py         steps
 sequences.py      prompts and sequences
 parameters.py sampler.py speculation.py     from logits to tokens
-texts.py prompts.py answers.py              from requests to tokens, from tokens to responses
+texts.py prompts.py chat_template.py        from requests to tokens
+answers.py                                  from tokens to responses
 model/            the checkpoint, the decoder, its attention and KV cache
 """
 

@@ -15,15 +15,18 @@ import torch
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.sampler import (
+    Check,
+    Proposal,
     SampledRow,
     TokenLogprobs,
     allowed_tokens,
     candidates,
     logprobs,
     process,
+    verify,
 )
 from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
-from shmserve.workers.backends.llm.speculation import Check, Proposal, Proposer, verify
+from shmserve.workers.backends.llm.speculation import Proposer
 
 
 class Emitted(NamedTuple):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Request
+from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sampler import Grammars
@@ -52,8 +49,10 @@ class PromptReader:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
         self._longest = max_model_len
-        self._chat = ChatTemplate(checkpoint.template, checkpoint.special)
+        self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
         self._vocabulary = checkpoint.architecture.vocabulary
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._special = {each.content: token for token, each in added if each.special}
         self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
 
     def read(
@@ -68,12 +67,18 @@ class PromptReader:
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
         tokens, text = self._tokens(given, parameters)
         most = min(parameters.max_tokens, self._longest - len(tokens))
-        parameters = replace(parameters, max_tokens=most)
+        stops = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
+        parameters = replace(parameters, max_tokens=most, stop_token_ids=stops)
         ends = () if parameters.ignore_eos else self._checkpoint.ends
         grammar = self._grammars.matcher(parameters.grammar) if parameters.grammar[0] else None
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, ends, grammar, before)
         return prompt, text if parameters.echo and "messages" not in given else ""
+
+    def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
+        """Return the tokens of stop strings that are special tokens, which texts lack."""
+        found = [self._special[stop] for stop in stops if stop in self._special]
+        return [token for token in found if token < self._vocabulary]
 
     def _tokens(
         self, given: Mapping[str, Any], parameters: GenerationParameters
@@ -98,6 +103,13 @@ class PromptReader:
             text = self._chat.render(source) if chat else source
             special = parameters.add_special_tokens and not chat
             tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
+            most = max(tokens, default=0)
+            if most >= self._vocabulary:
+                token = clip(repr(self._tokenizer.id_to_token(most)))
+                raise InvalidArgument(
+                    f"{named[0]}: the token {token} is {most}, and the model has tokens up to "
+                    f"{self._vocabulary - 1} (config.json: vocab_size)"
+                )
         if parameters.truncate_prompt_tokens:
             tokens = tokens[-parameters.truncate_prompt_tokens :]
         if not tokens:
@@ -129,80 +141,3 @@ def _settings(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
         # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
         found["echo"] = not found.get("stream", False)
     return found
-
-
-class ChatTemplate:
-    """The chat template of a model; `special` has the texts of tokens that it may name."""
-
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        self._source = source
-        self._special = special
-
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        environment.filters["tojson"] = _to_json
-        return environment.from_string(self._source)
-
-    def render(self, text: str) -> str:
-        """Render a JSON list of messages, or an object of `messages` and other template variables.
-
-        Raises:
-            InvalidArgument: The text is not valid, or the template rejects it.
-        """
-        if not self._source:
-            raise InvalidArgument("messages: the model has no chat template, only text_input")
-        given = _conversation(text)
-        try:
-            made: str = self._compiled.render(
-                **{"add_generation_prompt": True, **self._special, **given}
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise InvalidArgument(
-                f"messages: the model's chat template does not take them: {clip(str(error), 200)}"
-            ) from None
-        return made
-
-
-def _conversation(text: str) -> dict[str, Any]:
-    allowed = "a JSON list of messages, each with a role and a content"
-    try:
-        found = json.loads(text)
-    except ValueError:
-        raise InvalidArgument(f"messages: {clip(repr(text))} is not {allowed}") from None
-    given: dict[str, Any] = found if isinstance(found, dict) else {"messages": found}
-    messages = given.get("messages")
-    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed}")
-    return {**given, "messages": [_flat(each) for each in messages]}
-
-
-def _is_message(given: Any) -> bool:
-    return isinstance(given, dict) and "role" in given
-
-
-def _flat(message: dict[str, Any]) -> dict[str, Any]:
-    """Join the text parts of a message's content."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
-    return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -5,6 +5,11 @@ bias ─> penalties ─> least length ─> grammar ─> temperature ─> top-k �
 The order is that of transformers. Every draw is a hash of (seed, sample, position). A text
 therefore depends neither on the other rows of the step nor on the time and instance. A grammar (a
 JSON schema or a regular expression) restricts the tokens that may be next.
+
+Proposed tokens are verified (speculative decoding). A deterministic proposal (n-grams, a greedy
+draft) is accepted where the model's own draw is the same token, so texts do not change. A token
+that a draft model has drawn is accepted by rejection sampling (Leviathan et al., 2023; Chen et al.,
+2023).
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -207,6 +212,70 @@ def _nucleus(
     least = values.gather(1, found.unsqueeze(1) - 1).squeeze(1)
     free = [not each.top_k and each.top_p >= 1 for each in settings]
     return least.masked_fill(torch.tensor(free, device=device), -math.inf)
+
+
+@dataclass(slots=True)
+class Proposal:
+    """Tokens that may follow a sequence.
+
+    Attributes:
+        chances: The distribution [tokens, vocabulary] from which each token was drawn, if it was
+            drawn.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    chances: list[torch.Tensor] = field(default_factory=list)
+
+
+class Check(NamedTuple):
+    """The rows of one sequence to verify, from `first`: one per proposed token, and one more."""
+
+    first: int
+    proposal: Proposal
+
+
+def verify(
+    logits: torch.Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]
+) -> list[list[int]]:
+    """Return the tokens that continue each sequence, given processed logits of all rows.
+
+    These tokens are the accepted part of the proposal, and one more token.
+    """
+    drawn, _ = sample(logits, rows)
+    wanted = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
+    found: list[list[int]] = []
+    for first, proposal in checks:
+        own = drawn[first : first + len(proposal.tokens) + 1]
+        if wanted is not None and proposal.chances:
+            part = slice(first, first + len(own))
+            found.append(_rejection(wanted[part], rows[part], proposal, own[-1]))
+            continue
+        same = [token == mine for token, mine in zip(proposal.tokens, own, strict=False)]
+        accepted = same.index(False) if False in same else len(same)
+        found.append(own[: accepted + 1])
+    return found
+
+
+def _rejection(
+    wanted: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
+) -> list[int]:
+    """Accept each token with the probability min(1, p / q).
+
+    The first rejected token is replaced by a draw from the excess of p over q. `bonus` follows if
+    all tokens are accepted.
+    """
+    tokens: list[int] = []
+    for token, chance, mine, row in zip(
+        proposal.tokens, proposal.chances, wanted, rows, strict=False
+    ):
+        if row.draw(ACCEPTANCE) * float(chance[token]) < float(mine[token]):
+            tokens.append(token)
+            continue
+        rest = (mine - chance).clamp_min(0)
+        if float(rest.sum()) <= 1e-6:
+            rest = mine
+        return tokens + pick(rest.unsqueeze(0), [row.draw()])
+    return [*tokens, bonus]
 
 
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -1,15 +1,9 @@
-"""Speculative decoding: proposals for the next tokens, and their exact verification.
-
-A deterministic proposal (n-grams, a greedy draft) is accepted where the model's own draw is the
-same token, so texts do not change. A token that a draft model has drawn is accepted by rejection
-sampling (Leviathan et al., 2023; Chen et al., 2023).
-"""
+"""Speculative decoding: proposals for the next tokens, which `sampler.verify` checks exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,11 +11,8 @@ import torch
 from shmserve.ipc.messages.generation import Row
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.sampler import (
-    ACCEPTANCE,
     PROPOSAL,
-    SampledRow,
-    distribution,
-    pick,
+    Proposal,
     process,
     sample,
 )
@@ -29,19 +20,6 @@ from shmserve.workers.backends.llm.sequences import TokenSequence
 
 _LONGEST, _SHORTEST = 4, 2  # number of tokens that must be equal
 _MOST_BEHIND = 512  # tokens of a sequence that a draft model reads per step
-
-
-@dataclass(slots=True)
-class Proposal:
-    """Tokens that may follow a sequence.
-
-    Attributes:
-        chances: The distribution [tokens, vocabulary] from which each token was drawn, if it was
-            drawn.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    chances: list[torch.Tensor] = field(default_factory=list)
 
 
 class Proposer(Protocol):
@@ -142,54 +120,3 @@ class DraftModel:
             proposal.tokens.append(tokens[place])
             if place in chances:
                 proposal.chances.append(chances[place])
-
-
-class Check(NamedTuple):
-    """The rows of one sequence to verify, from `first`: one per proposed token, and one more."""
-
-    first: int
-    proposal: Proposal
-
-
-def verify(
-    logits: torch.Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]
-) -> list[list[int]]:
-    """Return the tokens that continue each sequence, given processed logits of all rows.
-
-    These tokens are the accepted part of the proposal, and one more token.
-    """
-    drawn, _ = sample(logits, rows)
-    wanted = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
-    found: list[list[int]] = []
-    for first, proposal in checks:
-        own = drawn[first : first + len(proposal.tokens) + 1]
-        if wanted is not None and proposal.chances:
-            part = slice(first, first + len(own))
-            found.append(_rejection(wanted[part], rows[part], proposal, own[-1]))
-            continue
-        same = [token == mine for token, mine in zip(proposal.tokens, own, strict=False)]
-        accepted = same.index(False) if False in same else len(same)
-        found.append(own[: accepted + 1])
-    return found
-
-
-def _rejection(
-    wanted: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
-) -> list[int]:
-    """Accept each token with the probability min(1, p / q).
-
-    The first rejected token is replaced by a draw from the excess of p over q. `bonus` follows if
-    all tokens are accepted.
-    """
-    tokens: list[int] = []
-    for token, chance, mine, row in zip(
-        proposal.tokens, proposal.chances, wanted, rows, strict=False
-    ):
-        if row.draw(ACCEPTANCE) * float(chance[token]) < float(mine[token]):
-            tokens.append(token)
-            continue
-        rest = (mine - chance).clamp_min(0)
-        if float(rest.sum()) <= 1e-6:
-            rest = mine
-        return tokens + pick(rest.unsqueeze(0), [row.draw()])
-    return [*tokens, bonus]

@@ -33,8 +33,8 @@ from shmserve.workers.backends.python.response import (
     from_error,
 )
 from shmserve.workers.backends.python.tensor import Lender, ReceivedTensor, Tensor
+from shmserve.workers.bls.calls import StreamCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
-from shmserve.workers.bls.streams import StreamCall
 
 RELEASE_ALL = 1
 RELEASE_RESCHEDULE = 2
@@ -209,22 +209,22 @@ class InferenceRequest:
         reply: asyncio.Future[CallResponse]
         try:
             if decoupled:
-                begun: asyncio.Future[None] = loop.create_future()
-                call = server.current().open_soon(self._call_request(), begun)
-                task = loop.create_task(_iterator(call, begun))
+                first_response: asyncio.Future[None] = loop.create_future()
+                call = server.current().open_soon(self._call_request(), first_response)
+                task = loop.create_task(_iterator(call, first_response))
 
-                def cancel(over: asyncio.Future[Any]) -> None:
-                    if over.cancelled():
+                def on_done(task: asyncio.Future[Any]) -> None:
+                    if task.cancelled():
                         call.abandon()
 
-                task.add_done_callback(cancel)
+                task.add_done_callback(on_done)
                 return task
             reply = server.current().call_soon(self._call_request())
         except ShmserveError as error:
             failed = from_error(error)
-            over = loop.create_future()
-            over.set_result(ResponseIterator(None, failed) if decoupled else failed)
-            return over
+            future = loop.create_future()
+            future.set_result(ResponseIterator(None, failed) if decoupled else failed)
+            return future
         return loop.create_task(_response(reply))
 
     def _call_request(self) -> CallRequest:
@@ -282,9 +282,9 @@ async def _response(reply: asyncio.Future[CallResponse]) -> InferenceResponse | 
 
 
 async def _iterator(
-    call: StreamCall, begun: asyncio.Future[None]
+    call: StreamCall, first_response: asyncio.Future[None]
 ) -> InferenceResponse | ResponseIterator:
-    await begun
+    await first_response
     return ResponseIterator(call)
 
 

@@ -21,8 +21,8 @@ from shmserve.workers.backends.python.errors import (
     to_server,
 )
 from shmserve.workers.backends.python.tensor import ReceivedTensor, Tensor
+from shmserve.workers.bls.calls import StreamCall
 from shmserve.workers.bls.request import CallResponse
-from shmserve.workers.bls.streams import StreamCall
 
 # An Output, created without the Python function of named tuples.
 _output: Callable[[tuple[str, str, Any]], Output] = partial(tuple.__new__, Output)

@@ -20,9 +20,9 @@ from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadMode
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import Call, CallRouter
+from shmserve.workers.bls.calls import StreamCall, UnaryCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
-from shmserve.workers.bls.streams import StreamCall
+from shmserve.workers.bls.router import CallRouter
 from shmserve.workers.links.workspace import LeasedWorkspace
 
 logger = logging.getLogger(__name__)
@@ -61,25 +61,46 @@ class ServerApi:
             ShmserveError: The inference has failed.
         """
         with self._beginning(request):
-            begun = self.calls.begin(Call(self.calls, request))
-        return self.calls.wait(begun)
+            call = self.calls.begin(UnaryCall(self.calls, request))
+        return call.wait()
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
-        """Start an inference from the running event loop."""
+        """Start an inference from the running event loop.
+
+        Returns:
+            A future of the response or error. Cancelling the future cancels the inference.
+
+        Raises:
+            ShmserveError: The inference cannot be started.
+        """
+        future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
         with self._beginning(request):
-            return self.calls.call_soon(request)
+            self.calls.begin_soon(UnaryCall(self.calls, request, future), future)
+        return future
 
     def open(self, request: CallRequest) -> StreamCall:
-        """Start an inference that may have any number of responses."""
+        """Start an inference that may have any number of responses.
+
+        Raises:
+            ShmserveError: The inference cannot be started.
+        """
         with self._beginning(request):
             return self.calls.begin(StreamCall(self.calls, request))
 
-    def open_soon(self, request: CallRequest, begun: asyncio.Future[None]) -> StreamCall:
-        """Start a stream from the event loop; `begun` is done at the first response."""
+    def open_soon(self, request: CallRequest, first_response: asyncio.Future[None]) -> StreamCall:
+        """Start an inference with any number of responses from the running event loop.
+
+        Args:
+            request: The request.
+            first_response: A future that is completed when the first response arrives.
+
+        Raises:
+            ShmserveError: The inference cannot be started.
+        """
+        call = StreamCall(self.calls, request, first_response)
         with self._beginning(request):
-            call = StreamCall(self.calls, request, begun)
-            self.calls.submit_soon(call, begun)
-            return call
+            self.calls.begin_soon(call, first_response)
+        return call
 
     @contextlib.contextmanager
     def _beginning(self, request: CallRequest) -> Iterator[None]:

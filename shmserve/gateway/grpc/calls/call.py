@@ -248,10 +248,10 @@ class GrpcCall(ABC):
         assembly.feed(piece)
         self._cut(assembly, len(piece))
 
-    def place(self, most: int) -> memoryview | None:
+    def next_buffer(self, most: int) -> memoryview | None:
         """Return the final memory of at most `most` of the next bytes, or None."""
         assembly = self._assembly
-        return None if assembly is None or self.done else assembly.place(most)
+        return None if assembly is None or self.done else assembly.next_buffer(most)
 
     def _cut(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are complete with the last `size` bytes."""
@@ -269,9 +269,9 @@ class GrpcCall(ABC):
             arriving.hold(more)
         else:
             arriving.keep(assembly.sink.drop)
-        self._wants(assembly)
+        self._enlarge_window(assembly)
 
-    def _wants(self, assembly: Assembly) -> None:
+    def _enlarge_window(self, assembly: Assembly) -> None:
         """Enlarge the window for the rest of a large message."""
         extra, assembly.extra = assembly.extra, 0
         self._connection.http2.send_window_update(self._stream, extra)
@@ -301,20 +301,20 @@ class GrpcCall(ABC):
         """End the call, since the client has disconnected or violated the protocol."""
         if not self.done:
             self._end()
-            self._leave()
+            self._notify_disconnected()
         self._all_sent()
 
     def _expired(self) -> None:
         """End the call, since its deadline has expired."""
         if not self.done:
             self._end()
-            self._leave()
+            self._notify_disconnected()
             self._send_status(*EXPIRED)
 
-    def _leave(self) -> None:
-        left, self.on_gone = self.on_gone, None
-        if left is not None:
-            left()
+    def _notify_disconnected(self) -> None:
+        on_gone, self.on_gone = self.on_gone, None
+        if on_gone is not None:
+            on_gone()
 
     def _end(self) -> None:
         self.done = True
@@ -374,7 +374,7 @@ class UnaryCall(GrpcCall):
 
     awaited = True
     _unasked = 3 / 4  # Padding may use the rest.
-    __slots__ = ("_asked", "_task", "on_message")
+    __slots__ = ("_has_message", "_task", "on_message")
 
     def __init__(
         self,
@@ -386,21 +386,21 @@ class UnaryCall(GrpcCall):
     ) -> None:
         super().__init__(connection, stream, head, sinks)
         self.on_message = on_message
-        self._asked = False
+        self._has_message = False
         self._task: asyncio.Task[None] | None = None
 
     def check_message(self) -> None:
         """Start the time limit of the message if it was not received yet."""
-        if not (self._asked or self.done):
+        if not (self._has_message or self.done):
             self.await_message()
 
     def data(self, piece: memoryview, ended: bool) -> None:
         """Receive data, which is nearly always the complete message."""
         size = len(piece)
-        if PREFIX.size <= size < LARGE and self._assembly is None and not self._asked:
+        if PREFIX.size <= size < LARGE and self._assembly is None and not self._has_message:
             flag, length = PREFIX.unpack_from(piece)
             if not flag and length == size - PREFIX.size and not self.done:
-                self._asked = True
+                self._has_message = True
                 self.on_message(bytes(piece[PREFIX.size :]), self)
                 return
         super().data(piece, ended)
@@ -428,11 +428,11 @@ class UnaryCall(GrpcCall):
         connection.flush()
 
     def _received(self, message: Received) -> None:
-        if self._asked:
+        if self._has_message:
             release(message.data)
             self.fail(StatusCode.INTERNAL, "more than one message in a unary call")
             return
-        self._asked = True
+        self._has_message = True
         if message.compressed:
             self._task = asyncio.ensure_future(self._inflate(message))
         else:
@@ -448,5 +448,5 @@ class UnaryCall(GrpcCall):
             self.on_message(data, self)
 
     def _half_closed(self) -> None:
-        if not self._asked:
+        if not self._has_message:
             self.fail(*MISSING)

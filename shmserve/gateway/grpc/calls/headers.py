@@ -67,6 +67,7 @@ ENCODINGS = ("identity", "deflate", "gzip")
 
 _OURS = frozenset((b"te", b"content-type", b"content-length", b"accept-encoding"))
 _is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
+_STRICT = (b"triton_grpc_error", b"true")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _LONGEST_S = 1e9
 _LONGEST_NUMBER = 30  # digits
@@ -82,13 +83,14 @@ class CallHead:
         accepts: The encodings that the client accepts.
         data_size: The declared size in bytes, or -1.
         traceparent: The W3C trace context, or "".
+        strict: Whether the first error ends a stream with its status.
         refusal: The status of a head that is invalid or asks for an unsupported feature.
         status: The HTTP status of the response.
     """
 
     __slots__ = (
         *("_fields", "_metadata", "accepts", "data_size", "encoding", "path", "refusal"),
-        *("status", "timeout_s", "traceparent"),
+        *("status", "strict", "timeout_s", "traceparent"),
     )
 
     def __init__(self, fields: Fields) -> None:
@@ -110,6 +112,7 @@ class CallHead:
             text = f"compression algorithm '{self.encoding[:_LONGEST_NAME]}' is not supported"
             self._refuse(200, StatusCode.UNIMPLEMENTED, text)
         self.traceparent = found.get(b"traceparent", b"").decode("latin-1")
+        self.strict = _STRICT in fields
         accepted = found.get(b"grpc-accept-encoding", b"").decode("latin-1")
         self.accepts = frozenset(name.strip() for name in accepted.split(","))
 
@@ -117,11 +120,11 @@ class CallHead:
         if self.refusal is None:
             self.status, self.refusal = status, (code, text, ())
 
-    def _timeout(self, said: bytes | None) -> float | None:
-        if said is None:
+    def _timeout(self, value: bytes | None) -> float | None:
+        if value is None:
             return None
-        matched = _is_timeout(said)
-        if matched is None or len(said) > _LONGEST_NUMBER:
+        matched = _is_timeout(value)
+        if matched is None or len(value) > _LONGEST_NUMBER:
             self._refuse(200, StatusCode.INTERNAL, "malformed grpc-timeout")
             return None
         return min(int(matched[1]) * _UNIT_S[matched[2]], _LONGEST_S)

@@ -43,7 +43,7 @@ Message = bytes | ArrivingRequest
 class Sink(Protocol):
     """The destination of a message that is received into its final memory."""
 
-    def place(self, most: int) -> memoryview | None:
+    def next_buffer(self, most: int) -> memoryview | None:
         """Return memory for at most `most` of the next bytes, or None if it is unknown.
 
         Bytes in this memory are not copied by `feed`.
@@ -136,11 +136,11 @@ class Assembly:
         """The received bytes of the incomplete message, once `take` has returned None."""
         return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
 
-    def place(self, most: int) -> memoryview | None:
+    def next_buffer(self, most: int) -> memoryview | None:
         """Return the final memory of at most `most` of the next bytes, or None."""
         if self.sink is None or self._at < len(self._piece) or self._later:
             return None
-        return self.sink.place(min(most, self.missing))
+        return self.sink.next_buffer(min(most, self.missing))
 
     def feed(self, piece: memoryview) -> None:
         """Receive bytes."""
@@ -149,7 +149,7 @@ class Assembly:
         else:
             self._later += piece
 
-    def leave(self) -> None:
+    def keep_piece(self) -> None:
         """Copy the received data, since it is consumed later than the read buffer is reused."""
         if not self._copied:
             self._piece, self._at = memoryview(bytes(self._piece[self._at :])), 0

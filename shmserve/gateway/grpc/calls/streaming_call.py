@@ -111,10 +111,10 @@ class StreamingCall(GrpcCall):
             consumed, self._consumed = self._consumed, 0
             self._connection.http2.send_window_update(self._stream, consumed)
         if not self._queue and self._assembly is not None:
-            self._wants(self._assembly)
+            self._enlarge_window(self._assembly)
         self._connection.flush()
 
-    def _wants(self, assembly: Assembly) -> None:
+    def _enlarge_window(self, assembly: Assembly) -> None:
         if not self._queue:  # Queued messages are read first.
             extra, assembly.extra = assembly.extra, 0
             self._connection.http2.send_window_update(self._stream, extra)
@@ -127,7 +127,7 @@ class StreamingCall(GrpcCall):
             super()._cut(assembly, size)
         self._ahead = self._is_ahead()
         if self._ahead:
-            assembly.leave()
+            assembly.keep_piece()
 
     def _cut_more(self) -> None:
         self._ahead = False

@@ -1,17 +1,26 @@
-"""The decoder of ModelInferRequest, with the checks and the error texts of Triton (pure).
+"""The decoding of ModelInferRequest: parsed as a message, or received into the arena (pure).
 
-The bytes of an input are in `raw_input_contents`, which has an entry for each input that is not in
-a region, or in the typed `contents` of the input.
+The checks and the error texts of a parsed message are those of Triton. The bytes of an input are in
+`raw_input_contents`, which has an entry for each input that is not in a region, or in the typed
+`contents` of the input. The tensors of a large message are received by a `RequestSink`:
+
+    | fields before the tensors | tag, length | tensor | tag, length | tensor |
+      collected, and parsed       collected     arena    collected     arena
+
+A message of another layout is collected as a whole, and parsed as small messages are. Examples are
+fields behind the tensors, a long head, and tensors of other sizes than the head describes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from shmserve.errors import InvalidArgument
+from shmserve.gateway.grpc.wire.fingerprint import EARLIER, MOST_SHIFT, RAW_INPUT
+from shmserve.gateway.inference.arriving import ArrivingTensors
 from shmserve.gateway.inference.request import (
     InferInput,
     InferOutput,
@@ -22,8 +31,8 @@ from shmserve.gateway.inference.request import (
 )
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import shape_text
 from shmserve.proto.grpc_service_pb2 import (
     InferParameter,
@@ -117,7 +126,7 @@ def _input(tensor: ModelInferRequest.InferInputTensor) -> InferInput:
 def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> InferOutput:
     if not output.parameters:
         return InferOutput(output.name, True)
-    place = _region(output.name, output.parameters)
+    region_range = _region(output.name, output.parameters)
     if "classification" in output.parameters:
         parameter = output.parameters["classification"]
         if parameter.WhichOneof("parameter_choice") != "int64_param":
@@ -126,12 +135,12 @@ def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> InferOutput
             )
         if parameter.int64_param <= 0:
             raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
-        if place is not None:
+        if region_range is not None:
             raise InvalidArgument(
                 "output can't set both 'shared_memory_region' and 'classification'"
             )
         return InferOutput(output.name, True, classes=parameter.int64_param)
-    return InferOutput(output.name, True, place)
+    return InferOutput(output.name, True, region_range)
 
 
 def _region(tensor: str, parameters: _Parameters) -> RegionRange | None:
@@ -258,3 +267,117 @@ def _wrong_kind(key: str, allowed: tuple[str, ...]) -> InvalidArgument:
     comma = "," if len(first) > 1 else ""
     listed = f"{', '.join(first)}{comma} or {last}" if first else last
     return InvalidArgument(f"invalid value type for '{key}' parameter, expected {listed}.")
+
+
+_LONGEST_HEAD = 64 * 1024
+_MORE, _BROKEN = -1, -2
+
+A = TypeVar("A", bound=ArrivingTensors)
+
+
+class RequestSink(Generic[A]):
+    """The destination of one message.
+
+    Args:
+        find: Returns the tensors of the request with this head, given the size of the first
+            tensor; None if the message has to be collected as a whole.
+    """
+
+    def __init__(self, find: Callable[[bytes, int], A | None]) -> None:
+        self._find = find
+        self._tensors: A | None = None
+        self._head = bytearray()  # the head, then the bytes between two tensors
+        self._at = 0  # the position of the next field in the head
+        self._before: list[bytes] = []  # the bytes before each tensor that has begun
+        self._plain: list[bytes] | None = None  # the message, if it is collected as a whole
+
+    def next_buffer(self, most: int) -> memoryview | None:
+        """Return the final memory of at most `most` of the next bytes, or None."""
+        return None if self._tensors is None else self._tensors.next_buffer(most)
+
+    def feed(self, piece: memoryview) -> None:
+        """Receive the next bytes."""
+        at, end = 0, len(piece)
+        while at < end:
+            if self._plain is not None:
+                self._plain.append(bytes(piece[at:]))
+                return
+            if self._tensors is not None and self._tensors.missing:
+                at += self._tensors.feed(piece[at:])
+                continue
+            taken = min(end - at, _LONGEST_HEAD)
+            self._head += piece[at : at + taken]
+            at += taken - self._look()
+
+    def _look(self) -> int:
+        """Read the collected fields; return the number of surplus bytes at the end."""
+        head = self._head
+        while self._at < len(head):
+            tag = head[self._at]
+            size, behind = _length(head, self._at + 1)
+            if behind < 0:
+                if behind == _BROKEN:
+                    self._collect()
+                return 0
+            if tag == RAW_INPUT:
+                surplus = len(head) - behind
+                del head[behind:]
+                self._begin(size)
+                return surplus
+            if tag not in EARLIER or self._before or behind + size > _LONGEST_HEAD:
+                self._collect()
+                return 0
+            self._at = behind + size
+        return 0
+
+    def _begin(self, size: int) -> None:
+        """Begin a tensor of this size."""
+        if self._tensors is None:
+            self._tensors = self._find(bytes(self._head[: self._at]), size)
+        if self._tensors is None or not self._tensors.begin(size):
+            self._collect()
+            return
+        self._before.append(bytes(self._head))
+        self._head.clear()
+        self._at = 0
+
+    def _collect(self) -> None:
+        """Collect the message as a whole, from the bytes that were received already."""
+        pieces: list[bytes] = []
+        if self._tensors is not None:
+            for before, tensor in zip(self._before, self._tensors.received(), strict=True):
+                pieces += (before, tensor)
+            self.drop()
+        pieces.append(bytes(self._head))
+        self._plain = pieces
+
+    def whole(self) -> bytes | A:
+        """Return the message once it is complete: the tensors, or its bytes."""
+        tensors = self._tensors
+        if self._plain is None:
+            if tensors is not None and tensors.complete and not self._head:
+                return tensors
+            self._collect()
+        assert self._plain is not None
+        return b"".join(self._plain)
+
+    def drop(self) -> None:
+        """Release the memory of the tensors. The method is idempotent."""
+        tensors, self._tensors = self._tensors, None
+        if tensors is not None:
+            tensors.release()
+
+
+def _length(data: bytearray, at: int) -> tuple[int, int]:
+    """Return the length at `at`, and the position behind it, or `_MORE` or `_BROKEN`."""
+    size = shift = 0
+    while at < len(data):
+        byte = data[at]
+        at += 1
+        size |= (byte & 127) << shift
+        if byte < 128:
+            return size, at
+        shift += 7
+        if shift > MOST_SHIFT:
+            return 0, _BROKEN
+    return 0, _MORE

@@ -26,8 +26,8 @@ import orjson
 from shmserve.gateway.http.json.tensors import packer
 from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.schemas import BoundedCache
 
 _ID = re.compile(rb'\{"id": ?"([ !#-\[\]-~]*)"')

@@ -29,8 +29,8 @@ from shmserve.gateway.inference.request import (
     correlation_id,
 )
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.descriptors import LARGEST, LARGEST_UNSIGNED
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.tensors.ranges import LARGEST, LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
@@ -218,9 +218,9 @@ def _output(raw: Any) -> InferOutput:
     classes = 0
     if "classification" in given:
         classes = _classes(given["classification"])
-    place = None
+    region_range = None
     if "shared_memory_region" in given:
-        place = _range(given)
+        region_range = _range(given)
         for other, set_too in (("classification", classes), ("binary_data", binary)):
             if set_too:
                 raise InvalidArgument(f"Output can't set both 'shared_memory_region' and '{other}'")
@@ -228,7 +228,7 @@ def _output(raw: Any) -> InferOutput:
         for word in ("shared_memory_offset", "shared_memory_byte_size"):
             if word in given:
                 unsigned(given[word], word)
-    return InferOutput(name, binary, place, classes)
+    return InferOutput(name, binary, region_range, classes)
 
 
 def _classes(value: Any) -> int:

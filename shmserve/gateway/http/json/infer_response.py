@@ -1,21 +1,15 @@
-"""The response to an inference: JSON text, followed by the binary outputs in order.
-
-Long arrays are encoded in parts, in several turns of the event loop.
-"""
+"""The response to an inference: JSON text, followed by the binary outputs in order (pure)."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import call
 from typing import Any, NamedTuple
 
 import orjson
 
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.inference.body_arrival import MallocTrim
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, tensor_schema
 
 _CUT = b"\0"  # not part of any JSON text
@@ -51,7 +45,7 @@ class JsonResponseTemplate:
     __slots__ = ("_binary", "_count", "_form", "_sizes", "_unpackers", "outputs")
 
     def __init__(self, request: InferRequest, name: str, version: str, response: Inferred) -> None:
-        asked = {output.name: output for output in request.outputs}
+        requested = {output.name: output for output in request.outputs}
         self.outputs: list[SentOutput] = []
         self._count = len(response.outputs)
         entries: list[dict[str, Any]] = []
@@ -59,7 +53,7 @@ class JsonResponseTemplate:
             entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
             entry["shape"] = tensor.shape
             entries.append(entry)
-            output = asked.get(tensor.name)
+            output = requested.get(tensor.name)
             if output is not None and output.place is not None:
                 continue
             binary = output.binary if output is not None else request.binary
@@ -152,31 +146,3 @@ def _response_json(
         body["parameters"] = response.parameters
     body["outputs"] = entries
     return orjson.dumps(body)[1:]
-
-
-_LONG_TEXT = 64 * 1024  # bytes; larger tensors are encoded in several turns
-
-
-async def output_text(
-    output: SentOutput | TensorRef, data: bytes | memoryview, trim: MallocTrim
-) -> bytes:
-    """Return the JSON array of an output's values; `trim` is notified of long arrays.
-
-    Raises:
-        Internal: As `tensors.encode` does.
-    """
-    arguments = (data, output.datatype, output.shape, output.name)
-    if len(data) <= _LONG_TEXT:
-        return tensors.encode(*arguments)
-    return await joined(tensors.encode_parts(*arguments), trim)
-
-
-async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
-    """Return the joined parts, each of which is produced in a turn of its own."""
-    done: list[bytes] = []
-    for part in parts:
-        done.append(part)
-        await asyncio.sleep(0)
-    whole = b"".join(done)
-    trim.soon(len(whole))
-    return whole

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from shmserve.common.duplicate_keys import DoubledName, members
 from shmserve.errors import Internal, InvalidArgument, clip, nearest
-from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
+from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
 
 MOST_DEEP = 100
 # The limit of objects, and of members. An object takes the time of many numbers.

@@ -1,4 +1,4 @@
-"""The codec of tensor data in JSON: lists of values to little-endian bytes and back (pure).
+"""The codec of tensor data in JSON: lists of values to little-endian bytes and back.
 
 A list may be flat or nested; its values are in row-major order. Integers that exceed their datatype
 wrap, as in Triton. FP16 and BF16 have no JSON representation.
@@ -6,6 +6,7 @@ wrap, as in Triton. FP16 and BF16 have no JSON representation.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from array import array
@@ -19,11 +20,13 @@ import orjson
 
 from shmserve.errors import Internal, InvalidArgument, clip
 from shmserve.gateway.http.json.parser import JsonFault
+from shmserve.gateway.inference.body_arrival import MallocTrim
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 
 # The number of values that are encoded at a time, which takes about a millisecond.
 _STEP = 32 * 1024
+_MOST_IN_ONE_TURN = 64 * 1024  # bytes
 
 _CODE = {
     "UINT8": "B",
@@ -280,3 +283,34 @@ def _strings(data: memoryview, name: str) -> Iterator[list[str]]:
         if at >= pause or at == len(data):
             yield values
             values, pause = [], at + _STEP
+
+
+async def encode_in_turns(
+    data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str, trim: MallocTrim
+) -> bytes:
+    """Return a tensor as `encode` does; a large tensor is encoded in several turns of the loop.
+
+    Args:
+        data: The bytes of the tensor.
+        datatype: The datatype.
+        shape: The shape.
+        name: The name for errors.
+        trim: Is notified of long arrays.
+
+    Raises:
+        Internal: As `encode` does.
+    """
+    if len(data) <= _MOST_IN_ONE_TURN:
+        return encode(data, datatype, shape, name)
+    return await joined(encode_parts(data, datatype, shape, name), trim)
+
+
+async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
+    """Return the joined parts, each of which is produced in a turn of its own."""
+    done: list[bytes] = []
+    for part in parts:
+        done.append(part)
+        await asyncio.sleep(0)
+    whole = b"".join(done)
+    trim.soon(len(whole))
+    return whole

@@ -26,7 +26,7 @@ _MOST_PROMPTS = 1024
 _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
 
 
-class Asked(NamedTuple):
+class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
     With `usage`, a stream ends with the numbers of tokens.
@@ -120,15 +120,15 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     return value
 
 
-async def completion(gateway: Gateway, body: dict[str, Any]) -> Asked:
+async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
     model = await _generating(gateway, body)
     prompts = _prompts(body.get("prompt"))
     parameters = {**body, "echo": checked(body, "echo", bool, False)}
-    return _asked(model, prompts, parameters)
+    return _text_request(model, prompts, parameters)
 
 
-async def chat(gateway: Gateway, body: dict[str, Any]) -> Asked:
+async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a chat."""
     model = await _generating(gateway, body)
     messages = checked(body, "messages", list, [])
@@ -141,7 +141,7 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> Asked:
     most = next(limit for limit in limits if limit is not None)
     parameters = {**body, "max_tokens": most, "echo": False}
     prompt = tensor("messages", "BYTES", [orjson.dumps(messages).decode()])
-    return _asked(model, [prompt], parameters)
+    return _text_request(model, [prompt], parameters)
 
 
 async def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
@@ -151,7 +151,9 @@ async def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
     return model
 
 
-def _asked(model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]) -> Asked:
+def _text_request(
+    model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]
+) -> TextRequest:
     stream = checked(parameters, "stream", bool, False)
     options = checked(parameters, "stream_options", dict, {})
     samples = checked(parameters, "n", int, 1)
@@ -161,7 +163,7 @@ def _asked(model: GatewayModel, prompts: list[InferInput], parameters: dict[str,
         if name not in ("model", "prompt", "messages", "stream_options") and value is not None
     }
     usage = checked(options, "include_usage", bool, False)
-    return Asked(model, prompts, given, samples, stream, usage)
+    return TextRequest(model, prompts, given, samples, stream, usage)
 
 
 def _prompts(given: Any) -> list[InferInput]:

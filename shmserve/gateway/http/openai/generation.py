@@ -190,12 +190,12 @@ async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 async def _respond(
-    gateway: Gateway, request: HttpRequest, asked: bodies.Asked, form: Form
+    gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, form: Form
 ) -> HttpResponse:
-    generation = _Generation(gateway, request, asked, form)
+    generation = _Generation(gateway, request, text_request, form)
     try:
         await generation.begun()
-        if not asked.stream:
+        if not text_request.stream:
             return json_response(await generation.whole())
     except BaseException as error:
         generation.close()
@@ -212,17 +212,17 @@ class _Generation:
     """A request in flight: the responses of the model to each prompt."""
 
     def __init__(
-        self, gateway: Gateway, request: HttpRequest, asked: bodies.Asked, form: Form
+        self, gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, form: Form
     ) -> None:
         self._gateway = gateway
-        self._asked = asked
-        self._choices = Choices(form, asked.model.name, asked.samples)
+        self._text_request = text_request
+        self._choices = Choices(form, text_request.model.name, text_request.samples)
         self._queues: list[ResponseQueue] = []
         self._news = asyncio.Event()
         arrived_ns = time.monotonic_ns()
         try:
-            for infer_request in asked.requests():
-                built = build(gateway, asked.model, infer_request)
+            for infer_request in text_request.requests():
+                built = build(gateway, text_request.model, infer_request)
                 queue = ResponseQueue(gateway, request, built, arrived_ns, self._news)
                 self._queues.append(queue)
         except BaseException:
@@ -263,7 +263,7 @@ class _Generation:
         except ShmserveError as error:
             yield [frame(openai_error(error)), _DONE]
             return
-        last = [frame(self._choices.last())] if self._asked.usage else []
+        last = [frame(self._choices.last())] if self._text_request.usage else []
         yield [*last, _DONE]
 
     async def _taken(self) -> AsyncGenerator[list[list[dict[str, Any]]], None]:
@@ -313,7 +313,7 @@ class _Generation:
     def _values(self, tensor: Any) -> list[Any]:
         data = output_bytes(self._gateway, tensor)
         if tensor.datatype == "BYTES":
-            array = decode_bytes(data, tensor.shape, tensor.name, self._asked.model.name)
+            array = decode_bytes(data, tensor.shape, tensor.name, self._text_request.model.name)
             return list(array.ravel())
         values: list[Any] = np.frombuffer(data, STORED[tensor.datatype]).tolist()
         return values

@@ -14,7 +14,7 @@ from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.dynamic import WaitUntil
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
-from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, Sequence, decide
+from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, StatefulSequence, decide
 from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
@@ -99,7 +99,7 @@ class SequenceDispatch(Dispatcher):
     def removed(
         self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False
     ) -> None:
-        sequence: Sequence = request.sequence
+        sequence: StatefulSequence = request.sequence
         code, text, reason = "CANCELLED", _MISSED, Reason.CANCELED
         if expired:
             code, reason = "UNAVAILABLE", Reason.REJECTED
@@ -198,14 +198,14 @@ class SequenceDispatch(Dispatcher):
         return NEVER
 
 
-def _state_lost(sequence: Sequence) -> str:
+def _state_lost(sequence: StatefulSequence) -> str:
     return (
         f"the model's worker died, and the state of sequence {sequence.id} is lost with it: "
         "begin the sequence again, with the START flag"
     )
 
 
-def _row(number: int, sequence: Sequence | None) -> SequenceRow:
+def _row(number: int, sequence: StatefulSequence | None) -> SequenceRow:
     if sequence is None:
         return SequenceRow(number, 0)
     request = sequence.waiting.first

@@ -26,7 +26,7 @@ from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.scheduler.batchers.sequence.slots import (
     InstanceSlots,
     Owner,
-    Sequence,
+    StatefulSequence,
     WaitingRequests,
 )
 from shmserve.scheduler.requests.request import NEVER, ScheduledRequest
@@ -42,29 +42,29 @@ class Backlog:
     """
 
     def __init__(self) -> None:
-        self._by_owner: OrderedDict[Hashable, OrderedDict[Sequence, None]] = OrderedDict()
+        self._by_owner: OrderedDict[Hashable, OrderedDict[StatefulSequence, None]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._by_owner)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[StatefulSequence]:
         return (sequence for line in self._by_owner.values() for sequence in line)
 
     def count(self, owner: Hashable) -> int:
         """Return the number of an owner's waiting sequences."""
         return len(self._by_owner.get(owner, ()))
 
-    def append(self, sequence: Sequence) -> None:
+    def append(self, sequence: StatefulSequence) -> None:
         """Add a sequence after all others of its owner."""
         self._by_owner.setdefault(sequence.owner, OrderedDict())[sequence] = None
 
-    def put_back(self, sequence: Sequence) -> None:
+    def put_back(self, sequence: StatefulSequence) -> None:
         """Add a sequence before all others."""
         self.append(sequence)
         self._by_owner[sequence.owner].move_to_end(sequence, last=False)
         self._by_owner.move_to_end(sequence.owner, last=False)
 
-    def pop(self) -> Sequence:
+    def pop(self) -> StatefulSequence:
         """Remove and return the next sequence; its owner's next turn comes after all others'."""
         owner, line = next(iter(self._by_owner.items()))
         sequence, _ = line.popitem(last=False)
@@ -72,14 +72,14 @@ class Backlog:
         self._drop_empty(owner, line)
         return sequence
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: StatefulSequence) -> None:
         """Remove a sequence, if it waits."""
         line = self._by_owner.get(sequence.owner)
         if line is not None:
             line.pop(sequence, None)
             self._drop_empty(sequence.owner, line)
 
-    def _drop_empty(self, owner: Hashable, line: OrderedDict[Sequence, None]) -> None:
+    def _drop_empty(self, owner: Hashable, line: OrderedDict[StatefulSequence, None]) -> None:
         if not line:
             del self._by_owner[owner]
 
@@ -97,12 +97,14 @@ class Sequences:
         self._idle_ns = idle_ns
         self._most = most
         self._once = once
-        self._open: dict[int | str, Sequence] = {}
+        self._open: dict[int | str, StatefulSequence] = {}
         # A heap of the free slots, and of stale ones of closed instances.
         self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale = 0
         self.backlog = Backlog()
-        self._idle: OrderedDict[Sequence, int] = OrderedDict()  # by the start of their idleness
+        self._idle: OrderedDict[StatefulSequence, int] = (
+            OrderedDict()
+        )  # by the start of their idleness
         self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost: OrderedDict[int | str, None] = OrderedDict()
 
@@ -123,7 +125,7 @@ class Sequences:
             heapq.heappush(self._free, (slot, slots.order, slots))
         self._fill()
 
-    def leave(self, slots: InstanceSlots) -> list[Sequence]:
+    def leave(self, slots: InstanceSlots) -> list[StatefulSequence]:
         """Remove an instance and return its sequences, whose state is lost and which have ended.
 
         Sequences that it has not begun wait for another slot, as in `close`.
@@ -195,7 +197,7 @@ class Sequences:
         anew = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost.pop(correlation_id, None)
-            sequence = self._open[correlation_id] = Sequence(
+            sequence = self._open[correlation_id] = StatefulSequence(
                 correlation_id, (request.client, request.submit.source)
             )
             self.backlog.append(sequence)
@@ -210,7 +212,7 @@ class Sequences:
             sequence.home.offer(sequence)
         return anew
 
-    def _close(self, sequence: Sequence) -> None:
+    def _close(self, sequence: StatefulSequence) -> None:
         sequence.ended = True
         if self._open.get(sequence.id) is sequence:
             del self._open[sequence.id]
@@ -220,7 +222,7 @@ class Sequences:
 
         Return the removed requests. The sequence ends if no request is left to come.
         """
-        sequence: Sequence = request.sequence
+        sequence: StatefulSequence = request.sequence
         ends = sequence.waiting.is_in_last_run(request)
         removed = sequence.waiting.remove(request)
         if ends:
@@ -229,7 +231,7 @@ class Sequences:
             self._settle(sequence)
         return removed
 
-    def drop_all(self, sequence: Sequence) -> list[ScheduledRequest]:
+    def drop_all(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
         """End a sequence; remove and return its waiting requests."""
         removed = list(sequence.waiting)
         sequence.waiting = WaitingRequests()
@@ -237,7 +239,7 @@ class Sequences:
         self._settle(sequence)
         return removed
 
-    def _settle(self, sequence: Sequence) -> None:
+    def _settle(self, sequence: StatefulSequence) -> None:
         """Update the slot of a sequence after requests were removed."""
         slots = sequence.home
         if sequence.waiting or sequence.running is not None:
@@ -262,7 +264,7 @@ class Sequences:
             slots.sequences[slot] = sequence
             slots.offer(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: StatefulSequence) -> None:
         """End a sequence whose instance has not executed an END."""
         if sequence.begun and sequence.home is not None:
             self._unended.setdefault(sequence.home, []).append(sequence.slot)
@@ -276,7 +278,7 @@ class Sequences:
         unended, self._unended = self._unended, {}
         return unended
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: StatefulSequence) -> None:
         slots = sequence.home
         assert slots is not None
         slots.withdraw(sequence)
@@ -290,14 +292,14 @@ class Sequences:
     # --- executions -------------------------------------------------------------------------------
 
     def begin(
-        self, slots: InstanceSlots, rows: Iterable[tuple[int, Sequence | None]]
+        self, slots: InstanceSlots, rows: Iterable[tuple[int, StatefulSequence | None]]
     ) -> list[ScheduledRequest]:
         """Start the rows of a batch and return their requests, in order.
 
         The END of a sequence frees its slot at once.
         """
         begun: list[ScheduledRequest] = []
-        over: list[Sequence] = []
+        over: list[StatefulSequence] = []
         for _, sequence in rows:
             if sequence is None:
                 continue
@@ -316,7 +318,7 @@ class Sequences:
 
     def again(self, request: ScheduledRequest) -> None:
         """Return a request that its model asked for again to the front of its sequence."""
-        sequence: Sequence = request.sequence
+        sequence: StatefulSequence = request.sequence
         request.flags = 0
         sequence.waiting.put_back(request)
 
@@ -341,9 +343,9 @@ class Sequences:
         """Return when `reap` may end a sequence, or NEVER."""
         return next(iter(self._idle.values())) + self._idle_ns if self._idle else NEVER
 
-    def reap(self, now_ns: int) -> list[Sequence]:
+    def reap(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""
-        over: list[Sequence] = []
+        over: list[StatefulSequence] = []
         while self._idle:
             sequence, since_ns = next(iter(self._idle.items()))
             if now_ns - since_ns < self._idle_ns:

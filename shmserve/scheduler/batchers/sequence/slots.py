@@ -108,7 +108,7 @@ class WaitingRequests:
             self._runs.pop()
 
 
-class Sequence:
+class StatefulSequence:
     """The requests with one correlation id from a START to an END, in the order of their arrival.
 
     A sequence has a slot (`slot` of its `home`), or waits in the backlog (no `home`). At most one
@@ -133,7 +133,7 @@ class Sequence:
 class Rows:
     """A decision to run these sequences now, each in its slot; None is a null row."""
 
-    rows: list[tuple[int, Sequence | None]]
+    rows: list[tuple[int, StatefulSequence | None]]
     reason: Closed
 
 
@@ -147,21 +147,21 @@ class InstanceSlots:
     def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
         self.peer = peer
         self.order = order
-        self.sequences: list[Sequence | None] = [None] * slots
-        self.running: list[Sequence] = []
+        self.sequences: list[StatefulSequence | None] = [None] * slots
+        self.running: list[StatefulSequence] = []
         self.closed = False  # to new sequences
-        self.ready: OrderedDict[int, Sequence] = OrderedDict()  # by slot, in order of offer
+        self.ready: OrderedDict[int, StatefulSequence] = OrderedDict()  # by slot, in order of offer
 
     @property
     def empty(self) -> bool:
         """Whether the instance has no sequence and runs none."""
         return not self.running and not any(self.sequences)
 
-    def offer(self, sequence: Sequence) -> None:
+    def offer(self, sequence: StatefulSequence) -> None:
         """Mark a sequence as ready: its first waiting request may run."""
         self.ready[sequence.slot] = sequence
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def withdraw(self, sequence: StatefulSequence) -> None:
         """Mark a sequence as not ready."""
         if self.ready.get(sequence.slot) is sequence:
             del self.ready[sequence.slot]
@@ -203,7 +203,9 @@ def _direct(
             return WaitUntil(min(until, flush_by))
         reason = Closed.DELAY if until <= now_ns else Closed.DEADLINE
     shape_key = heads[oldest].shape_key
-    rows: list[tuple[int, Sequence | None]] = [(slot, None) for slot in range(ready[-1] + 1)]
+    rows: list[tuple[int, StatefulSequence | None]] = [
+        (slot, None) for slot in range(ready[-1] + 1)
+    ]
     for slot in ready:
         if heads[slot].shape_key == shape_key:
             rows[slot] = slot, slots.ready[slot]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.wire.request_sink import RequestSink
+from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.inference.arriving import ArrivingTensors
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
@@ -57,7 +57,7 @@ def arrive(
     view = memoryview(raw)
     at = 0
     for number, end in enumerate((*sorted(cut % (len(raw) + 1) for cut in cuts), len(raw))):
-        place = arriving.place(end - at) if number in in_place else None
+        place = arriving.next_buffer(end - at) if number in in_place else None
         if place is not None:
             place[:] = view[at : at + len(place)]
             arriving.feed(place)
@@ -126,4 +126,4 @@ def test_its_room_is_given_back_once() -> None:
     arriving, (room,), _ = arrive(raw[:-10], (), [4000])
     arriving.drop()
     arriving.drop()
-    assert room.releases == 1 and arriving.place(1) is None
+    assert room.releases == 1 and arriving.next_buffer(1) is None

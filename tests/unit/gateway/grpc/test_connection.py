@@ -54,7 +54,7 @@ class Room:
         self.left = memoryview(self.data)
         self.copied = 0
 
-    def place(self, most: int) -> memoryview:
+    def next_buffer(self, most: int) -> memoryview:
         return self.left[:most]
 
     def feed(self, piece: memoryview) -> None:
@@ -270,7 +270,7 @@ def test_who_stays_for_its_calls_is_told_to_go_when_those_are_over() -> None:
 
     async def play(scene: Scene) -> None:
         scene.ask(1)
-        scene.connection.leave(after_calls=True)
+        scene.connection.shut_down(after_calls=True)
         scene.ask(3)
         (_, first), (_, second) = scene.calls
         second.fail(StatusCode.UNAVAILABLE, "ends")

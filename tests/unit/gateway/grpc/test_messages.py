@@ -80,7 +80,7 @@ def test_whenever_they_are_taken(sent: list[bytes], steps: list[tuple[int, int]]
         buffer = bytearray(stream[at : at + step])
         assembly.feed(memoryview(buffer))
         found += [it.data for it in (assembly.take() for _ in range(takes)) if it is not None]
-        assembly.leave()
+        assembly.keep_piece()
         buffer[:] = bytes(len(buffer))
         at, count = at + step, count + 1
     found += [it.data for it in iter(assembly.take, None)]
@@ -152,7 +152,7 @@ class Kept:
         self.data = b""
         self.dropped = False
 
-    def place(self, most: int) -> memoryview | None:
+    def next_buffer(self, most: int) -> memoryview | None:
         return None
 
     def feed(self, piece: memoryview) -> None:

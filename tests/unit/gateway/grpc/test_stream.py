@@ -12,8 +12,7 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.gateway.grpc.infer import RequestRefused
 from shmserve.gateway.grpc.stream_call import stream_infer
-from shmserve.gateway.inference.inference import Inference
-from shmserve.gateway.process import ActiveCount
+from shmserve.gateway.inference.inference import ActiveCount, Inference
 from shmserve.ipc.messages import inference as m
 
 
@@ -48,7 +47,7 @@ class Deaf:
     """The call of a client that takes one response."""
 
     client: Any = None
-    head = SimpleNamespace(metadata=(), traceparent="")
+    head = SimpleNamespace(strict=False, traceparent="")
 
     def __init__(self, requests: AsyncIterator[bytes]) -> None:
         self.requests = lambda: requests

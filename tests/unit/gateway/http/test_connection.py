@@ -10,6 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import uvloop
@@ -21,9 +22,9 @@ from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection import HttpConnection
-from shmserve.gateway.http.messages import Answer, HttpRequest, HttpResponse, json_response, written
+from shmserve.gateway.http.messages import Answer, HttpRequest, HttpResponse, json_response
+from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
-from shmserve.gateway.process import ActiveCount
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.clocks import Clock
 
@@ -69,11 +70,11 @@ class Transport(asyncio.Transport):
 Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
-class App(ActiveCount):
+class Answering(App):
     """Answers with a function, and counts."""
 
     def __init__(self, answer: Handle) -> None:
-        super().__init__()
+        super().__init__(MagicMock(), MagicMock())
         self.answer = answer
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
@@ -81,7 +82,7 @@ class App(ActiveCount):
         if begun is None:
             self.active += 1
         response = await (self.answer(request) if begun is None else begun.response())
-        response.on_sent = self.left
+        response.on_sent = self.decrement
         return response
 
 
@@ -98,9 +99,12 @@ async def repeat(request: HttpRequest) -> HttpResponse:
     return said(request, body)
 
 
+AT_ONCE = -2
+
+
 class Underway:
     """A request without a task: it is answered after a turn of the loop and so many more, with
-    bytes or by the task, or never (-1)."""
+    bytes or by the task, or never (-1), or by the task at once (-2)."""
 
     def __init__(
         self, request: HttpRequest, body: bytes, answer: Answer, turns: int, *, whole: bool
@@ -112,6 +116,8 @@ class Underway:
         self._whole = whole
         if turns >= 0:
             asyncio.get_running_loop().call_soon(self.go_on, turns)
+        elif turns == AT_ONCE:
+            answer(None)
 
     def go_on(self, turns: int) -> None:
         if self.cancelled:
@@ -120,8 +126,7 @@ class Underway:
             asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
         else:
             response = self._response
-            whole = written(response.headers, b"".join(response.pieces))
-            self._answer(whole if self._whole else None)
+            self._answer(b"".join(response.pieces) if self._whole else None)
 
     async def response(self) -> HttpResponse:
         await asyncio.sleep(0)
@@ -180,7 +185,7 @@ def connected(
 ) -> tuple[HttpConnection, Transport]:
     """A new connection whose requests are repeated, or answered otherwise."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-    make = partial(HttpConnection, app=App(answer), settings=settings)
+    make = partial(HttpConnection, app=Answering(answer), settings=settings)
     connection = Acceptor(make, listener, 10)()
     assert isinstance(connection, HttpConnection)
     transport = Transport()
@@ -230,7 +235,10 @@ def replies(written: bytes) -> list[Any]:
     st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12)), max_size=12),
     st.lists(st.booleans(), min_size=8, max_size=8),
     st.integers(0, 12),
-    st.lists(st.none() | st.tuples(st.integers(0, 3), st.booleans()), max_size=4),
+    st.lists(
+        st.none() | st.just((AT_ONCE, False)) | st.tuples(st.integers(0, 3), st.booleans()),
+        max_size=4,
+    ),
 )
 def test_every_request_is_answered_with_its_own(
     asked: list[Asked],
@@ -339,6 +347,23 @@ def test_a_client_that_leaves_gives_up_what_is_under_way(*, taken_over: bool) ->
         return underway.cancelled, app_of(connection).active
 
     assert asyncio.run(run()) == (True, 0)
+
+
+def test_a_request_that_fails_at_once_is_answered_by_the_task() -> None:
+    """It is begun, and not handled a second time."""
+
+    async def run() -> tuple[int, int]:
+        repeats = Repeats((AT_ONCE, False))
+        connection, transport = connected(repeats)
+        await settle()
+        for _ in range(4):
+            connection.data_received(KNOWN)
+            await settle()
+        assert len(replies(transport.written)) == 4
+        connection.connection_lost(None)
+        return len(repeats.begun), app_of(connection).active
+
+    assert asyncio.run(run()) == (2, 0)  # the head is cached by the first, and known by the second
 
 
 def test_what_is_answered_to_a_connection_that_ends_is_not_written() -> None:
@@ -547,7 +572,7 @@ def test_a_client_that_does_not_read_does_not_put_off_the_end(
         loop = asyncio.get_running_loop()
         listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
         settings = GatewaySettings(body_timeout_s=0.1)
-        make = partial(HttpConnection, app=App(flood), settings=settings)
+        make = partial(HttpConnection, app=Answering(flood), settings=settings)
         server = Kept(make, listener, 10)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

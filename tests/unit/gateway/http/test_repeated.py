@@ -16,6 +16,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release
 from shmserve.ipc.messages.publications import ModelWithdrawn, SchedulerLost
 from shmserve.ipc.messages.supervision import Drain, Drained
+from shmserve.ipc.scheduler_client import ENDED
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
@@ -186,6 +187,19 @@ def test_a_lost_scheduler_costs_no_answer(asked: Asked) -> None:
     assert sums(read_reply(asked.connection)) == [128] * 16
     asked.scheduler = successor
     assert asked.is_right(65)
+
+
+def test_a_request_that_no_scheduler_takes_fails_at_once(asked: Asked) -> None:
+    """Before the gateway hears that the model is withdrawn."""
+    asked.gateway.tell(SchedulerLost(asked.scheduler.endpoint, ""))
+    asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
+    for _ in range(2):
+        reply = asked.ask(64)
+        assert reply.status == 503 and reply.error.endswith(ENDED)
+    successor = asked.gateway.scheduler(add_sub)
+    asked.gateway.publish(SIMPLE, successor)
+    assert asked.is_right(65)
+    assert "Traceback" not in asked.gateway.log
 
 
 def test_a_model_that_moved_is_called_where_it_is(asked: Asked) -> None:

@@ -455,7 +455,7 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
         server.at_start = lambda child: None
         await server.poller.follow("s", True)
         assert server.state("s") == ("READY", "")
-        assert server.poller._again == {}
+        assert server.poller._retries == {}
         await server.end()
 
     live(story)

@@ -1,7 +1,7 @@
 """Architectures of decoder models: the validated config.json, and the weights it implies.
 
-Llama, Qwen2 (biases in q, k and v) and Qwen3 (a norm over each head of q and k) are one model with
-options.
+Llama, Mistral, Qwen2 (biases in q, k and v) and Qwen3 (a norm over each head of q and k) are one
+model with options. Fields that config.json lacks have the defaults of transformers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,27 @@ import torch
 
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+}
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
+    "mistral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+    "qwen2": {**_QWEN, "sliding_window": 4096},
+    "qwen3": {**_QWEN, "sliding_window": 4096, "head_dim": 128},
+}
+# The supported values of fields; the first one is the default.
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0, None),
+    "is_causal": (True, None),
 }
 _SIZES = (
     "hidden_size",
@@ -24,6 +43,7 @@ _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
     "vocab_size",
+    "max_position_embeddings",
 )
 # The required numbers of each kind of rope scaling; "dynamic" is supported up to the trained
 # length.
@@ -31,13 +51,11 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "dynamic": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
 }
+_TRAINED = "original_max_position_embeddings"
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +75,44 @@ class Rope:
         plain = 1.0 / (self.theta**exponents)
         if self.kind == "linear":
             return plain / self.numbers["factor"]
+        if self.kind == "yarn":
+            return self._yarn(head_dim)
         return self._llama3(plain) if self.kind == "llama3" else plain
+
+    @property
+    def amplitude(self) -> float:
+        """Return the factor of rotated queries and of rotated keys."""
+        numbers = self.numbers
+        if self.kind != "yarn" or "attention_factor" in numbers:
+            return numbers.get("attention_factor", 1.0)
+        logarithm = 0.1 * math.log(max(numbers["factor"], 1.0))
+        over, under = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
+        if over and under:
+            return (over * logarithm + 1.0) / (under * logarithm + 1.0)
+        return logarithm + 1.0
+
+    def positions(self, given: int) -> int:
+        """Return the number of positions, which a factor extends as in vLLM."""
+        if self.kind not in ("linear", "yarn"):
+            return given
+        return max(given, int(self.numbers.get(_TRAINED, given) * self.numbers["factor"]))
+
+    def _yarn(self, size: int) -> torch.Tensor:
+        """Divide frequencies with few rotations by the factor, with a ramp between."""
+        numbers, half = self.numbers, size // 2
+        rotations = (numbers.get("beta_fast") or 32.0, numbers.get("beta_slow") or 1.0)
+        low, high = (
+            size * math.log(numbers[_TRAINED] / (each * 2 * math.pi)) / (2 * math.log(self.theta))
+            for each in rotations
+        )
+        if numbers.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        high += 0.001 if low == high else 0
+        ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        spread = self.theta ** (torch.arange(0, size, 2).float() / size)
+        keep = 1 - ramp
+        return 1.0 / (numbers["factor"] * spread) * (1 - keep) + 1.0 / spread * keep
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
         """Divide low frequencies by the factor and keep high ones, with a ramp between."""
@@ -95,25 +150,26 @@ class Architecture:
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self | None:
         """Return the architecture in config.json, or None after adding to `problems`."""
         known = len(problems)
-        names: list[str] = config.get("architectures") or []
-        family: str = next((_FAMILIES[name] for name in names if name in _FAMILIES), "")
+        family = _family(config, problems)
         if not family:
-            found = ", ".join(map(str, names)) or "nothing"
-            allowed = ", ".join(_FAMILIES)
-            problems.append(f"config.json: architectures: {found} is none of {allowed}")
+            return None
+        config = {**DEFAULTS[family], **config}
         for name in _SIZES:
             if not isinstance(config.get(name), int) or config[name] < 1:
                 size = config.get(name)
                 problems.append(f"config.json: {name}: {size!r} is not a positive whole number")
-        if config.get("hidden_act", "silu") != "silu":
-            problems.append(f"config.json: hidden_act: {config['hidden_act']!r} is not 'silu'")
-        if config.get("use_sliding_window"):
-            problems.append("config.json: use_sliding_window: true is not known, only false")
+        for name, allowed in _SUPPORTED.items():
+            if config.get(name, allowed[0]) not in allowed:
+                problems.append(f"config.json: {name}: {config[name]!r} is not {allowed[0]!r}")
+        if len(problems) > known:
+            return None
         rope = _rope(config, problems)
+        positions = rope.positions(config["max_position_embeddings"])
+        _check_windows(family, config, positions, problems)
         if len(problems) > known:
             return None
         heads = config["num_attention_heads"]
-        made = cls._made(family, config, heads, rope)
+        made = cls._made(family, config, heads, positions, rope)
         if heads % made.kv_heads or made.head_dim % 2:
             problems.append(
                 f"config.json: {heads} heads do not share {made.kv_heads} key-value heads of size "
@@ -123,8 +179,10 @@ class Architecture:
         return made
 
     @classmethod
-    def _made(cls, family: str, config: Mapping[str, Any], heads: int, rope: Rope) -> Self:
-        biased = bool(config.get("attention_bias", False))
+    def _made(
+        cls, family: str, config: Mapping[str, Any], heads: int, positions: int, rope: Rope
+    ) -> Self:
+        biased = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
         return cls(
             family,
             config["hidden_size"],
@@ -135,11 +193,11 @@ class Architecture:
             config.get("head_dim") or config["hidden_size"] // heads,
             config["vocab_size"],
             float(config.get("rms_norm_eps", 1e-6)),
-            int(config.get("max_position_embeddings", 2048)),
+            positions,
             bool(config.get("tie_word_embeddings", False)),
             family == "qwen2" or biased,
             family != "qwen2" and biased,
-            bool(config.get("mlp_bias", False)),
+            family == "llama" and bool(config.get("mlp_bias", False)),
             rope,
         )
 
@@ -190,21 +248,68 @@ class Architecture:
         return found | {f"{name}.weight": (size,) for name, size in norms.items()}
 
 
+def _family(config: Mapping[str, Any], problems: list[str]) -> str:
+    """Return the family by `architectures` or, if there are none, by `model_type`."""
+    names: list[str] = config.get("architectures") or []
+    family = next((_FAMILIES[name] for name in names if name in _FAMILIES), "")
+    if not names and config.get("model_type") in DEFAULTS:
+        family = config["model_type"]
+    if not family:
+        field, found = "architectures", ", ".join(map(str, names))
+        allowed = ", ".join(_FAMILIES)
+        if not names and config.get("model_type"):
+            field, found, allowed = "model_type", config["model_type"], ", ".join(DEFAULTS)
+        problems.append(f"config.json: {field}: {found or 'nothing'} is none of {allowed}")
+    return family
+
+
+def _check_windows(
+    family: str, config: Mapping[str, Any], positions: int, problems: list[str]
+) -> None:
+    """Add a problem if the attention of a layer is limited to a window of positions."""
+    types = config.get("layer_types") or []
+    others = sorted({str(each) for each in types} - {"full_attention"})
+    if others:
+        found = ", ".join(others)
+        problems.append(f"config.json: layer_types: {found} is not supported, only full_attention")
+    window = config.get("sliding_window")
+    slides = family == "mistral"
+    if family in ("qwen2", "qwen3") and not types:
+        first = config["max_window_layers"] or 0
+        slides = bool(config.get("use_sliding_window")) and first < config["num_hidden_layers"]
+    if slides and window is not None and window < positions:
+        problems.append(
+            f"config.json: sliding_window: {window} is less than the {positions} positions of the "
+            "model; supported are layers without a window (null)"
+        )
+
+
 def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     """Return the rope of either form of config.json.
 
     The forms are `rope_parameters`, or `rope_theta` and `rope_scaling`.
     """
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(field) or {}
+    given = given.get("full_attention", given)
     kind = given.get("rope_type") or given.get("type") or "default"
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    part = given.get("partial_rotary_factor")
+    if part not in _SUPPORTED["partial_rotary_factor"]:
+        problems.append(f"config.json: {field}: partial_rotary_factor: {part!r} is not 1.0")
     if kind not in _SCALINGS:
         allowed = ", ".join(_SCALINGS)
         problems.append(f"config.json: {field}: {kind!r} is none of {allowed}")
         return Rope(theta, "default", {})
-    missing = [name for name in _SCALINGS[kind] if not isinstance(given.get(name), (int, float))]
+    positions = config["max_position_embeddings"]
+    trained = config.get(_TRAINED) or given.get(_TRAINED) or positions
+    given = {**given, _TRAINED: trained}
+    if kind == "yarn" and given.get("factor") is None and "factor" in given:
+        given["factor"] = positions / trained
+    required = (*_SCALINGS[kind], *([_TRAINED] if kind in ("llama3", "yarn") else []))
+    missing = [name for name in required if not isinstance(given.get(name), (int, float))]
     if missing:
         problems.append(f"config.json: {field}: {kind} needs {', '.join(missing)}")
         return Rope(theta, "default", {})
-    return Rope(theta, kind, {name: float(given[name]) for name in _SCALINGS[kind]})
+    optional = [name for name in _OPTIONAL if kind == "yarn" and given.get(name) is not None]
+    return Rope(theta, kind, {name: float(given[name]) for name in (*required, *optional)})

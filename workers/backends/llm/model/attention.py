@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass, Span
+from shmserve.workers.backends.llm.model.cache import KvCache, Pass, RowSpan
 
 _GRAIN = 16  # keys
 _MOST_ROWS = 16  # of a sequence: rows that verify proposed tokens
@@ -172,7 +172,7 @@ class Run(NamedTuple):
     mask: torch.Tensor | None
 
     @classmethod
-    def of(cls, span: Span, block_size: int, device: str) -> Run:
+    def of(cls, span: RowSpan, block_size: int, device: str) -> Run:
         """Return the rows of a span."""
         blocks = span.table[: -(-span.length // block_size)]
         apart = any(after - before != 1 for before, after in pairwise(blocks))
@@ -214,7 +214,7 @@ class Attention:
 
         return attend
 
-    def _runs(self, rows: Pass, spans: Iterable[Span]) -> list[Run]:
+    def _runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
         return [Run.of(span, rows.block_size, rows.device) for span in spans]
 
     def _find(self, heads: torch.Tensor, layer: int, run: Run) -> torch.Tensor:
@@ -275,7 +275,7 @@ class SparseAttention(Attention):
 
         return attend
 
-    def _runs(self, rows: Pass, spans: Iterable[Span]) -> list[Run]:
+    def _runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
         # The kernel also computes keys after a row, up to the last key of its run.
         return super()._runs(rows, (part for span in spans for part in span.parts(_MOST_OF_RUN)))
 
@@ -314,7 +314,7 @@ class PagedAttention(Attention):
 
         return attend
 
-    def _tables(self, spans: list[Span]) -> torch.Tensor:
+    def _tables(self, spans: list[RowSpan]) -> torch.Tensor:
         size = self._cache.block_size
         tables = [
             torch.tensor(span.table[: -(-span.length // size)], dtype=torch.int32) for span in spans

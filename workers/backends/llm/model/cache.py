@@ -65,7 +65,7 @@ class KvCache:
                 target.index_copy_(3, write, source.index_select(3, read).to(target.device))
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """The rows of one sequence in a pass.
 
     Attributes:
@@ -88,7 +88,7 @@ class Span(NamedTuple):
         """Return the number of tokens that the last row sees."""
         return self.before + self.size
 
-    def parts(self, size: int) -> Iterator[Span]:
+    def parts(self, size: int) -> Iterator[RowSpan]:
         """Yield the rows as spans that end at multiples of `size` tokens of the sequence.
 
         The parts are then independent of how a prompt is split otherwise.
@@ -96,7 +96,7 @@ class Span(NamedTuple):
         for begin in range(self.before - self.before % size, self.length, size):
             start, end = max(begin, self.before), min(begin + size, self.length)
             first = self.first + start - self.before
-            yield Span(first, end - start, start, self.table, self.prompt)
+            yield RowSpan(first, end - start, start, self.table, self.prompt)
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ class Pass:
 
     block_size: int
     device: str = "cpu"
-    spans: list[Span] = field(default_factory=list)
+    spans: list[RowSpan] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Pass:
         self.tokens += tokens
         self.positions += places
         self.slots += [table[place // size] * size + place % size for place in places]
-        self.spans.append(Span(first, len(tokens), start, table, prompt))
+        self.spans.append(RowSpan(first, len(tokens), start, table, prompt))
         return first
 
     def only(self, wanted: list[int]) -> Pass:
@@ -145,7 +145,9 @@ class Pass:
             end = first + size
             count = bisect_left(wanted, end) - bisect_left(wanted, first)
             if count:
-                few.spans.append(Span(len(few.tokens), count, before + size - count, table, prompt))
+                few.spans.append(
+                    RowSpan(len(few.tokens), count, before + size - count, table, prompt)
+                )
                 few.tokens += self.tokens[end - count : end]
                 few.positions += self.positions[end - count : end]
                 few.slots += self.slots[end - count : end]

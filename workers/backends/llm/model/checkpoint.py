@@ -1,7 +1,6 @@
 """Checkpoints: Hugging Face folders with their weights, tokenizer and defaults, checked together.
 
-config.json  model.safetensors (or shards and an index)  tokenizer.json
-generation_config.json  chat template (of its own, or in tokenizer_config.json)
+The page checkpoints.md of the guide lists the files and fields of a folder, with their effects.
 """
 
 from __future__ import annotations
@@ -14,13 +13,17 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from shmserve.errors import InvalidArgument
-from shmserve.workers.backends.llm.model.architecture import Architecture
+from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architecture
+from shmserve.workers.backends.llm.model.quantised import Quantisation, Stored
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_NAMED = 8  # weights in one message
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Files of older folders whose config.json has no quantization_config.
+_QUANTISED = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclass(frozen=True)
@@ -28,23 +31,23 @@ class Checkpoint:
     """A Hugging Face folder.
 
     Attributes:
-        path: The folder.
         architecture: The architecture.
         tokenizer: The tokenizer.
-        files: The file of each weight.
+        stored: The tensors in the files by name.
+        quantisation: The quantisation of the weights.
         ends: The tokens that end a text.
         defaults: The content of generation_config.json.
-        template: The chat template, or "".
-        special: The texts of special tokens, for the template.
+        templates: The chat templates by name; the usual one is "default".
+        special: The texts of special tokens, for the templates.
     """
 
-    path: Path
     architecture: Architecture
     tokenizer: Tokenizer
-    files: dict[str, Path]
+    stored: dict[str, Stored]
+    quantisation: Quantisation
     ends: tuple[int, ...]
     defaults: dict[str, Any] = field(default_factory=dict)
-    template: str = ""
+    templates: dict[str, str] = field(default_factory=dict)
     special: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -53,27 +56,48 @@ class Checkpoint:
         problems: list[str] = []
         config = _json(path / "config.json", problems)
         architecture = Architecture.of(config, problems) if config else None
-        tokenizer = _tokenizer(path / "tokenizer.json", problems)
-        files = _weight_files(path, problems)
-        if architecture is not None:
-            _check_weights(architecture, files, problems)
-            if tokenizer is not None:
-                _check_vocabulary(architecture, tokenizer, problems)
+        settings = _json(path / "tokenizer_config.json", problems, optional=True)
+        tokenizer = _tokenizer(path, settings, problems)
+        stored = _stored(path, problems)
+        quantisation = Quantisation.of(_quantisation(path, config, problems), problems)
         defaults = _json(path / "generation_config.json", problems, optional=True)
-        said = _json(path / "tokenizer_config.json", problems, optional=True)
-        ends = _token_ids(defaults.get("eos_token_id", config.get("eos_token_id")))
-        if architecture is not None and any(end >= architecture.vocabulary for end in ends):
-            problems.append(f"eos_token_id: {ends} is not within the vocabulary")
+        preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
+        said = {**preset, **config, **defaults}.get("eos_token_id")
+        ends = _token_ids(said)
+        if architecture is not None:
+            _check_weights(architecture, quantisation, stored, problems)
+            if any(end >= architecture.vocabulary for end in ends):
+                problems.append(
+                    f"eos_token_id: {ends} is not within the vocabulary of "
+                    f"{architecture.vocabulary} (config.json: vocab_size)"
+                )
         if problems:
             raise InvalidArgument(f"the folder of the model is wrong: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
-        template, special = _template(path, said), _special(said)
-        return cls(path, architecture, tokenizer, files, ends, defaults, template, special)
+        special = _special(settings)
+        end = tokenizer.token_to_id(special.get("eos_token", ""))
+        if end is not None and end < architecture.vocabulary:
+            ends = tuple(dict.fromkeys((*ends, end)))
+        templates = _templates(path, settings)
+        return cls(
+            architecture, tokenizer, stored, quantisation, ends, defaults, templates, special
+        )
+
+    def has(self, name: str) -> bool:
+        """Return whether the files have a weight."""
+        return "values" in self.quantisation.parts(name, self.stored)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight as float32."""
-        found: torch.Tensor = self._opened(self.files[name]).get_tensor(name)
-        return found.float()
+        parts = self.quantisation.parts(name, self.stored)
+        found = {
+            role: self._opened(each.path).get_tensor(each.name) for role, each in parts.items()
+        }
+        if "scales" not in found:
+            plain: torch.Tensor = found["values"].float()
+            return plain
+        shape = self.architecture.weights().get(name) or self.architecture.weights()[_EMBEDDING]
+        return self.quantisation.dequantised(name, shape, found)
 
     @cached_property
     def _handles(self) -> dict[Path, Any]:
@@ -105,19 +129,76 @@ def _json(path: Path, problems: list[str], optional: bool = False) -> dict[str, 
     return found
 
 
-def _tokenizer(path: Path, problems: list[str]) -> Tokenizer | None:
-    if not path.exists():
-        problems.append(f"{path.name} is missing")
+def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tokenizer | None:
+    """Return the tokenizer, with the tokens and the settings of the other files.
+
+    `settings` receives the special tokens of special_tokens_map.json. As in transformers, that file
+    and added_tokens.json count only if tokenizer_config.json has no `added_tokens_decoder`.
+    """
+    file = path / "tokenizer.json"
+    if not file.exists():
+        problems.append(f"{file.name} is missing")
         return None
+    more = [
+        {} if "added_tokens_decoder" in settings else _json(path / name, problems, optional=True)
+        for name in ("special_tokens_map.json", "added_tokens.json")
+    ]
+    settings |= more[0]
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        _add_tokens(tokenizer, settings, more[1])
     except Exception as error:  # the library raises a bare Exception
-        problems.append(f"{path.name} cannot be read: {error}")
+        problems.append(f"{file.name} cannot be read: {error}")
         return None
+    tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    return tokenizer
 
 
-def _weight_files(path: Path, problems: list[str]) -> dict[str, Path]:
-    """Return the file of each weight."""
+def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int]) -> None:
+    """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
+    known = tokenizer.get_added_tokens_decoder()
+    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    named = [
+        _added(each)
+        for each in (
+            *(settings[name] for name in _special(settings)),
+            *(more.values() if isinstance(more, dict) else more),
+        )
+    ]
+    special = {each.content for each in named}
+    declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
+        number: {"content": text, "special": text in special}
+        for text, number in added.items()
+        if text not in {each.content for each in known.values()}
+    }
+    tokens = {int(number): _added(each) for number, each in declared.items()}
+    tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])
+    tokenizer.add_special_tokens(named)
+
+
+def _added(given: Any) -> AddedToken:
+    if not isinstance(given, dict):
+        return AddedToken(str(given), normalized=False, special=True)
+    return AddedToken(**{name: value for name, value in given.items() if name != "__type"})
+
+
+def _quantisation(path: Path, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return the quantization_config, or the content of the file that older folders have."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    for name, method in _QUANTISED.items():
+        if not found:
+            given = _json(path / name, problems, optional=True)
+            found = {"quant_method": method, **given} if given else {}
+    return found or {}
+
+
+def _stored(path: Path, problems: list[str]) -> dict[str, Stored]:
+    """Return the tensors in the files by their names in a causal model.
+
+    Files of the model without its head lack the prefix `model.`.
+    """
     if (path / _INDEX).exists():
         mapped = _json(path / _INDEX, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in mapped.values()})
@@ -126,31 +207,44 @@ def _weight_files(path: Path, problems: list[str]) -> dict[str, Path]:
     else:
         problems.append(f"{_SINGLE} is missing")
         return {}
-    found: dict[str, Path] = {}
+    found: dict[str, Stored] = {}
     for shard in shards:
+        each = path / Path(shard).name
         try:
-            with safe_open(path / Path(shard).name, "pt") as file:
-                found |= dict.fromkeys(file.keys(), path / Path(shard).name)
+            with safe_open(each, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    part = file.get_slice(name)
+                    shape = tuple(part.get_shape())
+                    found[name] = Stored(each, name, shape, str(part.get_dtype()))
         except (OSError, SafetensorError) as error:
             problems.append(f"{shard} cannot be read: {error}")
+    if "norm.weight" in found:
+        found |= {f"model.{name}": each for name, each in found.items()}
     return found
 
 
-def _check_weights(architecture: Architecture, files: dict[str, Path], problems: list[str]) -> None:
-    """Add missing and misshapen weights to `problems`."""
+def _check_weights(
+    architecture: Architecture,
+    quantisation: Quantisation,
+    stored: dict[str, Stored],
+    problems: list[str],
+) -> None:
+    """Add missing and wrong weights to `problems`; a tied model may lack either weight."""
     expected = architecture.weights()
-    missing = [name for name in expected if name not in files]
-    if files and missing:
+    if architecture.tied and _HEAD in stored:
+        expected[_HEAD] = expected[_EMBEDDING]
+        stored.setdefault(_EMBEDDING, stored[_HEAD])
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, shape in expected.items():
+        if "values" not in quantisation.parts(name, stored):
+            missing.append(name)
+        elif problem := quantisation.problem(name, shape, stored):
+            wrong.append(problem)
+    if stored and missing:
         problems.append(f"weights are missing: {_some(missing)}")
-    misshapen: list[str] = []
-    for path in sorted(set(files.values())):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                shape = tuple(file.get_slice(name).get_shape())
-                if name in expected and shape != expected[name]:
-                    misshapen.append(f"{name} has {list(shape)}, not {list(expected[name])}")
-    if misshapen:
-        problems.append(f"weights do not fit config.json: {_some(misshapen)}")
+    if wrong:
+        problems.append(f"weights do not fit config.json: {_some(wrong)}")
 
 
 def _some(names: list[str]) -> str:
@@ -158,39 +252,33 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _check_vocabulary(
-    architecture: Architecture, tokenizer: Tokenizer, problems: list[str]
-) -> None:
-    """Add a problem if token ids exceed the embedding; a larger embedding is padding."""
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest >= architecture.vocabulary:
-        problems.append(
-            f"tokenizer.json has tokens up to {largest}, but config.json a vocab_size of "
-            f"{architecture.vocabulary}"
-        )
-
-
 def _token_ids(given: Any) -> tuple[int, ...]:
     ids = given if isinstance(given, list) else [given]
     return tuple(each for each in ids if isinstance(each, int))
 
 
-def _template(path: Path, said: dict[str, Any]) -> str:
-    """Return the chat template; if there are several, the one named "default"."""
-    file = path / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    found = said.get("chat_template") or ""
-    if isinstance(found, list):
-        named = {each.get("name"): each.get("template", "") for each in found}
-        found = named.get("default", "")
-    return str(found)
+def _templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name.
+
+    Files precede tokenizer_config.json, and chat_template.json is the last choice.
+    """
+    files = {"default": path / "chat_template.jinja"}
+    files |= {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
+    found = {
+        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()
+    }
+    given = settings.get("chat_template")
+    if not found and not given:
+        given = _json(path / "chat_template.json", [], optional=True).get("chat_template")
+    if not found and isinstance(given, list):
+        return {str(each.get("name")): str(each.get("template")) for each in given}
+    return found or ({"default": str(given)} if given else {})
 
 
-def _special(said: dict[str, Any]) -> dict[str, str]:
+def _special(settings: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens in tokenizer_config.json."""
     found: dict[str, str] = {}
-    for name, value in said.items():
+    for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text

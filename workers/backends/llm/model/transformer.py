@@ -67,7 +67,10 @@ class Transformer:
             embedding[:, made.hidden] = math.sqrt(made.epsilon * made.hidden)
             self.layers = [self._layer(number) for number in range(made.layers)]
             self._norm = self._gain("model.norm")
-            head = embedding[:, : made.hidden] if made.tied else self._weight("lm_head.weight")
+            head = embedding[:, : made.hidden]
+            if checkpoint.has("lm_head.weight"):
+                own = self._weight("lm_head.weight")
+                head = head if made.tied and torch.equal(own, given) else own
             self.head = make_linear(head, None, kind)
         self._turns = _turns(made, device)
         checkpoint.close()
@@ -223,7 +226,7 @@ def _turns(made: Architecture, device: str) -> torch.Tensor:
     """Return the rotation of each pair at every position, complex [positions, head size / 2]."""
     positions = torch.arange(made.positions).float()
     angles = torch.outer(positions, made.rope.frequencies(made.head_dim))
-    return torch.polar(torch.ones_like(angles), angles).to(device)
+    return torch.polar(torch.full_like(angles, made.rope.amplitude), angles).to(device)
 
 
 _ASK, _MOVE = 14, 25  # MADV_HUGEPAGE, MADV_COLLAPSE

@@ -14,9 +14,9 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.model_spec import InstanceGroup, ModelSpec
 from shmserve.workers.backends.llm import LlmBackend, engine_file
+from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.prompts import ChatTemplate
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
@@ -38,15 +38,11 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     save_weights(path, drawn)
     edit(path, "generation_config.json", eos_token_id=[0, 400])
     (path / "tokenizer_config.json").write_text("{")
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 320, "content": "<x>"})
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InvalidArgument) as raised:
         Checkpoint.open(path)
     for part in (
         "weights are missing: model.norm.weight",
         "lm_head.weight has [320, 31], not [320, 32]",
-        "tokens up to 320, but config.json a vocab_size of 320",
         "eos_token_id: (0, 400) is not within the vocabulary",
         "tokenizer_config.json is not JSON",
     ):
@@ -60,10 +56,26 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is none of LlamaForCausalLM"),
         ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive whole number"),
         ({"num_key_value_heads": 3}, "4 heads do not share 3 key-value heads"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: 'yarn' is none of default"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: 'longrope' is none of default"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: yarn needs factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: linear needs factor"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not 'silu'"),
-        ({"use_sliding_window": True}, "use_sliding_window: true is not known"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not 1.0"),
+        ({"architectures": None, "model_type": "gpt2"}, "model_type: gpt2 is none of llama, mist"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supp"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+            "sliding_window: 64 is less than the 512 positions",
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "max_window_layers": 1,
+            },
+            "sliding_window: 64 is less than the 512 positions",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
@@ -86,13 +98,13 @@ def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
     found = Checkpoint.open(path)
     assert (found.ends, found.defaults["temperature"]) == ((0, 2), 0.5)
-    assert ChatTemplate(found.template, found.special).render(
+    assert ChatTemplate(found.templates, found.special).render(
         '[{"role": "user", "content": "a"}]'
     ) == "<|user|>a<|end|><|model|>"  # fmt: skip
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own = Checkpoint.open(path)
-    assert ChatTemplate(own.template, {}).render('[{"role": "user", "content": "ä"}]') == '"ä"'
-    outside = ChatTemplate("{{ ''.__class__.__mro__ }}", {})
+    assert ChatTemplate(own.templates, {}).render('[{"role": "user", "content": "ä"}]') == '"ä"'
+    outside = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
     with pytest.raises(InvalidArgument, match="chat template does not take them"):
         outside.render('[{"role": "user", "content": "a"}]')
 

@@ -1,0 +1,193 @@
+"""Chat templates: conversations converted to the texts of prompts, as by transformers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shmserve.errors import InvalidArgument, clip
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
+
+
+class GenerationTag(Extension):
+    """The tag `generation`, which marks text for training and has no effect on prompts."""
+
+    tags = {"generation"}  # noqa: RUF012 - as in jinja2
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the content of the tag."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """The chat templates of a model.
+
+    Attributes:
+        sources: The templates by name.
+        special: The texts of special tokens, which templates may name.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
+        self.sources = sources
+        self._special = special
+        self._environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
+        )
+        self._environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        self._environment.filters["tojson"] = _to_json
+        self._compiled: dict[str, tuple[Template, bool]] = {}
+
+    def render(self, text: str) -> str:
+        """Render a JSON list of messages, or an object with `messages` and more.
+
+        Other members are variables of the template, such as `tools` and `documents`. The members of
+        `chat_template_kwargs` are variables, too. `chat_template` is the name of a template. With
+        `continue_final_message`, the text ends with that of the last message.
+
+        Raises:
+            InvalidArgument: The text is not valid, or the template rejects it.
+        """
+        if not self.sources:
+            raise InvalidArgument("messages: the model has no chat template, only text_input")
+        given = _conversation(text)
+        variables = {"tools": None, "documents": None, **self._special, **given}
+        variables |= variables.pop("chat_template_kwargs", None) or {}
+        name = self._name(variables.pop("chat_template", None), variables["tools"])
+        continued = variables.pop("continue_final_message", None)
+        variables.setdefault("add_generation_prompt", not continued)
+        try:
+            template, iterates = self._template(name)
+            messages = [_message(each, iterates) for each in variables["messages"]]
+            ending = _mark_end(messages[-1]) if continued else ""
+            made = template.render(**{**variables, "messages": messages})
+        except InvalidArgument:
+            raise
+        except Exception as error:  # templates may raise any error
+            raise InvalidArgument(
+                f"messages: the model's chat template does not take them: {clip(str(error), 200)}"
+            ) from None
+        return _before_end(made, ending) if continued else made
+
+    def _name(self, given: Any, tools: Any) -> str:
+        """Return the name of the template to use."""
+        name = given or ("tool_use" if tools and "tool_use" in self.sources else "default")
+        if name not in self.sources:
+            allowed = ", ".join(sorted(self.sources))
+            raise InvalidArgument(f"chat_template: {clip(repr(name))} is none of {allowed}")
+        return str(name)
+
+    def _template(self, name: str) -> tuple[Template, bool]:
+        """Return a template, and whether it iterates over the parts of a content."""
+        if name not in self._compiled:
+            source = self.sources[name]
+            loops = self._environment.parse(source).find_all(nodes.For)
+            iterates = any(_names_content(loop.iter) for loop in loops)
+            self._compiled[name] = self._environment.from_string(source), iterates
+        return self._compiled[name]
+
+
+def _names_content(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return "content" in (getattr(node, "attr", ""), getattr(node, "name", ""))
+
+
+def _conversation(text: str) -> dict[str, Any]:
+    allowed = "a JSON list of messages, each with a role and a content"
+    try:
+        found = json.loads(text)
+    except ValueError:
+        raise InvalidArgument(f"messages: {clip(repr(text))} is not {allowed}") from None
+    given: dict[str, Any] = found if isinstance(found, dict) else {"messages": found}
+    messages = given.get("messages")
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed}")
+    return given
+
+
+def _is_message(given: Any) -> bool:
+    return isinstance(given, dict) and "role" in given
+
+
+def _message(given: dict[str, Any], iterates: bool) -> dict[str, Any]:
+    """Return a message for a template: without nulls, and with its reasoning by all names.
+
+    The text parts of its content are joined, unless the template iterates over them.
+    """
+    message = {name: value for name, value in given.items() if value is not None}
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
+    if iterates:
+        return message
+    return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Mark the end of a message's text; return the text."""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        last = {**content[-1]}
+        text = str(last.get("text", ""))
+        message["content"] = [*content[:-1], {**last, "text": text + _END}]
+    elif isinstance(content, str):
+        text = content
+        message["content"] = text + _END
+    else:
+        raise InvalidArgument("continue_final_message: the last message has no content")
+    return text
+
+
+def _before_end(made: str, text: str) -> str:
+    """Return a rendered text up to the marked end of its last message."""
+    place = made.rfind(_END.strip())
+    if place < 0 or text.strip() not in made:
+        raise InvalidArgument(
+            "continue_final_message: the model's chat template does not render the last message"
+        )
+    exact = made.startswith(_END, place)
+    return made[:place] if exact else made[:place].rstrip()
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

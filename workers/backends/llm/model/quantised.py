@@ -1,0 +1,273 @@
+"""Quantised weights of checkpoints, dequantised to float32 when they are loaded.
+
+A quantised linear layer has integers or 8-bit floats q, scales s and, if it is asymmetric, zero
+points z. Its weight is (q - z) * s, computed in float32. The tensors in the file determine which
+layers are quantised, the number of bits, and the groups that share a scale. Activation scales have
+no effect, because activations are not quantised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from shmserve.errors import InvalidArgument
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_FLOATS = ("F8_E4M3", "F8_E5M2")
+_BITS = (2, 4, 8)
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, as the file's header describes it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Method(NamedTuple):
+    """The tensors of a quantisation method, by the ends of their names, and its settings.
+
+    Attributes:
+        values: The data types of q by name.
+        scales: The possible names of s.
+        zeros: The name of z.
+        groups: The name of the group of each column.
+        settings: The supported values of settings.
+    """
+
+    values: Mapping[str, tuple[str, ...]]
+    scales: tuple[str, ...]
+    zeros: str = ""
+    groups: str = ""
+    settings: Mapping[str, tuple[Any, ...]] = {}
+
+
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+_PACKED = {"qweight": ("I32",)}
+_METHODS = {
+    "fp8": Method({"weight": _FLOATS}, ("weight_scale_inv", "weight_scale")),
+    "compressed-tensors": Method(
+        {"weight_packed": ("I32",), "weight": ("I8", *_FLOATS)},
+        ("weight_scale",),
+        "weight_zero_point",
+        "weight_g_idx",
+        {"format": (*_FORMATS, "mixed-precision", "dense")},
+    ),
+    "gptq": Method(
+        _PACKED,
+        ("scales",),
+        "qzeros",
+        "g_idx",
+        dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2")),
+    ),
+    "awq": Method(
+        _PACKED,
+        ("scales",),
+        "qzeros",
+        settings=dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm",)),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """The quantisation of a checkpoint.
+
+    Attributes:
+        method: Its `quant_method`, or "".
+        offset: The number that the stored zero points lack.
+        steps: The sizes of groups and blocks; shapes alone do not tell the size of partial blocks.
+    """
+
+    method: str = ""
+    offset: int = 0
+    steps: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], problems: list[str]) -> Self:
+        """Return the quantisation in config.json's quantization_config."""
+        bits = given.get("load_in_8bit") or given.get("load_in_4bit")
+        name = given.get("quant_method") or ("bitsandbytes" if bits else "")
+        found: list[tuple[str, Any, tuple[Any, ...]]] = []
+        if given and name not in _METHODS:
+            found.append(("quant_method", name, tuple(_METHODS)))
+        else:
+            for part in _sections(given):
+                known = _METHODS[name].settings if given else {}
+                found += [
+                    (field, part[field], allowed)
+                    for field, allowed in known.items()
+                    if part.get(field) is not None and str(part[field]).lower() not in allowed
+                ]
+        sparsity = given.get("sparsity_config") or {}
+        if sparsity.get("format", "dense") != "dense":
+            found.append(("sparsity_config.format", sparsity["format"], ("dense",)))
+        if (given.get("transform_config") or {}).get("config_groups"):
+            found.append(("transform_config", given["transform_config"], (None,)))
+        for field, value, allowed in found:
+            supported = ", ".join(map(str, allowed))
+            problems.append(
+                f"config.json: quantization_config: {field}: {value!r} is not supported, "
+                f"supported: {supported}"
+            )
+        version = given.get("checkpoint_format") or given.get("format")
+        offset = 1 if name == "gptq" and version != "gptq_v2" else 0
+        return cls(name if name in _METHODS else "", offset, tuple(_steps(given)))
+
+    def parts(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
+        prefix, end = name[: -len("weight")], name[-len("weight") :]
+        found: dict[str, Stored] = {}
+        if name in stored:
+            found["values"] = stored[name]
+        if end == "weight" and self.method:
+            method = _METHODS[self.method]
+            roles = {
+                "values": tuple(method.values),
+                "scales": method.scales,
+                "zeros": (method.zeros,),
+                "groups": (method.groups,),
+            }
+            for role, ends in roles.items():
+                for each in ends:
+                    if prefix + each in stored:
+                        found.setdefault(role, stored[prefix + each])
+        return found
+
+    def problem(self, name: str, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> str:
+        """Return what is wrong with a weight in the files, or ""."""
+        parts = self.parts(name, stored)
+        values = parts["values"]
+        if values.dtype in _PLAIN and "scales" not in parts:
+            fits = values.shape == shape
+            return "" if fits else f"{name} has {list(values.shape)}, not {list(shape)}"
+        if not self.method:
+            return f"{name} is {values.dtype} without a quantization_config in config.json"
+        method = _METHODS[self.method]
+        allowed = method.values.get(values.name.rpartition(".")[2], ())
+        if values.dtype not in allowed:
+            supported = ", ".join(allowed)
+            return f"{values.name} is {values.dtype}, supported for {self.method}: {supported}"
+        if "scales" not in parts:
+            return f"{values.name} has no scales ({' or '.join(method.scales)})"
+        return ""
+
+    def dequantised(
+        self, name: str, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a weight, float32 [rows, columns].
+
+        Raises:
+            InvalidArgument: The tensors do not fit the shape.
+        """
+        try:
+            return self._dequantised(shape, **parts)
+        except (ValueError, IndexError, RuntimeError):
+            sizes = ", ".join(f"{role} {list(each.shape)}" for role, each in parts.items())
+            raise InvalidArgument(
+                f"the folder of the model is wrong: {name}: {self.method} tensors do not make "
+                f"{list(shape)}: {sizes}; supported are {', '.join(map(str, _BITS))} bits"
+            ) from None
+
+    def _dequantised(
+        self,
+        shape: tuple[int, ...],
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        groups: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows, columns = shape
+        bits = 0
+        if self.method == "gptq":  # q is packed along columns, s and z have a row for each group
+            bits = _bits(values.shape[0], columns)
+            values, scales = _unpacked(values.t(), bits), scales.t()
+            zeros = None if zeros is None else _unpacked(zeros, bits).t() + self.offset
+        elif self.method == "awq":  # q and z are packed along rows
+            bits = _bits(values.shape[1], rows)
+            values, scales = _unpacked(values, bits, True).t(), scales.t()
+            zeros = None if zeros is None else _unpacked(zeros, bits, True).t()
+        elif values.dtype == torch.int32:
+            bits = _bits(values.shape[1], columns)
+            values = _unpacked(values, bits)[:, :columns]
+            if zeros is not None and zeros.dtype == torch.int32:
+                zeros = _unpacked(zeros.t(), bits).t()[:rows]
+            elif zeros is not None:
+                zeros = zeros + (1 << bits - 1)
+        if zeros is None and bits:
+            zeros = torch.tensor([1 << bits - 1])
+        if scales.dtype == torch.uint8:  # exponents
+            scales = (scales.float() - 127).exp2()
+        if groups is not None and groups.min() < 0:  # unused
+            groups = None
+        found = values.float()
+        if found.shape != shape:
+            raise ValueError
+        if zeros is not None:
+            found = found - self._spread(zeros.float(), shape, groups)
+        return found * self._spread(scales.float(), shape, groups)
+
+    def _spread(
+        self, given: torch.Tensor, shape: tuple[int, ...], groups: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return scales or zero points in a shape that broadcasts to the weight's."""
+        if given.numel() == 1:
+            return given.reshape(1, 1)
+        if given.dim() == 1:
+            given = given.unsqueeze(1)
+        for axis, size in enumerate(shape):
+            count = given.shape[axis]
+            if axis == 1 and groups is not None:
+                given = given.index_select(1, groups)
+            elif count not in (1, size):
+                given = given.index_select(axis, torch.arange(size) // self._step(size, count))
+        return given
+
+    def _step(self, size: int, count: int) -> int:
+        """Return the size of each of `count` groups."""
+        known = (step for step in self.steps if -(-size // step) == count)
+        step = next(known, 0 if size % count else size // count)
+        if not step:
+            raise ValueError
+        return step
+
+
+def _sections(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the sections of a quantization_config: itself, and those of compressed-tensors."""
+    return [given, *(given.get("config_groups") or {}).values()]
+
+
+def _steps(given: Mapping[str, Any]) -> Iterator[int]:
+    for part in [given, *(each.get("weights") or {} for each in _sections(given)[1:])]:
+        for field in ("weight_block_size", "block_structure", "group_size", "q_group_size"):
+            value = part.get(field)
+            for step in value if isinstance(value, list) else [value]:
+                if isinstance(step, int) and step > 0:
+                    yield step
+
+
+def _bits(words: int, count: int) -> int:
+    """Return the number of bits of `count` values in `words` words of 32 bits."""
+    return next(bits for bits in (*_BITS, 0) if not bits or math.ceil(count * bits / 32) == words)
+
+
+def _unpacked(words: torch.Tensor, bits: int, interleaved: bool = False) -> torch.Tensor:
+    """Return the unsigned values in 32-bit words [rows, words], int32 [rows, values].
+
+    With `interleaved`, the first half of a word's bits has its even values, as AWQ stores them.
+    """
+    if not bits:
+        raise ValueError
+    places = torch.arange(32 // bits, dtype=torch.int32)
+    if interleaved:
+        places = places.view(2, -1).t().reshape(-1)
+    found = words.unsqueeze(-1) >> places * bits
+    return found.bitwise_and_((1 << bits) - 1).flatten(1)

@@ -1,0 +1,433 @@
+"""The router of calls of other models: submission to schedulers, responses and failover.
+
+FindModel ──> supervisor: endpoint ──> Submit ──> scheduler ──> Finished | Failed ──> CallResponse
+
+A call keeps its message until it has its response. When the scheduler is lost, the call is
+resubmitted to the successor, or to the scheduler that currently serves the model (see
+ipc/scheduler_client.py). Inputs in the memory of the caller's own request are sent by reference.
+Outputs are copied, so a model may keep them.
+
+The model's thread, its event loop (many calls at once) and threads that it starts may call other
+models. A signal handler must not, because it may have interrupted a thread that holds the locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
+from shmserve.ipc.memory.lent import LentMemory, releases
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages.control_requests import FindModel
+from shmserve.ipc.messages.inference import (
+    Failed,
+    Finished,
+    Responded,
+    Response,
+    make_submit,
+    message_size,
+)
+from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
+from shmserve.ipc.tensors.inference import ResponseSchema, ranges_of
+from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.transport.dealer import LinkTable
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.workers.bls.request import (
+    CallRequest,
+    Outcome,
+    PlacedInputs,
+    copy_response,
+    place_inputs,
+)
+from shmserve.workers.bls.waiting import SharedWait
+from shmserve.workers.links.supervisor import SupervisorLink
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, str]  # a model's name, and its version or "" for the latest
+
+
+class Call(InflightRequest):
+    """An in-flight inference of another model.
+
+    Attributes:
+        router: The router that submits the call.
+        request: The request.
+        number: The id of the call.
+        arrived_ns: The monotonic time at which the call was created.
+        inputs: The inputs as they are sent.
+        takes_many: Whether the call accepts any number of responses (a decoupled model).
+    """
+
+    __slots__ = ("arrived_ns", "inputs", "number", "request", "router")
+
+    takes_many = False
+
+    def __init__(self, router: CallRouter, request: CallRequest) -> None:
+        self.router = router
+        self.request = request
+        self.number = next(router.ids)
+        self.arrived_ns = time.monotonic_ns()
+        self.inputs = PlacedInputs((), [])
+        self.endpoint = ""
+        self.responses = 0
+
+    @property
+    def key(self) -> Key:
+        """The name and version of the called model."""
+        return self.request.model, self.request.version
+
+    @property
+    def ends_ns(self) -> int:
+        """The monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
+        limit_us = self.request.timeout_us
+        own_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
+        return min(filter(None, (own_ns, self.request.deadline_ns)), default=0)
+
+    def free(self) -> None:
+        self.inputs.release()
+
+    def respond(self, message: Response) -> None:
+        if isinstance(message, Finished):
+            self.end(self.router.read(self, message))
+        elif isinstance(message, Failed):
+            self.end(from_code(message.code, message.message))
+        else:
+            self.receive(message)
+
+    @abstractmethod
+    def receive(self, message: Responded) -> None:
+        """Handle one of any number of responses."""
+
+    @abstractmethod
+    def end(self, outcome: Outcome) -> None:
+        """Complete the call with its only response or an error, and wake up its caller."""
+
+
+C = TypeVar("C", bound=Call)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """A loaded model version.
+
+    Attributes:
+        endpoint: The endpoint of its scheduler.
+        signature: The inputs and outputs of the model.
+        decoupled: Whether it may send any number of responses to a request.
+    """
+
+    endpoint: str
+    signature: Signature
+    decoupled: bool
+
+
+class CallRouter:
+    """The router of calls, which submits them, receives responses and fails over.
+
+    Any thread may call its methods.
+
+    Attributes:
+        mappings: The mapped memory of other processes.
+        ids: The ids of calls.
+        waiting: The shared wait of the callers. Its lock guards the state of the router.
+        schedulers: The client of the schedulers, with the calls in flight.
+        _targets: The targets that the supervisor has reported.
+        _losses: The number of schedulers that were lost.
+        _unresolved: The calls whose endpoint must be resolved again, with the error of the call if
+            no other scheduler serves its model.
+        _cancellations: The calls to cancel, and whether their further responses are still read.
+    """
+
+    def __init__(
+        self,
+        control: SupervisorLink,
+        arena_byte_size: int,
+        on_spans: Callable[[bytes], None] = lambda spans: None,
+    ) -> None:
+        """Create a router without calls.
+
+        Args:
+            control: The link to the supervisor.
+            arena_byte_size: The size of the memory for large inputs.
+            on_spans: Called with the packed spans of each response to a traced call.
+        """
+        self._control = control
+        self._on_spans = on_spans
+        self._memory = LentMemory(arena_byte_size)
+        self.mappings = Mappings()
+        self.ids = count(1)
+        self.waiting = SharedWait(self._take)
+        self._lock = self.waiting.lock
+        identity = f"{os.getpid()}.{secrets.token_hex(8)}"
+        self._links = LinkTable(identity, self.waiting.add, self.waiting.remove)
+        self.schedulers: SchedulerClient[Call] = SchedulerClient(self._links, self._resolve_later)
+        self._targets: dict[Key, _Target] = {}
+        self._losses = 0
+        self._unresolved: list[tuple[Call, ShmserveError]] = []
+        self._cancellations: deque[tuple[Call, bool]] = deque()
+        self._responses = Schemas(ResponseSchema)
+        self.waiting.add(control.dealer.fd)
+        control.follow_models(self._models_changed)
+
+    def close(self) -> None:
+        """Close every socket. Calls in flight receive no response."""
+        self._control.follow_models(None)
+        with self._lock:
+            self._links.close_all()
+            self.waiting.close()
+
+    @property
+    def free_bytes(self) -> int:
+        """The number of free bytes in the memory for large inputs."""
+        return self._memory.byte_size - self._memory.used
+
+    # --- sending
+
+    def begin(self, call: C) -> C:
+        """Submit a call and send it at once.
+
+        Raises:
+            ShmserveError: The call cannot be submitted.
+        """
+        self._submit(call)
+        self._flush()
+        return call
+
+    def begin_soon(self, call: Call, future: asyncio.Future[Any]) -> None:
+        """Submit a call, which is sent in the next iteration of the running event loop.
+
+        The loop handles received messages until the future is done. The calls submitted in one
+        iteration are sent together.
+
+        Args:
+            call: The call.
+            future: A future of the loop. If it is cancelled, the call is cancelled.
+
+        Raises:
+            ShmserveError: The call cannot be submitted.
+        """
+        self._submit(call)
+        future.get_loop().call_soon(self._flush)
+        self.waiting.serve(future)
+        future.add_done_callback(partial(self._cancel_with, call))
+
+    def _cancel_with(self, call: Call, future: asyncio.Future[Any]) -> None:
+        if future.cancelled():
+            self.cancel(call)
+
+    def _submit(self, call: Call) -> None:
+        """Queue a call for the next `_flush`.
+
+        Raises:
+            ShmserveError: The call cannot be submitted.
+        """
+        with self._known_target(call) as target:
+            call.inputs = place_inputs(call.request.inputs, self._memory)
+            try:
+                self._submit_to(target, call)
+            except BaseException:
+                self.schedulers.pending.pop(call.number, None)
+                call.free()
+                raise
+
+    @contextlib.contextmanager
+    def _known_target(self, call: Call) -> Iterator[_Target]:
+        """Hold the lock with the target of a call. Query the supervisor if it is not known.
+
+        Raises:
+            NotFound: There is no such model.
+            Unavailable: The model is not loaded.
+        """
+        while True:
+            with self._lock:
+                target = self._targets.get(call.key)
+                if target is not None:
+                    yield target
+                    return
+            self._look_up(call)
+
+    def _look_up(self, call: Call) -> None:
+        """Query the supervisor for the target of a call. Must be called without the lock.
+
+        The query of a model that is loaded on demand waits until the model is loaded. The response
+        is ignored if a scheduler was lost in the meantime, because it may be outdated.
+        """
+        losses = self._losses
+        ends_ns = call.ends_ns
+        patience_s = max(1e-6, (ends_ns - time.monotonic_ns()) / 1e9) if ends_ns else 0.0
+        found = self._control.ask(FindModel, *call.key, patience_s)
+        config = ModelSpec.of(found["config"])
+        signature = Signature(config, found["version"])
+        with self._lock:
+            if losses == self._losses:
+                self._targets[call.key] = _Target(found["endpoint"], signature, config.decoupled)
+
+    def _submit_to(self, target: _Target, call: Call) -> None:
+        """Queue a call for its target. Must be called with the lock held.
+
+        Raises:
+            InvalidArgument: The request does not fit the model.
+            Internal: The model is decoupled, and the call accepts only one response.
+        """
+        request = call.request
+        if target.decoupled and not call.takes_many:
+            raise decoupled_error(request.model)
+        schema, data = request.packed(target.signature, call.inputs.refs)
+        call.submit = make_submit(
+            call.number,
+            schema,
+            data,
+            call.arrived_ns,
+            request_id=request.request_id,
+            priority=request.priority,
+            timeout_us=request.timeout_us,
+            ends_ns=request.deadline_ns,
+            flags=request.flags,
+            correlation_id=request.correlation_id,
+            trace=request.trace,
+        )
+        self.schedulers.submit(call, target.endpoint, message_size(call.submit))
+
+    def _flush(self) -> None:
+        """Send the queued calls, credit messages and cancellations."""
+        with self._lock:
+            while self._cancellations:
+                self.schedulers.cancel(*self._cancellations.popleft())
+            self._links.flush()
+
+    def credit(self, call: Call, responses: int) -> None:
+        """Grant credit for `responses` more responses to a call."""
+        with self._lock:
+            self.schedulers.credit(call, responses)
+        self._flush()
+
+    def cancel(self, call: Call, listening: bool = False) -> None:
+        """Cancel a call, later if another thread holds the lock.
+
+        May be called at any time and in any thread, because an object may be garbage-collected
+        while its thread holds the lock.
+
+        Args:
+            call: The call.
+            listening: Whether responses that the model sends before it ends are still read.
+        """
+        self._cancellations.append((call, listening))
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            self._flush()
+        else:
+            self.waiting.notify()
+
+    # --- receiving
+
+    def _take(self) -> None:
+        """Handle all received messages."""
+        self._control.pump()
+        with self._lock:
+            for link in self._links:
+                for message in link.receive():
+                    if isinstance(message, Finished | Responded) and message.spans:
+                        self._on_spans(message.spans)
+                    self.schedulers.take(link.endpoint, message)
+            unresolved, self._unresolved = self._unresolved, []
+        for call, error in unresolved:
+            self._resolve(call, error)
+        self._flush()
+
+    def read(self, call: Call, message: Finished | Responded) -> Outcome:
+        """Return a copy of a response to a call, or the error if the response cannot be read.
+
+        Must be called with the lock held.
+        """
+        schema, data = message.schema, message.data
+        try:
+            known = self._responses.find(schema) or self._responses.learn(schema)
+            response = known.inferred(data)
+        except MalformedMessage as error:
+            logger.error("a worker's response is malformed: %s", error)
+            return Internal("internal error")
+        outcome = copy_response(response, self.mappings, call.request.model)
+        self.schedulers.release(call.endpoint, releases(ranges_of(data)))
+        return outcome
+
+    # --- failover
+
+    def invalidate(self, model: str) -> None:
+        """Remove the known targets of a model, so that its next call queries the supervisor."""
+        with self._lock:
+            self._remove_targets(model)
+
+    def _remove_targets(self, model: str) -> None:
+        self._targets = {key: each for key, each in self._targets.items() if key[0] != model}
+
+    def _models_changed(self, news: Losses) -> None:
+        # The caller holds the lock of the supervisor's link: send no request to the supervisor.
+        with self._lock:
+            match news:
+                case ProcessExited(process=pid):
+                    self.mappings.drop_process(pid)
+                case ModelWithdrawn(name=name):
+                    self._remove_targets(name)
+                case SchedulerLost(endpoint=lost, successor=successor):
+                    self._losses += 1
+                    known = self._targets.items()
+                    self._targets = {key: each for key, each in known if each.endpoint != lost}
+                    self.schedulers.successors.add(lost, successor)
+                    self.schedulers.lost(lost)
+
+    def _resolve_later(self, call: Call, refusal: Failed | None) -> None:
+        """Schedule the resolution of a call that is not in flight at any scheduler.
+
+        A thread resolves the endpoint later, without the lock. A scheduler that refused the call
+        may be the previous one of a model that has been reloaded.
+        """
+        error: ShmserveError = Unavailable("the scheduler of the model was lost")
+        if refusal is not None:
+            error = from_code(refusal.code, refusal.message)
+        self._unresolved.append((call, error))
+        self.waiting.notify()
+
+    def _resolve(self, call: Call, error: ShmserveError) -> None:
+        """Resubmit a call to the current scheduler of its model, or fail the call.
+
+        The call fails if that is the scheduler that failed it. Must be called without the lock.
+        """
+        with self._lock:
+            known = self._targets.get(call.key)
+            if known is not None and known.endpoint == call.endpoint:
+                del self._targets[call.key]
+        try:
+            with self._known_target(call) as target:
+                if target.endpoint != call.endpoint and call.awaited():
+                    self._submit_to(target, call)
+                    return
+        except ShmserveError as failure:
+            error = failure
+        with self._lock:
+            call.free()
+            call.end(error)
+
+
+def decoupled_error(model: str) -> Internal:
+    """Return the error of a call that accepts one response, but whose model is decoupled."""
+    return Internal(
+        f"Model {model} is using the decoupled. The current BLS request call doesn't support "
+        "models using the decoupled transaction policy. Please use 'decoupled=True' argument to "
+        "the 'exec' or 'async_exec' calls for decoupled models.'"
+    )
