@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument, clip
+from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Request
-from shmserve.workers.backends.llm.chat_template import ChatTemplate
+from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
+from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
+from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take
 
 _INPUTS = ("text_input", "input_ids", "messages")
 
@@ -45,15 +48,17 @@ def given_inputs(request: Request) -> dict[str, Any]:
 class PromptReader:
     """A reader of requests for one model."""
 
-    def __init__(self, checkpoint: Checkpoint, max_model_len: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, settings: EngineSettings) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
-        self._longest = max_model_len
+        self._longest = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
         self._vocabulary = checkpoint.architecture.vocabulary
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {each.content: token for token, each in added if each.special}
         self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
+        names = settings.tool_parser, settings.reasoning_parser
+        self._formats = MessageFormats(*names, self._tokenizer)
 
     def read(
         self, request: Request, given: Mapping[str, Any], resumed: list[Resumed]
@@ -65,14 +70,19 @@ class PromptReader:
         """
         settings = _settings(request, given)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
-        tokens, text = self._tokens(given, parameters)
+        chat = conversation(given["messages"]) if "messages" in given else None
+        tools = take(chat) if chat is not None else None
+        tokens, text = self._tokens(given, chat, parameters)
         most = min(parameters.max_tokens, self._longest - len(tokens))
         stops = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
         parameters = replace(parameters, max_tokens=most, stop_token_ids=stops)
         ends = () if parameters.ignore_eos else self._checkpoint.ends
-        grammar = self._grammars.matcher(parameters.grammar) if parameters.grammar[0] else None
+        message = self._formats.format(tools, text) if chat is not None else None
+        grammar = self._grammar(parameters, tools, message)
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
-        prompt = Prompt(request.work.key, tokens, parameters, ends, grammar, before)
+        prompt = Prompt(
+            request.work.key, tokens, parameters, ends, grammar, before, message=message
+        )
         return prompt, text if parameters.echo and "messages" not in given else ""
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
@@ -80,8 +90,22 @@ class PromptReader:
         found = [self._special[stop] for stop in stops if stop in self._special]
         return [token for token in found if token < self._vocabulary]
 
+    def _grammar(
+        self,
+        parameters: GenerationParameters,
+        tools: ToolRequest | None,
+        message: MessageFormat | None,
+    ) -> Any:
+        """Return the matcher of a request's grammar, for its content and its calls."""
+        content = bool(parameters.grammar[0])
+        frame = self._formats.grammar(tools, message, content) if message is not None else ""
+        return self._grammars.matcher(parameters.grammar, frame) if content or frame else None
+
     def _tokens(
-        self, given: Mapping[str, Any], parameters: GenerationParameters
+        self,
+        given: Mapping[str, Any],
+        chat: Mapping[str, Any] | None,
+        parameters: GenerationParameters,
     ) -> tuple[list[int], str]:
         """Return the tokens and the text of the prompt."""
         named = [name for name in _INPUTS if name in given]
@@ -99,9 +123,8 @@ class PromptReader:
                 )
             text = self._tokenizer.decode(tokens) if parameters.echo else ""
         else:
-            chat = named[0] == "messages"
-            text = self._chat.render(source) if chat else source
-            special = parameters.add_special_tokens and not chat
+            text = self._chat.render(chat) if chat is not None else source
+            special = parameters.add_special_tokens and chat is None
             tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
             most = max(tokens, default=0)
             if most >= self._vocabulary:

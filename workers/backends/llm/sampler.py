@@ -15,6 +15,7 @@ that a draft model has drawn is accepted by rejection sampling (Leviathan et al.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -318,8 +319,8 @@ class Grammars:
         wrapped: Any = llguidance.LLTokenizer  # its type hints lack the list of ends
         return wrapped(self._text, n_vocab=self._vocabulary, eos_token=list(self._ends))
 
-    def matcher(self, grammar: tuple[str, str]) -> Any:
-        """Return a new matcher of a grammar (kind, text).
+    def matcher(self, grammar: tuple[str, str], frame: str = "") -> Any:
+        """Return a new matcher of a grammar (kind, text), which is `body` in the grammar `frame`.
 
         Raises:
             InvalidArgument: The text is not a grammar of its kind.
@@ -335,15 +336,24 @@ class Grammars:
             "regex": matcher.grammar_from_regex,
         }
         try:
-            made = matcher(self._tokenizer, compilers[kind](text))
+            made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
             error = made.get_error()
         except ValueError as raised:
             error = str(raised)
         if error:
-            name = "regex" if kind == "regex" else "response_format"
+            name = "regex" if kind == "regex" else "response_format" if kind else "tools"
             reason = clip(error.splitlines()[0], 200)
             raise InvalidArgument(f"{name}: cannot be compiled: {reason}")
         return made
+
+
+def _framed(frame: str, body: str) -> str:
+    """Return a grammar whose rule `body` is another grammar."""
+    if not (frame and body):
+        return frame or body
+    (found,) = json.loads(body)["grammars"]
+    outer = {"name": "frame", "lark_grammar": frame}
+    return json.dumps({"grammars": [outer, {**found, "name": "body"}]})
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.ipc.messages.generation import Row
+from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import SampledRow, TokenLogprobs
 
@@ -19,6 +20,7 @@ class Prompt:
         resumed: The tokens that each sample generated on another instance.
         known: The log probabilities of the prompt's tokens by position.
         cached: The number of tokens that were not computed; -1 if that is not known yet.
+        message: The format of the message, if its text has calls or reasoning.
     """
 
     key: int
@@ -29,6 +31,7 @@ class Prompt:
     resumed: dict[int, list[int]] = field(default_factory=dict)
     known: dict[int, TokenLogprobs] = field(default_factory=dict)
     cached: int = -1
+    message: MessageFormat | None = None
 
     def begin(self, number: int, sample: int) -> TokenSequence:
         """Return a sequence that begins with the prompt, and the resumed tokens of its sample."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Unavailable
+from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
 from shmserve.workers.backends import ResponseStream
 from shmserve.workers.backends.llm.answers import Answer
@@ -39,11 +40,13 @@ class Texts:
         prompts: The prompt of each prepared request by key. The engine's thread reads it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, link: InstanceLink, max_model_len: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, link: InstanceLink, settings: EngineSettings
+    ) -> None:
         self.prompts: dict[int, Prompt] = {}
         self._tokenizer = checkpoint.tokenizer
         self._link = link
-        self._reader = PromptReader(checkpoint, max_model_len)
+        self._reader = PromptReader(checkpoint, settings)
         self._answers: dict[int, Answer] = {}
         # Key -> the time (monotonic ns) since which the client has read no response, oldest first.
         self._held: dict[int, int] = {}

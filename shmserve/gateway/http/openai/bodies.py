@@ -20,16 +20,24 @@ from shmserve.gateway.model_table import GatewayModel
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
 TEXT = "text_output"
+# The output with the content, the reasoning and the tool calls of a text, as JSON.
+MESSAGE = "message"
 
 _OUTPUTS = (TEXT, "index", "finish_reason", "usage")
 _MOST_PROMPTS = 1024
 _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
+# The members of a chat's body that concern its template and its tools.
+_CONVERSATION = (
+    *("tools", "tool_choice", "parallel_tool_calls", "documents", "chat_template_kwargs"),
+    *("reasoning_effort", "add_generation_prompt", "continue_final_message"),
+)
 
 
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens.
+    With `usage`, a stream ends with the numbers of tokens. With `message`, the model splits texts
+    into content, reasoning and tool calls.
     """
 
     model: GatewayModel
@@ -38,10 +46,12 @@ class TextRequest(NamedTuple):
     samples: int
     stream: bool
     usage: bool
+    message: bool = False
 
     def requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
         names = [*_OUTPUTS, *(["logprobs"] if wants_logprobs(self.parameters) else [])]
+        names += [MESSAGE] if self.message else []
         text = orjson.dumps(self.parameters).decode()
         return [
             InferRequest(
@@ -139,9 +149,14 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
             raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
     limits = (body.get("max_tokens"), body.get("max_completion_tokens"), _UNLIMITED)
     most = next(limit for limit in limits if limit is not None)
-    parameters = {**body, "max_tokens": most, "echo": False}
-    prompt = tensor("messages", "BYTES", [orjson.dumps(messages).decode()])
-    return _text_request(model, [prompt], parameters)
+    given = {name: body[name] for name in _CONVERSATION if body.get(name) is not None}
+    parameters = {name: value for name, value in body.items() if name not in given}
+    parameters |= {"max_tokens": most, "echo": False}
+    conversation = {"messages": messages, **given} if given else messages
+    prompt = tensor("messages", "BYTES", [orjson.dumps(conversation).decode()])
+    parsed = bool(given.get("tools")) or model.reasons
+    made = _text_request(model, [prompt], parameters)
+    return made._replace(message=parsed and MESSAGE in model.signature.outputs)
 
 
 async def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:

@@ -44,6 +44,7 @@ class Delta(NamedTuple):
         logprobs: The probabilities of the tokens, if they were requested.
         finish_reason: The reason why the sample ended, in its last part.
         usage: The numbers of tokens, in the last part of all.
+        message: The content, the reasoning and the tool calls of the text, if it was split.
     """
 
     sample: int
@@ -51,6 +52,7 @@ class Delta(NamedTuple):
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
+    message: dict[str, Any] | None = None
 
 
 class Form(NamedTuple):
@@ -61,13 +63,17 @@ class Form(NamedTuple):
     chunk: str
     chat: bool
 
-    def content(self, text: str, first: bool = False, chunk: bool = False) -> dict[str, Any]:
-        """Return the part of a choice that contains the text."""
+    def content(
+        self, text: str, more: dict[str, Any], first: bool = False, chunk: bool = False
+    ) -> dict[str, Any]:
+        """Return the part of a choice that contains the text, its reasoning and its calls."""
         if not self.chat:
             return {"text": text}
         message: dict[str, Any] = {"content": text} if text or not chunk or first else {}
         if first or not chunk:
             message = {"role": "assistant", **message}
+        if more:
+            message |= more if text or chunk else {"content": None, **more}
         return {"delta" if chunk else "message": message}
 
     def logprobs(self, found: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
@@ -100,6 +106,40 @@ class _Sample:
     finish_reason: str = ""
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the reasoning and the calls."""
+        return {**_reasoning(self.reasoning), **({"tool_calls": self.calls} if self.calls else {})}
+
+    def add(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Add reasoning and calls, and return them for a chunk."""
+        found = _reasoning(message.get("reasoning", ""))
+        self.reasoning += message.get("reasoning", "")
+        calls: list[dict[str, Any]] = []
+        for call in message.get("tool_calls", ()):
+            index, function = call["index"], {"arguments": call["arguments"]}
+            head: dict[str, Any] = {}
+            if "id" in call:
+                head, function = (
+                    {"id": call["id"], "type": "function"},
+                    {"name": call["name"], **function},
+                )
+                self.calls.append({**head, "function": {**function}})
+            else:
+                self.calls[index]["function"]["arguments"] += call["arguments"]
+            calls.append({"index": index, **head, "function": function})
+        return {**found, "tool_calls": calls} if calls else found
+
+    def reason(self, reason: str) -> str | None:
+        """Return the finish reason, which is that of the model unless the sample has calls."""
+        return "tool_calls" if self.calls and reason == "stop" else reason or None
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Return reasoning by both names that clients know."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 @dataclass(eq=False)
@@ -121,11 +161,12 @@ class Choices:
         index = prompt * self.samples + delta.sample
         sample = self._found.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
+        more = sample.add(delta.message) if delta.message else {}
         choice = {
             "index": index,
-            **self.form.content(delta.text, first=not sample.begun, chunk=True),
+            **self.form.content(delta.text, more, first=not sample.begun, chunk=True),
             "logprobs": self.form.logprobs(content, len(sample.text)),
-            "finish_reason": delta.finish_reason or None,
+            "finish_reason": sample.reason(delta.finish_reason),
         }
         sample.begun = True
         sample.text += delta.text
@@ -146,9 +187,9 @@ class Choices:
         choices = [
             {
                 "index": index,
-                **self.form.content(sample.text),
+                **self.form.content(sample.text, sample.parts()),
                 "logprobs": self.form.logprobs(sample.logprobs, 0),
-                "finish_reason": sample.finish_reason or None,
+                "finish_reason": sample.reason(sample.finish_reason),
             }
             for index, sample in sorted(self._found.items())
         ]
@@ -299,12 +340,20 @@ class _Generation:
     def _deltas(self, inferred: Inferred) -> list[Delta]:
         found = {tensor.name: self._values(tensor) for tensor in inferred.outputs}
         texts = found[bodies.TEXT]
+        messages = list(map(orjson.loads, found.get(bodies.MESSAGE, [])))
+        if messages:
+            texts = [message.get("content", "").encode() for message in messages]
         reasons = found.get("finish_reason", [b""] * len(texts))
         logprobs = found.get("logprobs", [b""] * len(texts))
         usages = [*found.get("usage", []), *[b""] * len(texts)]
         indexes = found.get("index", range(len(texts)))
         loads = partial(map, lambda text: orjson.loads(text) if text else None)
-        columns = (map(bytes.decode, reasons), loads(logprobs), loads(usages[: len(texts)]))
+        columns = (
+            map(bytes.decode, reasons),
+            loads(logprobs),
+            loads(usages[: len(texts)]),
+            messages or [None] * len(texts),
+        )
         return [
             Delta(int(index), text.decode(), *rest)
             for index, text, *rest in zip(indexes, texts, *columns, strict=True)

@@ -211,6 +211,6 @@ def test_choices() -> None:
 def test_calls_in_no_known_format() -> None:
     formats = tools.MessageFormats("none", "none", tokenizer())
     assert formats.format(None, "") is None
-    with pytest.raises(InvalidArgument, match="tools: .* set tool_parser, one of qwen3_coder"):
+    with pytest.raises(InvalidArgument, match=r"tools: .* set tool_parser"):
         formats.format(tools.take({"tools": GIVEN}), "")
     assert formats.format(tools.take({"tools": GIVEN, "tool_choice": "required"}), "") is not None
