@@ -158,8 +158,7 @@ class WorkerEngine:
     @staticmethod
     def _tells_prompt(each: Planned) -> bool:
         prompt = each.sequence.prompt
-        wants = prompt.parameters.prompt_logprobs >= 0
-        return wants and each.row.start < len(prompt.tokens) - 1
+        return prompt.scored >= 0 and each.row.start < len(prompt.tokens) - 1
 
     # --- results
 
@@ -229,7 +228,7 @@ class WorkerEngine:
         last = min(row.start + row.count, len(prompt.tokens) - 1)
         targets = prompt.tokens[row.start + 1 : last + 1]
         rows = logits[each.logits : each.logits + len(targets)]
-        told = logprobs(rows, targets, prompt.parameters.prompt_logprobs)
+        told = logprobs(rows, targets, prompt.scored)
         for place, one in enumerate(told, row.start + 1):
             prompt.known.setdefault(place, one)
         return row.count - row.samples

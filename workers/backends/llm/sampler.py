@@ -63,11 +63,15 @@ class SampledRow:
 
 
 class TokenLogprobs(NamedTuple):
-    """The log probability of a token in the model's own distribution, and the likeliest tokens."""
+    """The log probability of a token in the model's own distribution, and the likeliest tokens.
+
+    Its `rank` is 1 if no token is likelier.
+    """
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 1
 
 
 def _mixed(value: int) -> int:
@@ -287,10 +291,13 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
     found = logits.log_softmax(-1)
     mine = found.gather(1, torch.tensor(tokens, device=found.device).unsqueeze(1)).squeeze(1)
     best = found.topk(min(top, found.shape[1]))
-    listed = zip(tokens, mine.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    ranks = (found > mine.unsqueeze(1)).sum(1) + 1
+    columns = (mine, best.indices, best.values, ranks)
     return [
-        TokenLogprobs(token, value, list(zip(ids, values, strict=True)))
-        for token, value, ids, values in listed
+        TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
+        for token, value, ids, values, rank in zip(
+            tokens, *(each.tolist() for each in columns), strict=True
+        )
     ]
 
 

@@ -18,7 +18,11 @@ class Prompt:
     Attributes:
         grammar: The matcher that is copied for each sequence, or None.
         resumed: The tokens that each sample generated on another instance.
+        scored: The number of likeliest tokens to report for each token of the prompt; -1: no log
+            probabilities.
         known: The log probabilities of the prompt's tokens by position.
+        offsets: The index of each token in the text of the prompt, if its log probabilities belong
+            to those of the text.
         cached: The number of tokens that were not computed; -1 if that is not known yet.
         message: The format of the message, if its text has calls or reasoning.
     """
@@ -29,6 +33,8 @@ class Prompt:
     ends: tuple[int, ...]
     grammar: Any = None
     resumed: dict[int, list[int]] = field(default_factory=dict)
+    scored: int = -1
+    offsets: list[int] = field(default_factory=list)
     known: dict[int, TokenLogprobs] = field(default_factory=dict)
     cached: int = -1
     message: MessageFormat | None = None
