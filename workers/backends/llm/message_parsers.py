@@ -113,6 +113,11 @@ class MessageParser:
         with suppress(StopIteration):
             next(self._reading)
 
+    @property
+    def has_news(self) -> bool:
+        """Return whether `take` has parts to return."""
+        return bool(self._parts or self._calls)
+
     def take(self) -> dict[str, Any]:
         """Return and clear the parts of the message that have become known.
 
@@ -301,7 +306,7 @@ class MessageParser:
                 emit(self.pull(at))
                 self.pull(len(tag))
                 return tag
-            held = 0 if self._ended else max((_overlap(text, tag) for tag in tags), default=0)
+            held = 0 if self._ended else max((overlap(text, tag) for tag in tags), default=0)
             emit(self.pull(len(text) - held))
             if self._ended:
                 return ""
@@ -420,7 +425,7 @@ def ignore(_: str) -> None:
     pass
 
 
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """Return the length of the longest end of a text that begins a tag."""
     most = min(len(text), len(tag) - 1)
     return next((size for size in range(most, 0, -1) if tag.startswith(text[-size:])), 0)

@@ -36,7 +36,8 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "hermes": ("hermes", f"<tool_call>\n{JSON}\n</tool_call>", "", [WEATHER]),
     "hermes with text": (
         "hermes",
-        f'Look:\n<tool_call>{JSON}</tool_call>\n<tool_call>\n{{"name": "now"}}\n</tool_call>\nDone. ',
+        f"Look:\n<tool_call>{JSON}</tool_call>\n<tool_call>\n"
+        '{"name": "now"}\n</tool_call>\nDone. ',
         *("Look:\n\nDone. ", [WEATHER, NOW]),
     ),
     "hermes in another order": (
@@ -66,7 +67,8 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "qwen": ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>", "", [WEATHER]),
     "qwen twice": (
         "qwen3_coder",
-        f"Hm <tool_call>\n{XML}\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        f"Hm <tool_call>\n{XML}\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
         *("Hm ", [WEATHER, NOW]),
     ),
     "qwen without a wrapper": ("qwen3_coder", f"{XML}\n", "", [WEATHER]),
