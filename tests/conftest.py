@@ -22,7 +22,7 @@ import pytest
 if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
-from tests.support import leaks, servers, tokens
+from tests.support import certificates, leaks, servers, tokens
 from tests.support.crowd import Crowd, crowd
 from tests.support.wire.raw_http import Http
 
@@ -75,6 +75,12 @@ def _start_cuda() -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an empty model repository that the tests of a module share."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the keys and certificates of a CA, a server and a client."""
+    return certificates.make(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend
 from shmserve.workers.batch.execute import Executor
-from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Input, Request
 from shmserve.workers.batch.response_stream import MetricsReports, ResponseWriter
@@ -76,8 +75,7 @@ class WorkerInstance:
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
         scatterer = Scatterer(signature, context, backend.strict_outputs, not config.decoupled)
-        failures = Failures(context)
-        self._writer = ResponseWriter(self.link, scatterer, self._metrics, failures, context)
+        self._writer = ResponseWriter(self.link, scatterer, self._metrics, context)
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copied)
         given = (context, backend, unpacker, self._writer, config.decoupled, padder)

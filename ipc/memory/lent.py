@@ -91,7 +91,7 @@ class Readers(Generic[R]):
     """
 
     def __init__(self) -> None:
-        self._lent: dict[R, dict[int, Token | _Again]] = {}
+        self._lent: dict[R, dict[int, Token | _TokenStack]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._lent.values()))
@@ -105,7 +105,7 @@ class Readers(Generic[R]):
         if lent is None:
             self._lent[reader] = {offset: token}
         else:
-            lent[offset] = _Again(token, lent[offset]) if offset in lent else token
+            lent[offset] = _TokenStack(token, lent[offset]) if offset in lent else token
 
     def release(self, reader: R, offsets: Iterable[int]) -> bool:
         """Release blocks of a reader; offsets that were not lent to the reader are ignored.
@@ -121,7 +121,7 @@ class Readers(Generic[R]):
             token = lent.pop(offset, None)
             if token is not None:
                 found = True
-                if type(token) is _Again:
+                if type(token) is _TokenStack:
                     token, lent[offset] = token
                 token.release()  # type: ignore[union-attr]
         if not lent:
@@ -134,11 +134,11 @@ class Readers(Generic[R]):
             self.release(reader, list(lent))
 
 
-class _Again(NamedTuple):
+class _TokenStack(NamedTuple):
     """The last token that was lent with an offset, and the earlier ones."""
 
     last: Token
-    before: Token | _Again
+    before: Token | _TokenStack
 
 
 class LentMemory:

@@ -195,7 +195,7 @@ class Router:
             if decoder.broken and connection.identity is None:
                 break
             try:
-                received += zip(itertools.repeat(peer), unpack(frame, self.most), strict=False)
+                received += itertools.product((peer,), unpack(frame, self.most))
             except MalformedMessage as error:
                 connection.malformed += 1
                 self._complain("dropped a malformed frame: %s", error)
@@ -278,12 +278,12 @@ class PeerCredRouter(Router):
 
 
 def first_number(identity: bytes) -> int:
-    """Return the pid in "PID.anything"; 0 if there is none."""
+    """Return the pid in "PID.anything", or 0 if the identity has no pid."""
     return _number(identity.partition(b".")[0])
 
 
 def last_number(identity: bytes) -> int:
-    """Return the pid in "anything.PID"; 0 if there is none."""
+    """Return the pid in "anything.PID", or 0 if the identity has no pid."""
     return _number(identity.rpartition(b".")[2])
 
 
@@ -294,8 +294,8 @@ def _number(digits: bytes) -> int:
 def refuse_descriptors(sock: socket.socket) -> None:
     """Reject descriptors from peers that connect to `sock`.
 
-    The kernel closes unreceived descriptors in the process that reads the bytes. That process would
-    block if one of them is a lingering socket. Linux can reject descriptors since 6.16.
+    The kernel closes unreceived descriptors in the process that reads the bytes. The process would
+    block on closing a lingering socket. Linux can reject descriptors since 6.16.
     """
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)

@@ -351,7 +351,10 @@ class _Screen:
             termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
     def _wait(self, stdin: int) -> None:
-        ready, _, _ = select.select([stdin, self._woken], [], [])
+        poll = select.poll()
+        poll.register(stdin, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        ready = dict(poll.poll())
         if stdin in ready:
             pressed = os.read(stdin, 64).decode(errors="replace")
             for key in _KEY.findall(pressed) or "q":  # no input: the terminal was closed

@@ -124,7 +124,7 @@ class ResponseStream:
     def _cancel(self) -> None:
         pending = self._pending
         if pending is not None:
-            if not pending.over and not pending.abandoned:
+            if not pending.finished and not pending.abandoned:
                 self._turns.channel.cancel(pending)
                 self._turns.flush_soon()
             pending.leave()
@@ -143,7 +143,7 @@ class ResponseStream:
 
     def __del__(self) -> None:
         pending = self._pending
-        if pending is None or pending.over or pending.abandoned:
+        if pending is None or pending.finished or pending.abandoned:
             return
         turns = self._turns
 

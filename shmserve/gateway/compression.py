@@ -33,8 +33,8 @@ def check_encoding(name: str) -> bool:
 class Inflater:
     """A decompressor of a chunked body, with an output of at most `limit` bytes.
 
-    The input is limited, too, since it may produce no output. So is the number of members, since
-    each restarts the decompressor.
+    The input is limited, too, since it may produce no output. The number of members is limited
+    because each member restarts the decompressor.
     """
 
     def __init__(self, limit: int) -> None:

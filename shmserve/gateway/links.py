@@ -122,12 +122,12 @@ class GatewayRequest(InflightRequest):
 
     Attributes:
         schedulers: The client that submits the request.
-        release: Releases the arena block and the regions of the request.
+        release: Releases the arena block and the regions of the request; None if it has neither.
         ended: Whether the last response was received, or the request was abandoned.
     """
 
     schedulers: GatewaySchedulers
-    release: Callable[[], None]
+    release: Callable[[], None] | None
     ended: bool = field(init=False, default=False)
 
     @abstractmethod
@@ -145,7 +145,8 @@ class GatewayRequest(InflightRequest):
         self.responded(message)
 
     def free(self) -> None:
-        self.release()
+        if self.release is not None:
+            self.release()
 
     def discard(self, message: Response) -> None:
         """Release the outputs of a response without reading them."""

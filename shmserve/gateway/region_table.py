@@ -1,7 +1,7 @@
 """Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
-A gateway never maps a region. It checks that a range lies within the region, and sends the range to
-the worker.
+A gateway never maps a region. It only checks that a range lies within the region; the worker
+receives the range.
 """
 
 from __future__ import annotations

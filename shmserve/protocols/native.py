@@ -211,7 +211,7 @@ class NativeLane:
             if credit:
                 self._door.channel.schedulers.credit(pending, credit)
                 self._door.flush_soon()
-        if pending.over:
+        if pending.finished:
             pending.on_item = _nothing
             pending.leave()
             self._heard.ended(error)

@@ -1,13 +1,18 @@
-"""Two minutes of `python -m bench.chaos`: random load, random faults, no wrong or lost answer."""
+"""Random load and random faults by `python -m bench.chaos`: no response is wrong or lost.
+
+`SHMSERVE_CHAOS_MINUTES` sets the duration.
+"""
+
+import os
 
 from tests.support.servers import run_python
 
-_MINUTES = 2
-_PATIENCE_S = 420
+_MINUTES = float(os.environ.get("SHMSERVE_CHAOS_MINUTES", "1"))
+_START_AND_END_S = 300
 
 
 def test_chaos() -> None:
-    """Its faults and clients are drawn by a seed; what they meet is not."""
+    """The faults and the requests are drawn from a seed; their order in time is not."""
     command = ("-m", "bench.chaos", f"--minutes={_MINUTES}", "--seed=1")
-    done = run_python(*command, timeout_s=_PATIENCE_S)
+    done = run_python(*command, timeout_s=60 * _MINUTES + _START_AND_END_S)
     assert done.returncode == 0, done.stdout[-30_000:] + done.stderr[-10_000:]

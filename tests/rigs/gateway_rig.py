@@ -1,6 +1,7 @@
 """A real gateway process between a supervisor and schedulers that are played by the test."""
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shmserve.errors import NotFound
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
@@ -359,3 +361,28 @@ def echo(request: Inference) -> Inferred:
             TensorRef(tensor.name.replace("IN", "OUT"), tensor.datatype, tensor.shape, data)
         )
     return Inferred(tuple(outputs))
+
+
+def simple_body(**members: Any) -> bytes:
+    """Return an inference of `SIMPLE` in JSON, with further members of the request."""
+    inputs = [
+        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
+        for name in ("INPUT0", "INPUT1")
+    ]
+    return json.dumps({"inputs": inputs, **members}).encode()
+
+
+def error(number: int, text: str, *, final: bool = False) -> m.Responded:
+    """Return a response with an error of the model."""
+    return m.Responded(number, NotFound.code, text, b"", [], final)
+
+
+def end(number: int) -> m.Responded:
+    """Return the empty final response of a decoupled model."""
+    return m.Responded(number, "", "", b"", [], True)
+
+
+def connects(port: int) -> bool:
+    """Return whether a process accepts connections on a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,8 @@ from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_infe
 from shmserve.workers.backends.llm import LlmBackend
 from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
 from tests.support.messages import inferred_of
+
+_PATIENCE_S = 60.0
 
 ALL = ("text_output", "index", "token_ids", "finish_reason", "logprobs", "usage")
 
@@ -142,8 +144,7 @@ class Scheduler:
     def prepare(self, key: int, resumed: Sequence[g.Resumed] = (), **given: Any) -> None:
         """Ask for a request, and wait until it is prepared or has failed."""
         self.send(g.Prepare([work(key, **given)], list(resumed)))
-        while key not in self.prepared and key not in self.ended:
-            self.listen()
+        self._wait(f"request {key} is prepared", lambda: key in {*self.prepared, *self.ended})
 
     def add(self, key: int, resumed: Sequence[g.Resumed] = (), **given: Any) -> None:
         """`prepare`, and begin its samples."""
@@ -225,8 +226,8 @@ class Scheduler:
         self.stepped = None
         before = dict(self.running)
         self.send(g.Step(next(self._steps), rows, begin, over, within=within, **copies))
-        while self.stepped is None:
-            self.listen()
+        self._wait("the step ends", lambda: self.stepped is not None)
+        assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
         lost = self.stepped.lost
         assert results.keys() == {row.sequence for row in rows if row.samples} - {*lost}
@@ -252,10 +253,18 @@ class Scheduler:
 
     def finish(self, timeout_s: float = 10.0) -> None:
         """Wait for the ends of all requests."""
-        deadline = time.monotonic() + timeout_s
-        while self.prepared.keys() - self.ended and time.monotonic() < deadline:
+        self._wait("all requests end", lambda: self.prepared.keys() <= self.ended, timeout_s)
+
+    def _wait(self, what: str, holds: Callable[[], bool], within_s: float = _PATIENCE_S) -> None:
+        """Take the worker's messages until a condition holds.
+
+        Raises:
+            AssertionError: The condition does not hold within `within_s` seconds.
+        """
+        deadline = time.monotonic() + within_s
+        while not holds():
+            assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
             self.listen(0.2)
-        assert not self.prepared.keys() - self.ended
 
     @property
     def is_idle(self) -> bool:

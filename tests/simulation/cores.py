@@ -15,11 +15,14 @@ from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.front import Front
+from shmserve.scheduler.generative.sequences import Sequence
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
-from tests.simulation.world import Process
+from tests.simulation.texts import STOP
+from tests.simulation.world import Process, Violation
+from tests.support.generative_worker import END
 
 _SUPERVISOR_PID = 1
 # What a core may still have when nothing is in flight, and how many of it: tables of what is there
@@ -96,6 +99,8 @@ class Scheduler:
             fits = Schemas(model.fit)
             core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)
             self.from_peer = core.results.handle
+            if model.generative:
+                _check_stopped(core._dispatch)
         self.front: Front[Any] = Front(
             *(core, clients, control, world.wall_clock, model.name, cache)
         )
@@ -114,6 +119,19 @@ class Scheduler:
         """The blocks of its engines that sequences have, those of the host among them."""
         blocks = self._core.gauges().get("generation", {}).get("blocks", {})
         return int(blocks.get("used", 0) + blocks.get("host", 0))
+
+
+def _check_stopped(dispatch: Any) -> None:
+    """Raise Violation for a text that ends with "stop" and lacks the token that ends it."""
+    record = dispatch._sequence_over
+
+    def checked(sequence: Sequence[Any], why: str) -> None:
+        tokens = sequence.tokens[len(sequence.generation.prompt) :]
+        if why == "stop" and not {STOP, END} & {*tokens}:
+            raise Violation(f"a text ends with {why!r} after the tokens {list(tokens)}")
+        record(sequence, why)
+
+    dispatch._sequence_over = checked
 
 
 class _Held:

@@ -24,7 +24,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Step
 from shmserve.scheduler.generative.blocks import BlockPool
 from shmserve.scheduler.generative.engine import Engine
-from shmserve.scheduler.generative.sequences import Beams, Generation, Place, Sequence
+from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
 from shmserve.scheduler.tables import GenerationStats
 from tests.support.generative_worker import (
     END,
@@ -132,7 +132,7 @@ class EngineRig:
     def plan(self) -> bool:
         """A step begins, if there is one; who is live gets on."""
         self.now_ns += MS
-        before = {each: each.place for each in self.engine._live.values()}
+        before = {each: each.status for each in self.engine._live.values()}
         step = self._step = self.engine.plan(self.now_ns)
         if step is None:
             assert not self.engine.live, f"{self.engine.live} sequences get no further"
@@ -150,12 +150,12 @@ class EngineRig:
         self._nobody_for_another(before, step)
         return True
 
-    def _nobody_for_another(self, before: dict[Sequence[None], Place], step: Step) -> None:
+    def _nobody_for_another(self, before: dict[Sequence[None], SequenceStatus], step: Step) -> None:
         """A step that has preempted has admitted nobody, unless nobody else gets on."""
-        changes = [(was, each) for each, was in before.items() if each.place is not was]
-        preempted = any(was is Place.RUNNING for was, _ in changes)
-        admitted = any(each.place is Place.RUNNING for _, each in changes)
-        inside = {each.number for each, was in before.items() if was is Place.RUNNING}
+        changes = [(was, each) for each, was in before.items() if each.status is not was]
+        preempted = any(was is SequenceStatus.RUNNING for was, _ in changes)
+        admitted = any(each.status is SequenceStatus.RUNNING for _, each in changes)
+        inside = {each.number for each, was in before.items() if was is SequenceStatus.RUNNING}
         assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
 
     def done(self) -> None:
@@ -184,16 +184,16 @@ class EngineRig:
                 counted[block] += 1
             assert counted == pool.references
             assert pool.used == sum(map(bool, counted))
-        running = [each.seats for each in live if each.place is Place.RUNNING]
+        running = [each.seats for each in live if each.status is SequenceStatus.RUNNING]
         assert sum(running) <= self.settings.max_batch_size
         for each in live:
             blocks = -(-each.computed // self.settings.block_size)
-            if each.place is Place.SWAPPED:
+            if each.status is SequenceStatus.SWAPPED:
                 assert len(each.host) == blocks
             else:
                 assert len(each.table) >= blocks
-            assert each.place is not Place.WAITING or not (each.computed or each.table)
-            assert each.place is not Place.SWAPPED or not (each.held or each.table)
+            assert each.status is not SequenceStatus.WAITING or not (each.computed or each.table)
+            assert each.status is not SequenceStatus.SWAPPED or not (each.held or each.table)
 
     def drain(self, most: int = 20_000) -> None:
         """Steps until nothing is left to do."""

@@ -13,9 +13,9 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import byte_size_of
 from tests.simulation.scheduler import SchedulerProcess
-from tests.simulation.texts import STOP, Asked, Piece, asked
+from tests.simulation.texts import STOP, Asked, Piece, asked, texts
 from tests.simulation.worker import MOST_WAIT_NS, Stream, Worker
-from tests.simulation.world import US
+from tests.simulation.world import US, Violation
 from tests.support.generative_worker import GenerativeWorker
 
 
@@ -48,6 +48,10 @@ class Answer(Stream):
         self.content = content
         self.streams = wanted.streams
         self.samples = [Sample() for _ in range(wanted.samples * (wanted.search is None))]
+
+    def credit(self, responses: int) -> None:
+        """Open the window again; the responses may be those of the worker before."""
+        self.window.read(responses)
 
 
 class Generator(Worker):
@@ -144,6 +148,9 @@ class Generator(Worker):
             engine.width[work.key] = wanted.search.width
         for each in resumed:
             tokens = engine.resumed[work.key, each.sample] = array("i", each.tokens)
+            whole = texts(content)[each.sample][0]
+            if tokens[: len(whole)] != array("i", whole[: None if each.over else len(tokens)]):
+                raise Violation(f"{self}: {work.request_id} resumes with {each}, not {whole}")
             answer.samples[each.sample].add(list(tokens), each.over)
             answer.samples[each.sample].told = each.told
             answer.samples[each.sample].open = not each.closed

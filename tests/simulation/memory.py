@@ -55,6 +55,11 @@ class SimulatedMemory:
             for offset in arena.blocks
         ]
 
+    def block(self, memory_id: int, offset: int) -> bytearray | None:
+        """Return the block of a living process at an offset, if one is allocated."""
+        arena = self._arenas[memory_id]
+        return arena.blocks.get(offset) if arena.owner.alive else None
+
     # What the cores' `Mappings` offer.
 
     def view(self, place: Range) -> memoryview:

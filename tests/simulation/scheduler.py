@@ -89,6 +89,7 @@ class SchedulerProcess(Process):
         super().__init__(world, f"scheduler-{model.name}.{number}", host.pid)
         self.model = model
         self.version = version
+        self._memory = memory
         self.endpoint = f"{model.name}.{number}"
         self.first = not kept
         self._number = number
@@ -100,6 +101,8 @@ class SchedulerProcess(Process):
         self._timer_ns = NEVER
         self._turn_due = False
         self.malformed = 0
+        # The blocks of workers that clients have released here: memory, offset and content.
+        self._released: list[tuple[int, int, bytearray]] = []
         self.hosts = hosts
         self.hosted = cores.Scheduler(
             model, version, self, memory, (self._clients, self._peers(), self), kept, alive
@@ -200,6 +203,19 @@ class SchedulerProcess(Process):
         self.trace.from_client(peer, message)
         self.hosted.front.from_client(peer, message, self.world.now_ns)
         self.trace.handled(peer, message)
+        if isinstance(message, m.Release) and not self.model.steps and message.pid != self.pid:
+            for offset in message.offsets:
+                block = self._memory.block(message.memory, offset)
+                if block is not None:
+                    self._released.append((message.memory, offset, block))
+
+    def unreleased(self) -> list[int]:
+        """Return the offsets of blocks that clients have released here and that are still lent."""
+        return [
+            offset
+            for memory, offset, block in self._released
+            if self._memory.block(memory, offset) is block
+        ]
 
     def _from_workers(self, peer: bytes, messages: list[Any]) -> None:
         if self.hosted.front.stopped:

@@ -302,6 +302,8 @@ class Simulation:
                     f"{scheduler} of {len(version.indices)} instances has, when all is quiet, "
                     f"{scheduler.hosted.instances}"
                 )
+            if unreleased := scheduler.unreleased():
+                raise Violation(f"{scheduler} has not passed on the releases of {unreleased}")
             for worker in version.workers.values():
                 if worker.slots:
                     raise Violation(f"{worker} has the states {worker.slots} of ended sequences")

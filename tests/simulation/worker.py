@@ -33,9 +33,19 @@ class Stream:
     def __init__(self, work: m.Work, count: int) -> None:
         self.work = work
         self.count = self.left = count
-        self.sent = 0
+        self.sent = self.credited = 0
         self.window = SendWindow()
         self.waits_since_ns = 0
+
+    def credit(self, responses: int) -> None:
+        """Open the window again; raise Violation for the credit of responses that were not sent."""
+        self.credited += responses
+        if self.credited > self.sent:
+            raise Violation(
+                f"{self.credited} responses to {self.work.request_id} are credited, and "
+                f"{self.sent} were sent"
+            )
+        self.window.read(responses)
 
 
 class Worker(Process):
@@ -138,7 +148,7 @@ class Worker(Process):
                     self._emit_soon(key)
             case m.CreditExecution(key=key, responses=responses):
                 if key in self._streams:
-                    self._streams[key].window.read(responses)
+                    self._streams[key].credit(responses)
                     self._emit_soon(key)
             case m.EndSequences(slots=slots):
                 for slot in slots:

@@ -110,7 +110,14 @@ class Gate:
             self.next(for_s).release()
 
     def close(self) -> None:
-        """Let everyone through, now and later."""
-        self._listener.close()
+        """Release all executions, now and later.
+
+        Connections in the listener's backlog are accepted before it is closed, because the close
+        would reset them.
+        """
         self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):  # no connection is left
+            while True:
+                self.next(0)
+        self._listener.close()
         self.release_all()

@@ -1,5 +1,6 @@
 """Waiting for what has no event of its own, with a deadline and a reason."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -18,3 +19,14 @@ def until(what: str, holds: Callable[[], object], within_s: float = 5.0) -> None
             raise AssertionError(f"not within {within_s} s: {what}")
         time.sleep(max(_STEP_S, now - looked))
         looked = time.monotonic()
+
+
+async def until_async(holds: Callable[[], object], within_s: float = 10.0) -> None:
+    """Return once a condition holds; the tasks of this event loop run meanwhile.
+
+    Raises:
+        TimeoutError: The condition does not hold within `within_s` seconds.
+    """
+    async with asyncio.timeout(within_s):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)

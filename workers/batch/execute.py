@@ -2,6 +2,10 @@
 
 A batch that fails is run again request by request; a batch that is too large for the memory is run
 again in halves.
+
+Inputs are read-only views, so a model that writes into them fails. A request that fails with views
+is therefore retried once with copies. If the retry succeeds, the model receives copies for later
+requests. If several retries fail, the next failures are not retried.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.batch.failures import InputPolicy, WrongCount
+from shmserve.workers.batch.failures import WrongCount, client_error, is_models_own
 from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import RehearsedStream, ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
+from shmserve.workers.memory.device_memory import free_cached, out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +36,38 @@ logger = logging.getLogger(__name__)
 # that their copies are not bounded by the size of that memory.
 LARGEST_PART = 1 << 30
 
+_RETRIES_IN_A_ROW = 16
+_SKIPPED_RETRIES = 16  # the failures without a retry after each further failed retry
+
 _CANCELLED = Cancelled("Request was cancelled")
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class InputPolicy:
+    """The decision whether a model receives copies of its inputs, based on its failures."""
+
+    def __init__(self) -> None:
+        self.copies = False
+        self._retries = 0
+        self._skips_left = 0
+
+    def should_retry(self, request: Request) -> bool:
+        """Check whether a failed request should be retried with copies."""
+        if not any(item.shared for item in request.inputs.values()):
+            return False
+        if self._skips_left:
+            self._skips_left -= 1
+            return False
+        return True
+
+    def record_retry(self, succeeded: bool) -> None:
+        """Record whether a retry with copies has succeeded."""
+        self.copies = self.copies or succeeded
+        self._retries += 1
+        if self._retries >= _RETRIES_IN_A_ROW:
+            self._skips_left = _SKIPPED_RETRIES
 
 
 @dataclass(eq=False)
@@ -55,7 +88,6 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._link = self._writer.link
-        self._failures = self._writer.failures
         self._pid = os.getpid()
         self._policy = InputPolicy()
         self._largest_part = LARGEST_PART
@@ -161,7 +193,7 @@ class Executor:
                         logger.error("a request cannot be read: %s", error)
                         failure = Internal("internal error")
                     except Exception as error:  # out of memory, or a device that fails
-                        failure = self._failures.explain(error)
+                        failure = client_error(self._context, error)
                 replies.append(self._failed(opened, failure))
         return part, made, []
 
@@ -213,12 +245,12 @@ class Executor:
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            too_large = self._failures.is_too_large(error, len(requests))
+            too_large = len(requests) > 1 and out_of_memory(error)
             if too_large:
                 logger.warning("%d requests are too many for the memory (%r)", len(requests), error)
             elif len(requests) > 1:
                 logger.warning("a batch failed (%r) and is run again one by one", error)
-            elif not (self._failures.is_models_own(error) and self._may_cure(requests[0])):
+            elif not (is_models_own(error) and self._should_retry(requests[0])):
                 # In no variable: with its traceback the error would keep the model's inputs.
                 return [self._failed(opened[0], self._explain(error, requests[0]))]
             again = opened
@@ -235,7 +267,7 @@ class Executor:
         if again:
             self._link.pump()
             if too_large:
-                self._failures.make_room()  # only now: until here the error had the tensors
+                free_cached()  # only now: until here the error had the tensors
             at_once = (len(again) + 1) // 2 if too_large else 1
             for first in range(0, len(again), at_once):
                 group = again[first : first + at_once]
@@ -249,7 +281,7 @@ class Executor:
         if requests:
             replies += self._run(opened, requests)
             if copies:
-                self._policy.tried(cured=not replies[0].code)
+                self._policy.record_retry(succeeded=not replies[0].code)
                 if self._policy.copies:
                     logger.warning(
                         "model '%s' writes into its inputs, so each is copied for it",
@@ -257,11 +289,11 @@ class Executor:
                     )
         return replies
 
-    def _may_cure(self, request: Request) -> bool:
-        return self._backend.read_only_inputs and self._policy.may_cure(request)
+    def _should_retry(self, request: Request) -> bool:
+        return self._backend.read_only_inputs and self._policy.should_retry(request)
 
     def _explain(self, error: BaseException, request: Request) -> ShmserveError:
-        return self._failures.explain(error, request.work)
+        return client_error(self._context, error, request.work)
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         padded = None if self._padder is None else self._padder.pad(requests)
@@ -277,7 +309,7 @@ class Executor:
         if opened.cancelled:
             return self._failed(opened, _CANCELLED)
         if response.error is not None:
-            if self._may_cure(request):
+            if self._should_retry(request):
                 return None
             return self._failed(opened, response.error)
         try:

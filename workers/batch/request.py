@@ -186,7 +186,8 @@ class Request:
         places: The memory ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
-        known: The cache of `KnownResponse`s, which requests with equal schemas share.
+        known: The schema and the destinations of outputs by kind of response. Requests with equal
+            schemas share this cache.
         aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
         shared: Whether an input may be in shared memory.

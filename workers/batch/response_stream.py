@@ -22,7 +22,7 @@ from typing import Any
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.messages.inference import ExecutionResponded, MetricsReported, Reply
 from shmserve.ipc.tensors.inference import Packed, byte_size_of
-from shmserve.workers.batch.failures import Failures
+from shmserve.workers.batch.failures import client_error
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.context import ModelContext
@@ -123,7 +123,6 @@ class ResponseWriter:
     link: InstanceLink
     scatterer: Scatterer
     metrics: MetricsReports
-    failures: Failures
     context: ModelContext
     abandoned: deque[tuple[ResponseStream, BaseException | None]] = field(default_factory=deque)
 
@@ -337,7 +336,7 @@ class ResponseStream:
     def explain(self, error: BaseException) -> ShmserveError:
         """Return the error for the client, given an exception of the model or of a write."""
         try:
-            return self._writer.failures.explain(error, self.request.work)
+            return client_error(self._writer.context, error, self.request.work)
         except BaseException as lost:
             self._writer.context.control.inbox.append(lost)  # the loop ends the process
             self._writer.context.control.wake(always=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY, STORED
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Range
+from shmserve.ipc.tensors.padding import Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
 from shmserve.workers.batch.ragged import Ragged
@@ -166,6 +167,9 @@ def room(byte_size: int, rows: int, most_rows: int) -> int:
     return min(largest, max(byte_size + byte_size // 4, _ROOM_AT_ONCE))
 
 
+_ALL = slice(None)
+
+
 class BatchOutput(NamedTuple):
     """An output of a whole batch, in host memory (if a request requires it) and on the device."""
 
@@ -180,32 +184,18 @@ class BatchOutput(NamedTuple):
         whole: Sequence[int] = (self.host if self.device is None else self.device).shape
         return whole
 
-    def whole(self, request: Request) -> Output:
-        """Return the output for the only request of the batch."""
-        return Output(self.name, self.datatype, self._for(request))
+    def part(self, request: Request, rows: slice = _ALL, shape: Shape | None = None) -> Output:
+        """Return the part of a request.
 
-    def rows(
-        self, requests: Sequence[Request], where: Sequence[slice[int, int, None]]
-    ) -> list[Output]:
-        """Return the outputs of each request, given the rows of each request."""
-        return [
-            Output(self.name, self.datatype, self._for(request)[rows])
-            for request, rows in zip(requests, where, strict=True)
-        ]
-
-    def pieces(
-        self, requests: Sequence[Request], shapes: Sequence[tuple[int, ...]]
-    ) -> list[Output]:
-        """Return the outputs of each request, given the shapes of the parts in order."""
-        ends = accumulate(map(element_count, shapes), initial=0)
-        return [
-            Output(
-                self.name,
-                self.datatype,
-                self._for(request).reshape(-1)[slice(*pair)].reshape(shape),
-            )
-            for request, shape, pair in zip(requests, shapes, pairwise(ends), strict=True)
-        ]
+        Args:
+            request: The request.
+            rows: The rows of the request; its elements if there is a `shape`.
+            shape: The shape of a part of a flat output.
+        """
+        whole = self._for(request)
+        if shape is not None:
+            return Output(self.name, self.datatype, whole.reshape(-1)[rows].reshape(shape))
+        return Output(self.name, self.datatype, whole if rows is _ALL else whole[rows])
 
     def _for(self, request: Request) -> Any:
         if self.device is not None and (self.host is None or to_device(request, self.name)):
@@ -447,28 +437,32 @@ class Runner:
     def _parts(self, made: BatchOutput, requests: Sequence[Request]) -> list[Output]:
         """Return the parts of an output for the requests."""
         whole = tuple(made.shape)
-        pieces = self._ragged and self._ragged.pieces(made.name, requests, whole)
-        if pieces:
-            return made.pieces(requests, pieces)
+        shapes = self._ragged and self._ragged.pieces(made.name, requests, whole)
+        if shapes:
+            elements = _slices(map(element_count, shapes))
+            return list(map(made.part, requests, elements, shapes))
         if len(requests) == 1:
-            return [made.whole(requests[0])]
-        return made.rows(requests, self._rows(made.name, whole, requests))
+            return [made.part(requests[0])]
+        return list(map(made.part, requests, self._rows(made.name, whole, requests)))
 
-    def _rows(
-        self, name: str, shape: tuple[int, ...], requests: Sequence[Request]
-    ) -> list[slice[int, int, None]]:
+    def _rows(self, name: str, shape: Sequence[int], requests: Sequence[Request]) -> list[slice]:
         """Return the rows of each request.
 
         Raises:
             Internal: The output has another number of rows than the batch.
         """
-        ends = list(accumulate((request.batch_size for request in requests), initial=0))
-        if not shape or shape[0] != ends[-1]:
+        total = sum(request.batch_size for request in requests)
+        if not shape or shape[0] != total:
             raise Internal(
                 f"unexpected shape for inference output '{name}' for model "
-                f"'{self._signature.name}'. Expected {ends[-1]} rows, got {shape_text(shape)}."
+                f"'{self._signature.name}'. Expected {total} rows, got {shape_text(shape)}."
             )
-        return [slice(*pair) for pair in pairwise(ends)]
+        return _slices(request.batch_size for request in requests)
+
+
+def _slices(sizes: Iterable[int]) -> list[slice]:
+    """Return adjacent slices of these sizes."""
+    return [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
 
 
 def _byte_size(model: torch.nn.Module | None) -> int:

@@ -57,31 +57,12 @@ class Ready(NamedTuple):
     at: Range | None = None
 
 
-class _Inline:
-    """The destination of outputs that are sent in the message."""
+# The destination of an output in a known kind of response: None for the message, "" for the range
+# of the client, or the name of the input that is returned as the output.
+_Destination = str | None
 
 
-class _ToPlace:
-    """The destination of outputs that are written to the client's range."""
-
-
-# The destination of an output. A string is the name of the input that is returned as the output.
-_Way = type[_Inline] | type[_ToPlace] | str
-
-
-class KnownResponse(NamedTuple):
-    """The facts derived from a request's schema and the types and shapes of a response's outputs.
-
-    Attributes:
-        schema: The response's schema.
-        ways: The destination of each output.
-    """
-
-    schema: bytes
-    ways: list[_Way]
-
-
-def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
+def _is_repeatable(ready: list[Ready], request: Request, response: Response) -> bool:
     """Check whether all outputs were written unconverted.
 
     If so, the next response with the same key is written in the same way.
@@ -94,11 +75,11 @@ def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
     return all(it.data is out.data or type(out.data) is not np.ndarray for it, out in pairs)
 
 
-def _way(item: Ready, request: Request) -> _Way:
+def _destination(item: Ready, request: Request) -> _Destination:
     """Return the destination of a written output that is not in the worker's arena."""
     if item.at is not None:
         return next(name for name, each in request.inputs.items() if each.place is item.at)
-    return _ToPlace if item.name in request.places else _Inline
+    return "" if item.name in request.places else None
 
 
 @dataclass(eq=False)
@@ -143,23 +124,23 @@ class Scatterer:
         key = tuple(key)
         if key not in request.known:
             return self._write_new(request, response, key)
-        schema, ways = request.known[key]
+        schema, destinations = request.known[key]
         made: list[Any] = []
-        for output, way in zip(response.outputs, ways, strict=True):
+        for output, source in zip(response.outputs, destinations, strict=True):
             data = output.data
-            if way is _Inline:
+            if source is None:
                 raw = (data if type(data) is np.ndarray else _host_array(output)).tobytes()
                 self._context.copied.outputs += data.nbytes
                 made += [raw]
                 continue
-            if way is _ToPlace:
+            if not source:
                 place = places[output.name]
                 if data.nbytes != place.byte_size:
                     place = _fitting(output.name, place, data.nbytes)
                 plain = type(data) is np.ndarray and place.memory.cuda is None
                 self._write_to(place, data if plain else _form(output, place))
             else:
-                found = inputs[way].place
+                found = inputs[source].place
                 assert found is not None
                 place = found
             made += [(place.memory.packed, place.offset, place.byte_size)]
@@ -173,7 +154,7 @@ class Scatterer:
             if output.name in request.requested and output.name in self._signature.outputs
         ]
         if len(ready) < len(request.requested):
-            self._lacks(request, {item.name for item in ready})
+            self._handle_missing(request, {item.name for item in ready})
         if request.aliased and len(ready) > 1:
             ready = [_detached(item, request) for item in ready]
         places = request.places
@@ -190,31 +171,27 @@ class Scatterer:
             raise
         refs = [TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)]
         schema = pack_response_schema(refs, response.parameters)
-        if key is not None and not taken and _follows(ready, request, response):
+        if key is not None and not taken and _is_repeatable(ready, request, response):
             if len(request.known) >= _MOST_KNOWN:
                 request.known.clear()
-            ways = [_way(item, request) for item in ready]
-            request.known[key] = KnownResponse(schema, ways)
+            request.known[key] = schema, [_destination(item, request) for item in ready]
         return schema, pack_data(data)
 
-    def _lacks(self, request: Request, made: set[str]) -> None:
+    def _handle_missing(self, request: Request, made: set[str]) -> None:
         """Handle requested outputs that the model has not returned, as Triton's Python models may.
 
         Their ranges in client memory are zeroed, so that a client does not read old content.
         """
-        lacking = [name for name in request.requested if name not in made]
-        for name in lacking:
+        missing = [name for name in request.requested if name not in made]
+        for name in missing:
             if name in request.places:
-                place = request.places[name]
-                size = place.byte_size
-                nothing = Ready(name, "UINT8", (size,), bytes(size), size)
-                self._put(nothing, place, True, request.work.client_pid, [])
+                self._write_to(request.places[name], bytes(request.places[name].byte_size))
         if self._whole:
             self._whole = False  # reported only once
             logger.warning(
                 "model '%s' was asked for outputs that it has not made: %s (not said again)",
                 self._signature.name,
-                ", ".join(lacking),
+                ", ".join(missing),
             )
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> Ready:
@@ -263,33 +240,37 @@ class Scatterer:
         client_pid: int,
         taken: list[int],
     ) -> bytes | Range:
-        """Write an output; return its bytes or its range."""
-        data: bytes | Range
-        if item.at is not None:
-            data = item.at
-        elif place is not None:
-            data = _fitting(item.name, place, item.byte_size)
-            self._write_to(data, item.data)
-        elif inline:
-            data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
-            self._context.copied.outputs += item.byte_size
-        else:
-            data = self._put_in_arena(item, client_pid)
-            taken.append(data.offset)
-        return data
+        """Write an output; return its bytes or its range.
 
-    def _put_in_arena(self, item: Ready, client_pid: int) -> Range:
+        Args:
+            item: The output.
+            place: The client's range for the output, if the request names one.
+            inline: Whether the output is sent in the message.
+            client_pid: The reader of the output.
+            taken: Receives the offset of a block of the arena.
+        """
+        if item.at is not None:
+            return item.at
+        if place is not None:
+            place = _fitting(item.name, place, item.byte_size)
+            self._write_to(place, item.data)
+            return place
+        if inline:
+            self._context.copied.outputs += item.byte_size
+            return item.data if isinstance(item.data, bytes) else item.data.tobytes()
+        return self._put_in_arena(item, client_pid, taken)
+
+    def _put_in_arena(self, item: Ready, client_pid: int, taken: list[int]) -> Range:
+        memory = self._context.output_memory
         if isinstance(item.data, np.ndarray) and item.data.flags.c_contiguous:
             address = item.data.__array_interface__["data"][0]
-            claimed = self._context.output_memory.claim(client_pid, address, item.byte_size)
+            claimed = memory.claim(client_pid, address, item.byte_size)
             if claimed is not None:  # the model computed the output in this block
+                taken.append(claimed.offset)
                 return claimed
-        place, view = self._context.output_memory.allocate(client_pid, item.byte_size)
-        try:
-            self._context.copied.outputs += self._write(view, item.data)
-        except BaseException:
-            self._context.output_memory.take_back([place.offset])
-            raise
+        place, view = memory.allocate(client_pid, item.byte_size)
+        taken.append(place.offset)
+        self._context.copied.outputs += self._write(view, item.data)
         return place
 
     def _write_to(self, place: Range, data: Any) -> None:

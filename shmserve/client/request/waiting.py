@@ -31,7 +31,7 @@ class ClientStream(ClientRequest):
     Attributes:
         items: The responses and errors received and not read yet, with the byte size of each.
         on_item: Called for each response and at the end of the stream.
-        over: Whether the last response has been received.
+        finished: Whether the last response has been received.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class ClientStream(ClientRequest):
         super().__init__(channel, built, None)
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
-        self.over = False
+        self.finished = False
         self._taken = -1  # bytes of the response that the reader has taken; -1 for none
         self._window = ReadWindow(placed=_is_placed(built))
 
     def ready(self) -> bool:
-        return bool(self.items) or self.over or self.abandoned
+        return bool(self.items) or self.finished or self.abandoned
 
     def respond(self, message: Response) -> None:
         if type(message) is not Responded:
             super().respond(message)
-        elif self.abandoned or self.over:
+        elif self.abandoned or self.finished:
             self.discard(message)
         else:
             if message.code:
@@ -61,7 +61,7 @@ class ClientStream(ClientRequest):
                 self.items.append((Result({}, {}, None), 0))  # contains only the explanation
             if message.spans and self.explained and isinstance(self.items[-1][0], Result):
                 self.explain(self.items[-1][0], message.spans)
-            self.over = self.over or message.final
+            self.finished = self.finished or message.final
             self.on_item()
 
     def _read(self, message: Responded) -> None:
@@ -74,13 +74,13 @@ class ClientStream(ClientRequest):
             item = Internal("the response cannot be read")
         self.items.append((item, byte_size_of(message.data)))
         if not isinstance(item, Result):
-            self.over = True
+            self.finished = True
             self.channel.cancel(self)
 
     def done(self, outcome: Result | ShmserveError) -> None:
-        if not self.abandoned and not self.over:
+        if not self.abandoned and not self.finished:
             self.items.append((outcome, 0))
-            self.over = True
+            self.finished = True
             self.on_item()
 
     def read(self) -> int:
@@ -93,7 +93,7 @@ class ClientStream(ClientRequest):
             return 0
         credit = self._window.read(self._taken)
         self._taken = -1
-        return 0 if self.over else credit
+        return 0 if self.finished else credit
 
     def take(self) -> Result:
         """Return the oldest response received.
@@ -162,7 +162,7 @@ class ResponseStream:
     def close(self) -> None:
         """Discard unread responses and cancel the request if it has not ended. Idempotent."""
         pending = self._pending
-        if not pending.over and not pending.abandoned:
+        if not pending.finished and not pending.abandoned:
             self._way.cancel((pending,))
         pending.leave()
 
@@ -399,11 +399,11 @@ def _submit(
     if deadline_ns:
         connection.expire_at(deadline_ns, pending.submit.id)
 
-    def over(ended: Future[Result]) -> None:  # a reference to `future` would form a cycle
+    def on_done(ended: Future[Result]) -> None:  # a reference to `future` would form a cycle
         if ended.cancelled() and pending.outcome is None:
             connection.call(partial(RequestChannel.cancel, pending=pending))
 
-    future.add_done_callback(over)
+    future.add_done_callback(on_done)
 
 
 def _resolve(future: Future[Result], done: ClientRequest) -> None:

@@ -10,5 +10,5 @@
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin.py                 the other RPCs, and grpc.reflection
 
-What it shares with the HTTP listener is in gateway/inference and gateway/api.
+The code that both listeners share is in gateway/inference and gateway/api.
 """

@@ -2,7 +2,7 @@
 
 GET /live sends the server's figures as server-sent events, one a second, to any number of viewers.
 The first event for a viewer contains all figures; later events contain the models that changed.
-While nobody watches, no scheduler is asked for figures and no timer runs.
+While no viewer is connected, no scheduler is queried and no timer runs.
 
 GET / returns the page (pages/dashboard.html) with a policy by which a browser runs nothing else. A
 browser sends no token with a typed address. It therefore receives the page with the status of a

@@ -168,7 +168,7 @@ class HttpResponse:
     on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
 
     def head(self, request: HttpRequest | None, size: int) -> bytes:
-        """Return the status line and the headers; a malformed request is None."""
+        """Return the status line and the headers; `request` is None for malformed HTTP."""
         connection = b""
         if self.close:
             connection = b"Connection: close\r\n"

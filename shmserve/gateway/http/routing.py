@@ -57,12 +57,15 @@ class MethodNotAllowed(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A method ("": any) and a template of paths, with `handler(gateway, request, *parts of path)`.
+    """A route: a method, a template of paths, and the handler of their requests.
 
-    In a template `{name}` is a part, of which a `{version}` is a number, and what is in brackets
-    may be left out: "/v2/models/{model}[/versions/{version}]". `scope` is the API that the route
-    belongs to, for which its clients are authorised. `error_form` makes the body of a response of
-    an error, as that API has it.
+    Attributes:
+        method: The method; "" for any method.
+        path: The template. `{name}` is a part of a path, and `{version}` is a number. A section in
+            brackets is optional: "/v2/models/{model}[/versions/{version}]".
+        scope: The API of the route, for which clients are authorised.
+        handler: Called with the gateway, the request, and the parts of the path.
+        error_form: Encodes an error as the body of a response of this API.
     """
 
     method: str

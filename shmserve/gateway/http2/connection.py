@@ -345,7 +345,7 @@ class Http2Connection(FrameReader[T]):
             del self._left[next(iter(self._left))]
 
     def _finished(self, stream: Stream) -> None:
-        """Close a stream of which everything is sent."""
+        """Close a stream whose frames are all sent."""
         if stream.ended:
             self.streams.pop(stream.id, None)
         else:

@@ -84,7 +84,7 @@ class Outgoing:
     """The sending half of a connection."""
 
     def __init__(self, close: Callable[[Stream], None]) -> None:
-        self._close = close  # called with a stream of which everything is sent
+        self._close = close  # called with a stream whose frames are all sent
         self.ready: list[bytes | memoryview] = []
         self.paused = False
         self.window = frames.DEFAULT_WINDOW

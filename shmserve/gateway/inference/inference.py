@@ -121,7 +121,7 @@ def submit(
         source=client.source if request.correlation_id else 0,
         trace=trace,
     )
-    inference = make(message, gateway.schedulers, built.release, built, *args)
+    inference = make(message, gateway.schedulers, built.on_release, built, *args)
     gateway.schedulers.submit(inference, model.endpoint)
     return inference
 

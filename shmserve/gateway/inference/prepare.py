@@ -44,10 +44,6 @@ _MOST_RESPONSES = 8  # response templates of requests with one header
 _ALIGNMENT = 64
 
 
-def nothing() -> None:
-    """Release a request without resources."""
-
-
 @dataclass(slots=True, eq=False)
 class BuiltRequest:
     """A request whose tensors are placed, and that was checked against its model.
@@ -57,7 +53,7 @@ class BuiltRequest:
         infer_request: The request as the parser of its protocol returned it.
         schema: The schema for `Submit`.
         data: The data for `Submit`.
-        release: Releases the resources of the request.
+        on_release: Releases the resources of the request; None if it has none.
         regions: The regions that the request uses.
         responses: The templates of responses by their schemas, shared by all requests with this
             header. None: the response is encoded without a template.
@@ -68,10 +64,15 @@ class BuiltRequest:
     infer_request: InferRequest
     schema: bytes
     data: list[Any]
-    release: Callable[[], None]
+    on_release: Callable[[], None] | None
     regions: Sequence[GatewayRegion] = ()
     responses: BoundedCache[bytes, Any] | None = None
     trace: RequestTrace | None = None
+
+    def release(self) -> None:
+        """Release the resources of the request, which is not submitted."""
+        if self.on_release is not None:
+            self.on_release()
 
     def identify(self, identity: RequestIdentity) -> None:
         """Set the id and the position in a sequence, which are not part of a template."""
@@ -216,26 +217,26 @@ class RequestTemplate:
             AlreadyExists: An output overlaps an output in flight and may not.
             Unavailable: The arena is full.
         """
-        release: Callable[[], None] = nothing
+        on_release: Callable[[], None] | None = None
         regions: Sequence[GatewayRegion] = ()
         data: list[Any] = [*tensors]
         if self._uses is not None:
             uses = Uses.renew(self._uses)
             if uses is None:
                 return None
-            release, regions = uses.release, uses.regions
+            on_release, regions = uses.release, uses.regions
         elif self._resources is not None:
             resources = self._resources()
             ranges = resources.allocate(self._sizes)
             for memory_range, tensor in zip(ranges, tensors, strict=True):
                 resources.view(memory_range)[:] = tensor
             data = list(map(pack_range, ranges))
-            release = resources.release
+            on_release = resources.release
         if self._data is not None:
             received, data = data, self._data.copy()
             for slot, item in zip(self._slots, received, strict=True):
                 data[slot] = item
-        how = (self._schema, data, release, regions, self._responses)
+        how = (self._schema, data, on_release, regions, self._responses)
         return BuiltRequest(self._model, self._request, *how)
 
 
@@ -349,8 +350,8 @@ def check_request(
         if output.place is not None:
             check_capacity(signature, output.name, output.place.byte_size, batch_size)
     schema, data = pack_inference(Inference(tuple(tensors), tuple(outputs), request.parameters))
-    release = resources.release if resources else nothing
-    return BuiltRequest(model, request, schema, data, release, resources.regions)
+    on_release = resources.release if resources else None
+    return BuiltRequest(model, request, schema, data, on_release, resources.regions)
 
 
 def check_capacity(signature: Signature, name: str, capacity: int, batch_size: int) -> None:

@@ -6,7 +6,7 @@ import math
 from bisect import insort
 from collections.abc import Iterator
 
-_KEPT = 1 - 1 / 64  # decay of an observation's weight
+_KEPT = 1 - 1 / 64  # decay of an execution's weight in the line
 _KNOWN = 8  # minimum number of observations for an estimate
 _WIDEST = 4  # spreads; residuals beyond them are clamped
 _LEAST_VARIATION = 0.05  # relative variation of sizes; below it, the slope is undetermined
@@ -33,91 +33,46 @@ _FIRST_SEEN = 3  # minimum number of observations for a prediction
 _MARGIN_NS = 50_000  # for the delay of the event loop
 
 
-class BatchTime:
-    """A linear model, time = setup + each * units, fitted with exponential forgetting.
+class _Size:
+    """The mean duration of the batches of a size.
 
-    The fit is by least squares. As in Huber's M-estimator (1964), outliers are clamped. The spread
-    is a moving average of the absolute residuals. The first execution is ignored, because models
-    initialise themselves then. If all batches have one size, the slope keeps its last value. The
-    initial slope of 0 is optimistic and leads to larger batches, which reveal the slope.
+    Attributes:
+        mean: The mean duration at a level of 1.
+        weight: The number of batches in the mean.
     """
 
-    def __init__(self) -> None:
-        self._seen = -1
-        self._weight = self._mean_x = self._mean_y = 0.0
-        self._xx = self._xy = 0.0  # weighted sums of products of deviations from the means
-        self._spread = 0.0
-        self.each_ns = 0.0  # the additional duration of one more unit
-
-    @property
-    def known(self) -> bool:
-        """Return whether there were enough executions for an estimate."""
-        return self._seen >= _KNOWN
-
-    @property
-    def setup_ns(self) -> float:
-        """Return the fixed duration of an execution."""
-        return self._mean_y - self.each_ns * self._mean_x
-
-    def expected_ns(self, units: int) -> float:
-        """Return the expected duration of a batch of this size."""
-        return self._mean_y + self.each_ns * (units - self._mean_x)
-
-    def observe(self, units: int, took_ns: float) -> None:
-        """Record the duration of a batch."""
-        self._seen += 1
-        if not self._seen:
-            return
-        if self._seen > 1:
-            took_ns = self._believable(units, took_ns)
-        else:
-            self._spread = took_ns / 4
-        self._weight = self._weight * _KEPT + 1
-        share = 1 / self._weight
-        off_x, off_y = units - self._mean_x, took_ns - self._mean_y
-        self._mean_x += share * off_x
-        self._mean_y += share * off_y
-        self._xx = self._xx * _KEPT + off_x * (units - self._mean_x)
-        self._xy = self._xy * _KEPT + off_x * (took_ns - self._mean_y)
-        slope = self.each_ns
-        if self._xx > self._weight * (_LEAST_VARIATION * self._mean_x) ** 2:
-            slope = self._xy / self._xx
-        self.each_ns = min(max(slope, 0.0), self._mean_y / self._mean_x)
-
-    def _believable(self, units: int, took_ns: float) -> float:
-        """Return the clamped duration, and update the spread."""
-        expected = self.expected_ns(units)
-        widest = _WIDEST * max(self._spread, expected / 50)
-        residual = took_ns - expected
-        # The spread may grow faster than the line moves, so that a lasting change is learned soon.
-        self._spread += (min(abs(residual), 2 * widest) - self._spread) / 16
-        return expected + min(max(residual, -widest), widest) if self.known else took_ns
-
-
-class _Size:
-    """The mean duration of the batches of a size, and the number of batches in that mean."""
-
-    def __init__(self, mean: float) -> None:
+    def __init__(self, mean: float, number: int) -> None:
         self.mean = mean
         self.weight = 1.0
+        self._recent, self._number = 1.0, number
+
+    def recent(self, number: int) -> float:
+        """Return the number of batches, decayed exponentially up to the execution `number`."""
+        return self._recent * _KEPT ** (number - self._number)
+
+    def executed(self, number: int) -> None:
+        """Count the execution `number`."""
+        self._recent, self._number = self.recent(number) + 1, number
 
 
 class SizeTimes:
     """The duration of batches by size.
 
     Each observed size has an exponentially weighted mean. Durations between two observed sizes are
-    interpolated, and `BatchTime` provides the slope above the largest size. All sizes share their
-    relative spread and a level. The level also applies a drift to sizes that do not occur. A
-    smaller size is preferred only if its rate is higher by more than the standard errors of both
-    rates. Bisection finds a cliff between two sizes.
+    interpolated. A line through the recent sizes provides the slope above the largest size and the
+    fixed duration. All sizes share their relative spread and a level. The level also applies a
+    drift to sizes that do not occur. A smaller size is preferred only if its rate is higher by more
+    than the standard errors of both rates. Bisection finds a cliff between two sizes.
+
+    The first execution is ignored, because models initialise themselves then.
     """
 
     def __init__(self, largest: int) -> None:
-        self._line = BatchTime()
         self._sizes: dict[int, _Size] = {}
         self._order: list[int] = []  # the indices of the observed sizes
         self._last = _index(largest)
         self._level = 1.0
+        self._setup_ns = self._each_ns = 0.0  # the line, at a level of 1
         self._spread = _FIRST_SPREAD
         self._seen = -1
         self._late = 0  # executions while the target was out of reach
@@ -132,7 +87,7 @@ class SizeTimes:
     @property
     def known(self) -> bool:
         """Return whether there were enough executions for an estimate."""
-        return self._line.known
+        return self._seen >= _KNOWN
 
     @property
     def begun(self) -> bool:
@@ -142,7 +97,9 @@ class SizeTimes:
     @property
     def setup_ns(self) -> float:
         """Return the fixed duration of an execution, fitted to the recent sizes."""
-        return self._line.setup_ns
+        if self._stale:
+            self._refresh()
+        return self._setup_ns * self._level
 
     def expected_ns(self, units: int) -> float:
         """Return the mean duration of a batch of this size."""
@@ -169,14 +126,13 @@ class SizeTimes:
     # --- learning -----------------------------------------------------------------------------
 
     def observe(self, units: int, took_ns: float, *, late: bool = False) -> None:
-        """Record the duration of a batch; the first batch is ignored.
+        """Record the duration of a batch.
 
         Args:
             units: The size of the batch.
             took_ns: The duration.
             late: Whether the target is out of reach and the arrivals do not decrease.
         """
-        self._line.observe(units, took_ns)
         self._late += late
         self._seen += 1
         if not self._seen:
@@ -185,10 +141,11 @@ class SizeTimes:
         took = max(took_ns, 1.0) / self._level
         size = self._sizes.get(index)
         if size is None:
-            self._sizes[index] = _Size(took)
+            self._sizes[index] = _Size(took, self._seen)
             insort(self._order, index)
             self._stale = True
             return
+        size.executed(self._seen)
         took = self._believable(size, took)
         size.weight = min(size.weight + 1, _REMEMBERED)
         change = (took - size.mean) / size.weight
@@ -259,6 +216,7 @@ class SizeTimes:
     def _refresh(self) -> None:
         self._stale = False
         self._untried.clear()
+        self._fit()
         self._interpolate()
         times, sizes = self._times, self._sizes
         spread = _DEVIATION * max(self._spread, _LEAST_SPREAD)
@@ -328,9 +286,31 @@ class SizeTimes:
                 return index, _size(above - 1) / below
         return 0, 0.0
 
+    def _fit(self) -> None:
+        """Fit the line by least squares.
+
+        If all recent batches have one size, the slope keeps its last value. The initial slope of 0
+        is optimistic and leads to larger batches, which reveal the slope.
+        """
+        total = mean_x = mean_y = xx = xy = 0.0
+        for index in self._order:
+            size = self._sizes[index]
+            weight = size.recent(self._seen)
+            total += weight
+            off_x, off_y = _size(index) - mean_x, size.mean - mean_y
+            mean_x += off_x * weight / total
+            mean_y += off_y * weight / total
+            xx += weight * off_x * (_size(index) - mean_x)
+            xy += weight * off_x * (size.mean - mean_y)
+        slope = self._each_ns
+        if xx > total * (_LEAST_VARIATION * mean_x) ** 2:
+            slope = xy / xx
+        self._each_ns = min(max(slope, 0.0), mean_y / mean_x)
+        self._setup_ns = mean_y - self._each_ns * mean_x
+
     def _interpolate(self) -> None:
         times, lower = self._times, 0
-        each = self._line.each_ns / self._level
+        each = self._each_ns
         for index in self._order:
             mean, high = self._sizes[index].mean, _size(index)
             if lower:

@@ -85,7 +85,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._control = control
         self._memory = memory
         self._cache = cache
-        # Of steps that wait because of max_inflight_requests; 0: unlimited.
+        # The number of steps that may wait because of max_inflight_requests; 0: unlimited.
         self._most_waiting = settings.policies.default.max_queue_size
         self._endpoints: dict[tuple[str, str], str] = {}  # of all models that are served
 
@@ -126,7 +126,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         if len(data) != known.entries:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: list[tuple[str, Value]] = []
-        for (name, kind, is_condition), raw in zip(known.inputs, data, strict=False):
+        for index, (name, kind, is_condition) in enumerate(known.inputs):
+            raw = data[index]
             where = raw if type(raw) is bytes else unpack_range(raw)
             holds = not is_condition or self._memory.any_true(name, where)
             inputs.append((name, Value(kind, where, None, holds)))

@@ -54,8 +54,8 @@ class StepRequest(InflightRequest):
         kind: The common part of the requests with these inputs.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
         override: The parameters of a sequence that the inputs came with.
-        events: What has happened to requests: a response, or None when no worker has the request's
-            memory any more. The runner handles these events.
+        events: The events of requests: a response, or None when no worker has the request's memory
+            any more. The runner handles these events.
         answered: Whether there has been a response with outputs.
     """
 
@@ -86,7 +86,7 @@ class StepKind(NamedTuple):
         placed: The outputs that have places: the model's name and the ensemble's.
         sizes: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
-        responses: What follows from the schemas of the responses.
+        responses: The unpacked schemas of the responses.
     """
 
     schema: bytes
@@ -115,7 +115,7 @@ class StepOutput(NamedTuple):
 
 
 class StepResponse:
-    """What follows from the schema of a step's responses.
+    """The unpacked schema of a step's responses.
 
     Attributes:
         outputs: The outputs in the order of the data.
@@ -171,7 +171,7 @@ class StepMessages:
 
         Raises:
             InvalidArgument: The inputs do not fit the step's model.
-            Unsupported: The client's memory is given for an output of which there are many.
+            Unsupported: The client's memory is given for an output that may be returned many times.
             Unavailable: The arena is full.
         """
         origin, memory = request.submit, self._memory
@@ -305,9 +305,10 @@ class StepMessages:
             held = (*held, own)
         made: list[tuple[str, Value]] = []
         try:
-            for (name, kind, tensor, is_condition, for_client), where in zip(
-                response.outputs, data, strict=True
+            for index, (name, kind, tensor, is_condition, for_client) in enumerate(
+                response.outputs
             ):
+                where = data[index]
                 holds = not is_condition or self._memory.any_true(name, where)
                 memory = None
                 if type(where) is not bytes:

@@ -34,8 +34,8 @@ from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.engine import Engine
-from shmserve.scheduler.generative.sequences import Beams, Generation, Place, Sequence
-from shmserve.scheduler.instances.executions import work_of
+from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
+from shmserve.scheduler.instances.executions import works_of
 from shmserve.scheduler.instances.pool import Lost, Slot
 from shmserve.scheduler.requests.request import (
     AT_WORK,
@@ -82,7 +82,7 @@ class Ongoing:
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # its other samples had not begun
         return [
-            Resumed(sample, tokens.tobytes(), told.characters, why, told.closed)
+            Resumed(sample, tokens.tobytes(), told.characters, why, told.closed, told.tokens)
             for sample, (tokens, why) in samples.items()
             for told in [self.told.get(sample, Told(0, sample, 0))]
         ]
@@ -100,7 +100,7 @@ class GenerativeDispatch(Dispatcher):
         super().__post_init__()
         self._engines: dict[bytes, Engine[Ongoing]] = {}  # by the peer that is their worker
         self._ongoing: dict[int, Ongoing] = {}  # by the request's key
-        self._homeless: list[Ongoing] = []
+        self._unassigned: list[Ongoing] = []
         self._numbers = itertools.count(1)
 
     # --- admission
@@ -147,7 +147,7 @@ class GenerativeDispatch(Dispatcher):
                 self._engine_settings,
                 self._counts,
                 self._numbers,
-                self._sequence_over,
+                self._on_sequence_end,
                 self._searched,
             )
         return engine
@@ -161,7 +161,7 @@ class GenerativeDispatch(Dispatcher):
                 continue
             generation, slot = ongoing.generation, ongoing.slot
             if slot is None:
-                self._homeless.remove(ongoing)
+                self._unassigned.remove(ongoing)
                 self._close(ongoing.request, now_ns)
             elif generation is not None and slot.peer in self._engines:
                 engine = self._engines[slot.peer]
@@ -183,8 +183,8 @@ class GenerativeDispatch(Dispatcher):
         slots = [slot for slot in self._pool.ready() if not slot.retiring]
         if not slots:
             return
-        homeless, self._homeless = self._homeless, []
-        for ongoing in homeless:
+        unassigned, self._unassigned = self._unassigned, []
+        for ongoing in unassigned:
             self._prepare(ongoing, min(slots, key=_load), now_ns)
         while len(self._queue):
             (request,) = self._queue.take(1)
@@ -194,7 +194,7 @@ class GenerativeDispatch(Dispatcher):
     def _prepare(self, ongoing: Ongoing, slot: Slot, now_ns: int) -> None:
         ongoing.slot = slot
         self._pool.join(slot, ongoing.request, now_ns)
-        self._executions.post(slot.peer, Prepare([work_of(ongoing.request)], ongoing.resumed()))
+        self._executions.post(slot.peer, Prepare(works_of([ongoing.request]), ongoing.resumed()))
 
     # --- workers
 
@@ -279,7 +279,7 @@ class GenerativeDispatch(Dispatcher):
             self._counts.first_token_seconds.observe(now_ns - request.arrived_ns)
         sequence.sampled_ns = now_ns
 
-    def _sequence_over(self, sequence: Sequence[Ongoing], why: str) -> None:
+    def _on_sequence_end(self, sequence: Sequence[Ongoing], why: str) -> None:
         generation = sequence.generation
         tokens = sequence.tokens[len(generation.prompt) :]
         generation.owner.over[sequence.sample] = (tokens, why)
@@ -302,11 +302,13 @@ class GenerativeDispatch(Dispatcher):
         engines = [
             self._engines[slot.peer] for slot in self._pool.ready() if slot.peer in self._engines
         ]
-        places = {str(place): sum(each.at(place) for each in engines) for place in Place}
+        by_status = {
+            str(status): sum(each.count(status) for each in engines) for status in SequenceStatus
+        }
         rows = sum(len(each.running.rows) for each in engines if each.running is not None)
         seats = len(engines) * self._engine_settings.max_batch_size
         return {
-            "sequences": places,
+            "sequences": by_status,
             "blocks": {
                 "free": sum(each.pool.available - each.pool.cached for each in engines),
                 "cached": sum(each.pool.cached for each in engines),
@@ -330,7 +332,7 @@ class GenerativeDispatch(Dispatcher):
                 gone.append(request)
             else:
                 ongoing.slot = request.worker = None
-                self._homeless.append(ongoing)
+                self._unassigned.append(ongoing)
         return Lost(lost.executions, gone)
 
 

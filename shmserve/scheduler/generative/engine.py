@@ -18,7 +18,13 @@ from typing import Generic, TypeVar
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.blocks import BlockPool
-from shmserve.scheduler.generative.sequences import Beams, Generation, Place, Sequence, ranking
+from shmserve.scheduler.generative.sequences import (
+    Beams,
+    Generation,
+    Sequence,
+    SequenceStatus,
+    ranking,
+)
 from shmserve.scheduler.generative.steps import (
     CHUNK,
     PROBE_STEPS,
@@ -125,11 +131,11 @@ class Engine(Generic[T]):
         if self._live.pop(sequence.number, None) is None:
             return
         sequence.generation.sequences.remove(sequence)
-        self._let_go(sequence)
-        sequence.place = Place.OVER
+        self._free_blocks(sequence)
+        sequence.status = SequenceStatus.OVER
         self._over.append(sequence.number)
 
-    def _let_go(self, sequence: Sequence[T]) -> None:
+    def _free_blocks(self, sequence: Sequence[T]) -> None:
         self.pool.release(sequence.table)
         self.host.release(sequence.host)
         sequence.lost()
@@ -145,14 +151,14 @@ class Engine(Generic[T]):
         """The number of sequences that have not ended."""
         return len(self._live)
 
-    def at(self, place: Place) -> int:
-        """Return the number of sequences at a place."""
-        return sum(sequence.place is place for sequence in self._live.values())
+    def count(self, status: SequenceStatus) -> int:
+        """Return the number of sequences with a status."""
+        return sum(sequence.status is status for sequence in self._live.values())
 
     @property
     def waiting(self) -> int:
         """The number of sequences that have not run yet, or must begin again."""
-        return self.at(Place.WAITING)
+        return self.count(SequenceStatus.WAITING)
 
     # --- plan
 
@@ -163,7 +169,7 @@ class Engine(Generic[T]):
         rank = ranking(self.settings, now_ns)
         inside, outside = [], []
         for sequence in self._live.values():
-            if sequence.place is Place.RUNNING:
+            if sequence.status is SequenceStatus.RUNNING:
                 inside.append(sequence)
             elif not sequence.held:
                 outside.append(sequence)
@@ -175,7 +181,7 @@ class Engine(Generic[T]):
         outside.sort(key=rank)
         if outside and not plan.preempted:
             self._admit(plan, outside, inside)
-        inside = [each for each in inside if each.place is Place.RUNNING]
+        inside = [each for each in inside if each.status is SequenceStatus.RUNNING]
         while outside and inside and not plan.rows:
             # All sequences inside wait for other beams of their search, which do not fit.
             self._preempt(plan, inside.pop())
@@ -190,7 +196,7 @@ class Engine(Generic[T]):
         Preempt the last of the sequences `inside` if blocks are short.
         """
         for sequence in sequences:
-            if sequence.place is not Place.RUNNING or sequence.held:
+            if sequence.status is not SequenceStatus.RUNNING or sequence.held:
                 continue  # preempted, or waiting for other beams
             count, drafts = self._share_of(plan, sequence)
             while count and not self._room(plan, sequence, count + drafts):
@@ -200,7 +206,7 @@ class Engine(Generic[T]):
                 victim = next(
                     each
                     for each in reversed(inside)
-                    if each.place is Place.RUNNING and each.number not in plan.rows
+                    if each.status is SequenceStatus.RUNNING and each.number not in plan.rows
                 )
                 self._preempt(plan, victim)
                 if victim is sequence:
@@ -282,11 +288,11 @@ class Engine(Generic[T]):
             self.pool.release(sequence.table)
             sequence.table = []
             sequence.told = sequence.sealed = 0
-            sequence.place = Place.SWAPPED
+            sequence.status = SequenceStatus.SWAPPED
         else:
             self.counts.preemptions["recompute"] += 1
             self.counts.recomputed += sequence.computed
-            self._let_go(sequence)
+            self._free_blocks(sequence)
 
     def _filled(self, sequence: Sequence[T]) -> int:
         """Return the number of blocks with content; a block for drafts may follow."""
@@ -313,14 +319,14 @@ class Engine(Generic[T]):
             if seats < 0 or plan.tokens < 1:
                 return
             free = self.pool.available - promised - (len(inside) and self.pool.count // 64)
-            if sequence.place is Place.SWAPPED:
+            if sequence.status is SequenceStatus.SWAPPED:
                 entered = self._swap_in(plan, sequence, free)
             else:
                 entered = self._begin_prompt(sequence, free)
             if not entered:
                 return
             inside.append(outside.pop(0))
-            sequence.place = Place.RUNNING
+            sequence.status = SequenceStatus.RUNNING
             needed, before = self._needed(sequence), self.pool.available
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
@@ -330,7 +336,7 @@ class Engine(Generic[T]):
 
     def _seats(self, taken: list[Sequence[T]]) -> int:
         """Return the number of free rows in a step beside the running sequences of `taken`."""
-        seats = sum(each.seats for each in taken if each.place is Place.RUNNING)
+        seats = sum(each.seats for each in taken if each.status is SequenceStatus.RUNNING)
         return self.settings.max_batch_size - seats
 
     def _needed(self, sequence: Sequence[T]) -> int:
@@ -411,7 +417,7 @@ class Engine(Generic[T]):
         for number in running.rows.keys() & message.lost:
             self.cancel(running.rows[number][0].generation)
         for number, (sequence, row) in running.rows.items():
-            if sequence.place is Place.RUNNING:
+            if sequence.status is SequenceStatus.RUNNING:
                 self._computed(sequence, row, results.get(number))
 
     def _computed(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
@@ -424,7 +430,7 @@ class Engine(Generic[T]):
             self._sampled(sequence, row, result)
         else:
             self._searched(sequence, result)
-        if sequence.stopped and sequence.place is Place.RUNNING:
+        if sequence.stopped and sequence.status is SequenceStatus.RUNNING:
             self._end(sequence, "stop")
 
     def _seal(self, sequence: Sequence[T]) -> None:
@@ -463,8 +469,8 @@ class Engine(Generic[T]):
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
-        if parent.place is Place.RUNNING and seated:  # else it must be computed, too
-            child.place = Place.RUNNING
+        if parent.status is SequenceStatus.RUNNING and seated:  # else it must be computed, too
+            child.status = SequenceStatus.RUNNING
             child.computed, child.sealed, child.told = parent.computed, parent.sealed, parent.told
             child.table = parent.table[:]
             self.pool.share(child.table)
@@ -489,9 +495,9 @@ class Engine(Generic[T]):
             return
         before = sequence.generation.sequences[:]
         free = self._seats([each for each in self._live.values() if each not in before])
-        for place, chosen in enumerate(beams.step()):
+        for index, chosen in enumerate(beams.step()):
             # Beams that were preempted while they waited have lost their seats.
-            child = self._child(chosen.parent, 0, chosen.token, place < free)
+            child = self._child(chosen.parent, 0, chosen.token, index < free)
             child.score = chosen.score
         for parent in before:  # after all have begun, so that shared blocks stay referenced
             self.drop(parent)

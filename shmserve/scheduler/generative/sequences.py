@@ -23,8 +23,8 @@ from shmserve.scheduler.generative.blocks import ROOT, BlockPool, block_key
 T = TypeVar("T")
 
 
-class Place(StrEnum):
-    """The place of a sequence's keys and values."""
+class SequenceStatus(StrEnum):
+    """The status of a sequence, which determines where its keys and values are."""
 
     WAITING = "waiting"  # nowhere
     RUNNING = "running"
@@ -86,7 +86,7 @@ class Sequence(Generic[T]):
     generation: Generation[T]
     sample: int
     tokens: array[int]
-    place: Place = Place.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
     table: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Sequence(Generic[T]):
 
     def lost(self) -> None:
         """Reset the sequence: its keys and values are lost."""
-        self.place = Place.WAITING
+        self.status = SequenceStatus.WAITING
         self.computed = self.told = self.sealed = 0
         self.table = []
         self.host = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,8 +54,8 @@ class ServiceTime:
     _busy_ns: float = 0.0
     _requests: float = 0.0
     _observed: int = 0
-    # The number of batches that a worker may have at a time: more than one if batches are so short
-    # that the worker would otherwise wait for messages as long as it computes.
+    # The number of batches that a worker may have at a time. It is above one if batches are so
+    # short that the worker would otherwise wait for messages as long as it computes.
     pipeline_depth: int = 1
     # Whether batches are so short that a cancelled or late request may wait for the end of one.
     ends_soon: bool = False
@@ -67,7 +67,7 @@ class ServiceTime:
 
         Args:
             duration_ns: The time from dispatch to return.
-            busy_ns: The time in which the worker was busy with it.
+            busy_ns: The time during which the worker was busy with the execution.
             requests: The number of requests.
         """
         self._observed += 1
@@ -136,8 +136,8 @@ class Executions:
         gaps = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
-        work = list(map(work_of, requests))
-        self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
+        works, live = works_of(requests), self._responses.live
+        self._workers.post(slot.peer, Execute(execution.id, works, live, list(rows)))
 
     def post(self, peer: bytes, message: Any) -> None:
         """Send a message of a kind of scheduling to the worker at this address."""
@@ -201,14 +201,14 @@ class Executions:
     # --- instances that become ready --------------------------------------------------------------
 
     def expect(self, index: int, pid: int) -> None:
-        """Announce an instance, as `Pool.expect`."""
+        """Announce an instance with `Pool.expect`, and send the releases that are kept for it."""
         early = self._take_unknown(pid)
         if early:
             self._early.setdefault(pid, []).extend(early)
         self._send_early(self._pool.expect(index, pid))
 
     def offer(self, index: int, peer: bytes, pid: int) -> None:
-        """Record that a worker is ready, as `Pool.offer`."""
+        """Record with `Pool.offer` that a worker is ready, and send the releases kept for it."""
         self._send_early(self._pool.offer(index, peer, pid))
 
     def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:
@@ -232,20 +232,23 @@ def _each(client_pid: int, message: Release) -> list[ReleaseOutputs]:
     return [ReleaseOutputs(client_pid, [offset], message.memory) for offset in offsets]
 
 
-def work_of(request: ScheduledRequest) -> Work:
-    """Return a request as a message to its worker."""
-    submit = request.submit
-    return Work(
-        request.key,
-        request.client.pid,
-        submit.schema,
-        submit.data,
-        submit.request_id,
-        submit.flags,
-        submit.correlation_id,
-        submit.correlation_text,
-        submit.timeout_us,
-        submit.priority,
-        request.deadline_ns,
-        submit.trace,
-    )
+def works_of(requests: Iterable[ScheduledRequest]) -> list[Work]:
+    """Return requests as messages to their worker."""
+    return [
+        Work(
+            request.key,
+            request.client.pid,
+            submit.schema,
+            submit.data,
+            submit.request_id,
+            submit.flags,
+            submit.correlation_id,
+            submit.correlation_text,
+            submit.timeout_us,
+            submit.priority,
+            request.deadline_ns,
+            submit.trace,
+        )
+        for request in requests
+        for submit in (request.submit,)
+    ]

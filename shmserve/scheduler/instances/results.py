@@ -1,15 +1,17 @@
 """The results of executions: responses and ends of requests, and recovery from lost workers.
 
 A worker is lost if it died, executed for longer than the limit, or returned a batch that it was not
-given. A request of a lost worker runs again, once and alone, if that is an idempotent retry: its
-worker died while it ran, no response of it was sent, and its dispatcher allows it (a sequence loses
-its state with its worker). A request that had a response, or was open after `execute`, fails.
+given. A request of a lost worker runs again, once and alone, if that is an idempotent retry. The
+worker must have died while the request ran, no response may have been sent, and the dispatcher must
+allow the retry (a sequence loses its state with its worker). A request that had a response, or was
+open after `execute`, fails.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from operator import attrgetter
 
 from shmserve.ipc.messages import GenerationNews
 from shmserve.ipc.messages.inference import (
@@ -41,6 +43,7 @@ from shmserve.scheduler.statistics import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 
+_KEY = attrgetter("key")
 _DIED_OPEN = "the model's worker died before this request's last response"
 
 
@@ -118,10 +121,10 @@ class Results:
         if replies is None:
             self.misplaced += 1
             logger.error("an instance returned a batch with replies that do not fit it")
-            replies = [Reply(0, "INTERNAL", "internal error")] * len(requests)
-        for request, reply in zip(requests, replies, strict=True):
-            code = reply.code
-            del slot.requests[request.key]
+            replies = [Reply(request.key, "INTERNAL", "internal error") for request in requests]
+        for reply in replies:
+            code, request = reply.code, slot.requests[reply.key]
+            del slot.requests[reply.key]
             if code == RESCHEDULED and self._reschedule(request):
                 continue
             if request.state is State.EXECUTING:
@@ -310,15 +313,10 @@ def _so_far(execution: Execution | None, now_ns: int) -> Timing:
 
 def matched(requests: list[ScheduledRequest], replies: list[Reply]) -> list[Reply] | None:
     """Return the replies in the order of `requests`, or None unless there is one for each."""
-    try:
-        for request, reply in zip(requests, replies, strict=True):
-            if request.key != reply.key:
-                break
-        else:
-            return replies
-    except ValueError:  # one of them has more
-        return None
+    keys = list(map(_KEY, requests))
+    if list(map(_KEY, replies)) == keys:
+        return replies
     by_key = {reply.key: reply for reply in replies}
-    if len(replies) != len(requests) or any(each.key not in by_key for each in requests):
+    if len(replies) != len(keys) or by_key.keys() != set(keys):
         return None
-    return [by_key[request.key] for request in requests]
+    return [by_key[key] for key in keys]

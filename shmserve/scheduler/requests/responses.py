@@ -115,52 +115,23 @@ class Responses:
         timing: Timing | None,
         now_ns: int,
     ) -> None:
-        """End an executing request with its outcome, in its turn.
+        """End an executing request with its outcome, or hold the outcome until its turn.
 
         `code` "" is success; without `timing`, the worker died.
         """
         lookup = request.lookup
-        if lookup is not None and lookup.key and self.cache is not None and not code:
-            insert_ns = self.cache.insert(lookup.key, response)
-            self._statistics.missed(lookup.ns, insert_ns, now_ns)
-        if self._ordered:
-            request.meet(Event.HOLD)
-            request.outcome = Outcome(code, text, response, timing)
-        else:
-            self._deliver(request, code, text, response, timing, now_ns)
-
-    def release(self, now_ns: int) -> None:
-        """Send the held outcomes whose turn has come."""
-        order = self._order
-        while order and order[0].state not in _UNDECIDED:
-            request = order.popleft()
-            if request.state is State.HELD:
-                outcome, request.outcome = request.outcome, None
-                assert outcome is not None  # as in every HELD state
-                self._deliver(request, *outcome, now_ns)
-
-    def sweep(self) -> None:
-        """Remove ended requests from the order if there are many.
-
-        The first live request may take long.
-        """
-        if len(self._order) > 2 * self.live + _STALE_PLACES:
-            self._order = deque([r for r in self._order if r.state in _IN_ORDER])
-
-    def _deliver(
-        self,
-        request: ScheduledRequest,
-        code: str,
-        text: str,
-        response: Packed,
-        timing: Timing | None,
-        now_ns: int,
-    ) -> None:
+        if request.state is not State.HELD:
+            if lookup is not None and lookup.key and self.cache is not None and not code:
+                insert_ns = self.cache.insert(lookup.key, response)
+                self._statistics.missed(lookup.ns, insert_ns, now_ns)
+            if self._ordered:
+                request.meet(Event.HOLD)
+                request.outcome = Outcome(code, text, response, timing)
+                return
         if code or timing is None:
             reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
             self.fail(request, code, text, reason, now_ns)
             return
-        lookup = request.lookup
         if lookup is not None and lookup.hit and self.cache is not None:
             self.cache.lend(request.client.pid, lookup)
             queued = timing[0] - request.enqueued_ns
@@ -172,6 +143,24 @@ class Responses:
         _, input_ns, infer_ns, output_ns, *_ = timing
         request.client.post(Finished(request.id, *response, input_ns, infer_ns, output_ns, spans))
         self._forget(request)
+
+    def release(self, now_ns: int) -> None:
+        """Send the held outcomes whose turn has come."""
+        order = self._order
+        while order and order[0].state not in _UNDECIDED:
+            request = order.popleft()
+            if request.state is State.HELD:
+                outcome, request.outcome = request.outcome, None
+                assert outcome is not None  # as in every HELD state
+                self.finish(request, *outcome, now_ns)
+
+    def sweep(self) -> None:
+        """Remove ended requests from the order if there are many.
+
+        The first live request may take long.
+        """
+        if len(self._order) > 2 * self.live + _STALE_PLACES:
+            self._order = deque([r for r in self._order if r.state in _IN_ORDER])
 
     def _spans(self, request: ScheduledRequest, timing: Timing | None, now_ns: int) -> bytes:
         times = (request.arrived_ns, request.enqueued_ns, timing, now_ns)

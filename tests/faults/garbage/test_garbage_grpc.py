@@ -42,12 +42,6 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def beginning(server: Server) -> State:
-    """What the server was before the first crime."""
-    return State.of(server)
-
-
 def fine(stage: Scene) -> None:
     """Others are served, over both listeners."""
     with stub(stage.server) as call:

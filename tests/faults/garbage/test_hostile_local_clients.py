@@ -47,12 +47,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def beginning(server: Server) -> State:
-    """What the server was before the first local client."""
-    return State.of(server)
-
-
 def honest(stage: Scene) -> None:
     """Somebody else comes in by the same listener, and is served."""
     with contextlib.closing(Guest(stage.server).hello()) as local_client:

@@ -44,11 +44,6 @@ Serve = Callable[..., Server]
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return certificates.make(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("door") / "models"
     repository.mkdir()

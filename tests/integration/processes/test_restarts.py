@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.service_manager import Manager, managed, start
-from tests.rigs.systemd_rig import Systemd, Unavailable, booted
+from tests.rigs.service_manager import Manager, start
+from tests.rigs.systemd_rig import Systemd
 from tests.support import repositories
 from tests.support.servers import ROOT, Server
 from tests.support.waiting import until
@@ -70,12 +70,6 @@ def assert_unnoticed(found: dict[str, dict[str, int]]) -> None:
     assert {door: list(counts) for door, counts in found.items()} == {
         door: ["right"] for door in ("http", "grpc", "native")
     }
-
-
-@pytest.fixture
-def manager() -> Iterator[Manager]:
-    with managed() as manager:
-        yield manager
 
 
 @pytest.fixture
@@ -163,15 +157,6 @@ Environment=PYTHONPATH={ROOT}
 StandardOutput=append:/var/lib/log
 StandardError=append:/var/lib/log
 """
-
-
-@pytest.fixture
-def systemd() -> Iterator[Systemd]:
-    try:
-        with booted() as manager:
-            yield manager
-    except Unavailable as reason:
-        pytest.skip(str(reason))
 
 
 def test_by_a_real_systemd(systemd: Systemd) -> None:

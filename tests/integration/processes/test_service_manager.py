@@ -4,14 +4,13 @@ import contextlib
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from grpc import insecure_channel as grpc_channel
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.rigs.service_manager import Manager, managed, start
+from tests.rigs.service_manager import Manager, start
 from tests.support import repositories
 from tests.support.gates import Gate
 from tests.support.load import AskThroughMemory
@@ -19,12 +18,6 @@ from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request
 from tests.support.wire.raw_http import Http, UnixHttp, raw_connection, read_reply
-
-
-@pytest.fixture
-def manager() -> Iterator[Manager]:
-    with managed() as manager:
-        yield manager
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.systemd_rig import Systemd, Unavailable, booted
+from tests.rigs.systemd_rig import Systemd
 from tests.support import repositories
 from tests.support.servers import ROOT, title_of
 from tests.support.waiting import until
@@ -51,15 +51,6 @@ with shmserve.client.connect("/run/shmserve/server") as server:
     server.infer("simple", region)
     print(region["OUTPUT0"].sum())
 """
-
-
-@pytest.fixture
-def systemd() -> Iterator[Systemd]:
-    try:
-        with booted() as manager:
-            yield manager
-    except Unavailable as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture

@@ -24,6 +24,11 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return head + payload
 
 
+def window(stream: int, more: int) -> bytes:
+    """Return a WINDOW_UPDATE frame of `more` bytes."""
+    return frame(WINDOW, 0, stream, struct.pack(">I", more))
+
+
 def block(*headers: tuple[bytes, bytes]) -> bytes:
     """A block of literal headers, none of them remembered; each shorter than 127 bytes."""
     return b"".join(

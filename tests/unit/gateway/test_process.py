@@ -49,23 +49,20 @@ def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
         router.close()
 
 
-def test_a_drain_while_the_listeners_are_opened_is_settled_and_accepts_nobody() -> None:
+async def test_a_drain_while_the_listeners_are_opened_is_settled_and_accepts_nobody() -> None:
     class Opening(process.Frontend):
         async def open(self) -> None: ...
 
         def when_idle(self, drained: Any) -> None: ...
 
-    async def live() -> None:
-        front = Opening()
-        told: list[bool] = []
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            acceptor: Any = SimpleNamespace(connections=[], drain=lambda done, **_: done())
-            front.drain(lambda: told.append(True), followed=False)
-            await front.listen(sock, acceptor)
-            await asyncio.sleep(0)
-            await front.accept()
-            assert told == [True]
-            assert not any(server.is_serving() for server in front._accepting)
-            await front.close()
-
-    asyncio.run(live())
+    front = Opening()
+    told: list[bool] = []
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        acceptor: Any = SimpleNamespace(connections=[], drain=lambda done, **_: done())
+        front.drain(lambda: told.append(True), followed=False)
+        await front.listen(sock, acceptor)
+        await asyncio.sleep(0)
+        await front.accept()
+        assert told == [True]
+        assert not any(server.is_serving() for server in front._accepting)
+        await front.close()

@@ -1,4 +1,4 @@
-"""The adaptive batcher: what it learns, and what it makes of it on simulated models and loads."""
+"""The estimates and decisions of the adaptive batcher on simulated models and loads."""
 
 import random
 from itertools import count
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shmserve.scheduler.batchers.adaptive import Account, AdaptiveBatcher, Ways
 from shmserve.scheduler.batchers.dynamic import Batch, Batcher, Closed, DynamicBatcher, WaitUntil
-from shmserve.scheduler.batchers.estimates import Arrivals, BatchTime
+from shmserve.scheduler.batchers.estimates import Arrivals, SizeTimes
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, scattered
 
@@ -30,17 +30,18 @@ def fixed(delay_ms: float, most: int = 32) -> DynamicBatcher:
 
 @given(st.floats(0.1, 100), st.floats(0.0, 10), st.integers(0, 1000))
 def test_it_learns_the_line(setup_ms: float, each_ms: float, seed: int) -> None:
-    sizes, time = random.Random(seed), BatchTime()
+    sizes, time = random.Random(seed), SizeTimes(64)
     for _ in range(100):
         size = sizes.randint(1, 32)
         time.observe(size, (setup_ms + each_ms * size) * MS)
     assert time.known
-    for size in (1, 8, 64):
+    for size in (8, 64):
         assert time.expected_ns(size) == pytest.approx((setup_ms + size * each_ms) * MS, rel=0.1)
+    assert time.setup_ns == pytest.approx(setup_ms * MS, rel=0.01)
 
 
 def test_noise_and_outliers_do_not_move_it_far() -> None:
-    sizes, time = random.Random(5), BatchTime()
+    sizes, time = random.Random(5), SizeTimes(64)
     for number in range(400):
         size = sizes.randint(1, 16)
         took = (10 + size) * MS * sizes.uniform(0.9, 1.1)
@@ -49,29 +50,32 @@ def test_noise_and_outliers_do_not_move_it_far() -> None:
 
 
 def test_a_change_that_lasts_is_believed() -> None:
-    sizes, time = random.Random(5), BatchTime()
+    sizes, time = random.Random(5), SizeTimes(64)
     for factor in (1, 5, 1):
-        for _ in range(300):
+        for _ in range(600):
             size = sizes.randint(1, 16)
             time.observe(size, (10 + size) * MS * factor)
-        assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.05)
+        assert time.setup_ns == pytest.approx(10 * MS * factor, rel=0.15)
+        assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.2)
 
 
 def test_one_size_tells_nothing_of_the_slope() -> None:
-    time = BatchTime()
+    time = SizeTimes(512)
     for _ in range(50):
         time.observe(4, 10 * MS)
-    assert time.each_ns == 0
     assert time.setup_ns == pytest.approx(10 * MS)
-    for size in (1, 8) * 50:
+    assert time.expected_ns(64) == pytest.approx(10 * MS)
+    for size in (1, 8) * 150:
         time.observe(size, (2 + size) * MS)
+    assert time.setup_ns == pytest.approx(2 * MS, rel=0.2)
     for _ in range(1000):
         time.observe(8, 10 * MS)
-    assert time.each_ns == pytest.approx(MS, rel=0.2)
+    assert time.setup_ns == pytest.approx(2 * MS, rel=0.2)
+    assert time.expected_ns(63) == pytest.approx(65 * MS, rel=0.2)
 
 
 def test_the_first_execution_does_not_count() -> None:
-    time = BatchTime()
+    time = SizeTimes(512)
     time.observe(1, 1e12)
     for _ in range(20):
         time.observe(1, 5 * MS)
@@ -80,11 +84,11 @@ def test_the_first_execution_does_not_count() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 512), st.floats(0, 1e12)), max_size=60))
 def test_whatever_it_sees_its_times_make_sense(seen: list[tuple[int, float]]) -> None:
-    time = BatchTime()
+    time = SizeTimes(512)
     for units, took_ns in seen:
         time.observe(units, took_ns)
-    assert time.each_ns >= 0 and time.setup_ns >= -1e-3
-    assert time.expected_ns(1) <= time.expected_ns(2)
+    assert time.setup_ns >= -1e-3
+    assert all(time.expected_ns(size) >= 0 for size in range(1, 513))
 
 
 # --- when requests come ---------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.supervisor import events as events_package
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher, Subscriptions, changes
+from tests.support.waiting import until_async
 
 STARTED = m.ProcessStarted(7, "worker simple.0 cpu")
 READY = HealthChanged(live=True, ready=True, exiting=False)
@@ -49,13 +50,6 @@ async def published(
         yield publisher
     finally:
         publisher.close()
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Others on this loop go on meanwhile."""
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 # --- who listens
@@ -92,7 +86,7 @@ async def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
     async with published(run_dir, lambda *news: told.append(news)) as publisher:
         publisher.publish(STARTED)  # number 1 is the first that is sent
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
-            await until(lambda: publisher.is_followed(publications.PROCESSES))
+            await until_async(lambda: publisher.is_followed(publications.PROCESSES))
             assert not publisher.is_followed(publications.MODELS)
             publisher.publish(m.LoadRefused("m", "no"))
             publisher.publish(STARTED)
@@ -100,7 +94,7 @@ async def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
             assert arrived is not None
             _, header, found = arrived
             assert (header.sequence, found) == (1, [STARTED])
-        await until(lambda: not publisher.is_followed(publications.PROCESSES))
+        await until_async(lambda: not publisher.is_followed(publications.PROCESSES))
     assert told == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
 
@@ -138,7 +132,7 @@ def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Pa
     async def live() -> tuple[int, int]:
         async with published(run_dir) as publisher:
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
-                await until(lambda: publisher.is_followed(publications.PROCESSES))
+                await until_async(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):  # nobody waits for anybody here
                     publisher.publish(m.ProcessStarted(number, "x"))
 
@@ -170,7 +164,7 @@ def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
         async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
             holder.append(feed(publisher, {}, []))
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
-                await until(lambda: publisher.is_followed(publications.PROCESSES))
+                await until_async(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):
                     publisher.publish(m.ProcessStarted(number, "x"))
 
@@ -234,15 +228,15 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
             holder[0].models_changed()
             told = await asyncio.to_thread(next, reader.follow())
             assert told.event == m.ModelChanged("a", "1", "READY", "")
-            await until(lambda: len(asked) > 1)  # a second later
-        await until(lambda: not publisher.is_followed(publications.COUNTERS))
-        await until(lambda: holder[0]._timer is None)
+            await until_async(lambda: len(asked) > 1)  # a second later
+        await until_async(lambda: not publisher.is_followed(publications.COUNTERS))
+        await until_async(lambda: holder[0]._timer is None)
 
 
 async def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
     async with published(run_dir) as publisher:
         reader = EventReader(run_dir)
-        await until(lambda: publisher.is_followed(publications.MODELS))
+        await until_async(lambda: publisher.is_followed(publications.MODELS))
     with reader, pytest.raises(Disconnected, match="the server has ended"):
         await asyncio.to_thread(next, reader.follow())
 

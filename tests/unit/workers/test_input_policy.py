@@ -2,7 +2,7 @@
 
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
-from shmserve.workers.batch.failures import InputPolicy
+from shmserve.workers.batch.execute import InputPolicy
 from shmserve.workers.batch.request import Input, Request
 
 
@@ -16,14 +16,14 @@ def request(shared: bool) -> Request:
 
 def test_only_views_can_be_at_fault() -> None:
     policy = InputPolicy()
-    assert policy.may_cure(request(True)) and not policy.may_cure(request(False))
+    assert policy.should_retry(request(True)) and not policy.should_retry(request(False))
 
 
 def test_a_cure_is_remembered() -> None:
     policy = InputPolicy()
-    policy.tried(cured=False)
+    policy.record_retry(succeeded=False)
     assert not policy.copies
-    policy.tried(cured=True)
+    policy.record_retry(succeeded=True)
     assert policy.copies
 
 
@@ -31,9 +31,9 @@ def test_who_fails_often_for_its_own_reasons_is_believed_for_a_while() -> None:
     policy = InputPolicy()
     tried = []
     for _ in range(200):
-        tried.append(policy.may_cure(request(True)))
+        tried.append(policy.should_retry(request(True)))
         if tried[-1]:
-            policy.tried(cured=False)
+            policy.record_retry(succeeded=False)
     assert all(tried[:16])
     assert sum(tried) < 16 + 200 / 16
     assert any(tried[100:]), "it is never believed for good"

@@ -9,8 +9,8 @@ engine.py         steps
 sequences.py      prompts and sequences
 parameters.py sampler.py speculation.py     from logits to tokens
 texts.py prompts.py chat_template.py        from requests to tokens
-tools.py tool_formats.py message_parsers.py     tools, and messages with calls and reasoning
-answers.py                                  from tokens to responses
+tools.py tool_formats.py                    grammars and formats of tool calls
+answers.py message_parsers.py               from tokens to responses
 model/            the checkpoint, the decoder, its attention and KV cache
 """
 
@@ -40,6 +40,7 @@ from shmserve.workers.backends.llm.prompts import given_inputs
 from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
 from shmserve.workers.backends.llm.texts import Texts
 from shmserve.workers.backends.llm.tool_formats import parsers_of
+from shmserve.workers.batch.failures import client_error
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
@@ -61,6 +62,7 @@ _OUTPUTS = [
     _tensor("text_output", "STRING", -1),
     _tensor("index", "INT32", -1),
     _tensor("token_ids", "INT32", -1),
+    _tensor("prompt_token_ids", "INT32", -1),
     _tensor("finish_reason", "STRING", -1),
     _tensor("logprobs", "STRING", -1),
     _tensor("message", "STRING", -1),
@@ -225,9 +227,9 @@ def _prepare(
     try:
         with writer.link.lock:
             request = unpacker.request(opened.work)
-            given = given_inputs(request)
+            given = given_inputs(request, texts.reader.most_bytes)
     except Exception as error:
-        writer.refuse(opened, writer.failures.explain(error))
+        writer.refuse(opened, client_error(writer.context, error))
         return
     stream = ResponseStream(writer, opened, request)
     texts.put(partial(texts.prepare, stream, given, message.resumed))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,28 +16,46 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Request
 from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
-from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
-from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take
+from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.tools import MessageFormats, take
 
 _INPUTS = ("text_input", "input_ids", "messages")
+_BYTES_A_CHARACTER = 4
+_LEAST_LIMIT = 1 << 20  # bytes
 
 
-def given_inputs(request: Request) -> dict[str, Any]:
+def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
     """Return the inputs of a request as values of Python that do not refer to its memory.
 
+    Args:
+        request: The request.
+        most_bytes: The maximum size of a prompt that is not truncated. Texts are copied with the
+            GIL held, which delays all streams of the model.
+
     Raises:
-        InvalidArgument: A text is not UTF-8.
+        InvalidArgument: A text is not UTF-8, or too long.
     """
     found: dict[str, Any] = {}
+    settings = request.inputs.get("sampling_parameters")
+    data = b"" if settings is None else settings.numpy().ravel().tolist()[0]
+    if "truncate_prompt_tokens" in request.schema.parameters or b"truncate_prompt_tok" in data:
+        most_bytes = sys.maxsize
     for name, tensor in request.inputs.items():
-        values = tensor.numpy().ravel().tolist()
+        size = memoryview(tensor.raw).nbytes
+        if name in _INPUTS and size > most_bytes:
+            raise InvalidArgument(
+                f"{name}: the prompt has {size} bytes, and the model takes no prompt of more than "
+                f"{most_bytes} bytes"
+            )
         if name == "input_ids":
-            found[name] = values
-        elif tensor.datatype == "BYTES":
+            found[name] = tensor.numpy().ravel().copy()
+            continue
+        values = tensor.numpy().ravel().tolist()
+        if tensor.datatype == "BYTES":
             try:
                 found[name] = values[0].decode()
             except UnicodeDecodeError:
@@ -45,12 +65,25 @@ def given_inputs(request: Request) -> dict[str, Any]:
     return found
 
 
-class PromptReader:
-    """A reader of requests for one model."""
+class PromptText(NamedTuple):
+    """The tokens of a prompt, its text if responses repeat it, and each token's index in it."""
 
-    def __init__(self, checkpoint: Checkpoint, settings: EngineSettings) -> None:
+    tokens: list[int]
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
+class PromptReader:
+    """A reader of requests for one model; safe to use in any thread.
+
+    Attributes:
+        most_bytes: No prompt of more bytes fits the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
+        self._texts = texts
         self._longest = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
         self._vocabulary = checkpoint.architecture.vocabulary
@@ -59,94 +92,134 @@ class PromptReader:
         self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
+        widest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        # A normaliser may shorten a text; JSON is longer than the messages in it.
+        self.most_bytes = max(_BYTES_A_CHARACTER * widest * self._longest, _LEAST_LIMIT)
 
     def read(
         self, request: Request, given: Mapping[str, Any], resumed: list[Resumed]
     ) -> tuple[Prompt, str]:
         """Return the prompt of a request, and the text that its response repeats.
 
+        The grammar of the prompt, if any, is not compiled; see `compile`.
+
         Raises:
             InvalidArgument: An input or a parameter is wrong.
         """
-        settings = _settings(request, given)
+        settings, echoes = _settings(request, given)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
-        chat = conversation(given["messages"]) if "messages" in given else None
-        tools = take(chat) if chat is not None else None
-        tokens, text = self._tokens(given, chat, parameters)
+        scores = echoes and parameters.logprobs >= 0 and "messages" not in given
+        message, frame = None, ""
+        if "messages" in given:
+            chat = conversation(given["messages"])
+            tools = take(chat)
+            given = {**given, "messages": self._chat.render(chat)}
+            message = self._formats.format(tools, given["messages"])
+            if message is not None:
+                frame = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
+        tokens, text, offsets = self._prompt_text(given, parameters, scores)
         most = min(parameters.max_tokens, self._longest - len(tokens))
         stops = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
         parameters = replace(parameters, max_tokens=most, stop_token_ids=stops)
-        ends = () if parameters.ignore_eos else self._checkpoint.ends
-        message = self._formats.format(tools, text) if chat is not None else None
-        grammar = self._grammar(parameters, tools, message)
+        # A grammar ends with an end token.
+        ignores = parameters.ignore_eos and not (parameters.grammar[0] or frame)
+        ends = () if ignores else self._checkpoint.ends
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
-        prompt = Prompt(
-            request.work.key, tokens, parameters, ends, grammar, before, message=message
-        )
-        return prompt, text if parameters.echo and "messages" not in given else ""
+        prompt = Prompt(request.work.key, tokens, parameters, ends, None, before)
+        prompt.message, prompt.frame = message, frame
+        prompt.scored = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
+        prompt.offsets = offsets
+        return prompt, text
+
+    def compile(self, prompt: Prompt) -> None:
+        """Set the grammar of a prompt, which may take seconds without the GIL.
+
+        Raises:
+            InvalidArgument: It is no grammar, or one that allows no text.
+        """
+        prompt.grammar = self._grammars.matcher(prompt.parameters.grammar, prompt.frame)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
         found = [self._special[stop] for stop in stops if stop in self._special]
         return [token for token in found if token < self._vocabulary]
 
-    def _grammar(
-        self,
-        parameters: GenerationParameters,
-        tools: ToolRequest | None,
-        message: MessageFormat | None,
-    ) -> Any:
-        """Return the matcher of a request's grammar, for its content and its calls."""
-        content = bool(parameters.grammar[0])
-        frame = self._formats.grammar(tools, message, content) if message is not None else ""
-        return self._grammars.matcher(parameters.grammar, frame) if content or frame else None
-
-    def _tokens(
-        self,
-        given: Mapping[str, Any],
-        chat: Mapping[str, Any] | None,
-        parameters: GenerationParameters,
-    ) -> tuple[list[int], str]:
-        """Return the tokens and the text of the prompt."""
+    def _prompt_text(
+        self, given: Mapping[str, Any], parameters: GenerationParameters, scores: bool
+    ) -> PromptText:
+        """Return the prompt; `scores`: the offsets of its tokens are wanted."""
         named = [name for name in _INPUTS if name in given]
         if len(named) != 1:
             found = " and ".join(named) or "none"
             raise InvalidArgument(f"the prompt is one of {', '.join(_INPUTS)}: {found} is given")
-        source = given[named[0]]
-        if named[0] == "input_ids":
-            tokens = source
-            wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
-            if wrong:
-                most = self._vocabulary - 1
-                raise InvalidArgument(
-                    f"input_ids: {wrong[0]} is not a token, these are 0 to {most}"
-                )
-            text = self._tokenizer.decode(tokens) if parameters.echo else ""
-        else:
-            text = self._chat.render(chat) if chat is not None else source
-            special = parameters.add_special_tokens and chat is None
-            tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
-            most = max(tokens, default=0)
-            if most >= self._vocabulary:
-                token = clip(repr(self._tokenizer.id_to_token(most)))
-                raise InvalidArgument(
-                    f"{named[0]}: the token {token} is {most}, and the model has tokens up to "
-                    f"{self._vocabulary - 1} (config.json: vocab_size)"
-                )
-        if parameters.truncate_prompt_tokens:
-            tokens = tokens[-parameters.truncate_prompt_tokens :]
-        if not tokens:
-            raise InvalidArgument(f"{named[0]}: the prompt is empty, it needs a token")
-        if len(tokens) >= self._longest:
+        (name,) = named
+        if name == "input_ids":
+            count = self._count(name, len(given[name]), parameters)
+            tokens: list[int] = given[name][-count:].tolist()
+            self._check(name, tokens)
+            return self._decoded(tokens, parameters, scores)
+        chat = name == "messages"
+        text = given[name]
+        special = parameters.add_special_tokens and not chat
+        # Both methods release the GIL, unlike `encode`.
+        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=special)
+        count = self._count(name, len(encoding), parameters)
+        is_cut = count < len(encoding)
+        if is_cut:
+            encoding.truncate(count, direction="left")
+        tokens = encoding.ids
+        self._check(name, tokens)
+        if chat or not parameters.echo:
+            return PromptText(tokens)
+        if is_cut:
+            return self._decoded(tokens, parameters, scores)
+        starts = (begin for begin, _ in encoding.offsets) if scores else ()
+        return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
+
+    def _decoded(
+        self, tokens: list[int], parameters: GenerationParameters, scores: bool
+    ) -> PromptText:
+        """Return a prompt whose text is the decoding of its tokens."""
+        if not parameters.echo:
+            return PromptText(tokens)
+        skip = parameters.skip_special_tokens
+        text = self._texts.decode(tokens[: self._texts.complete(tokens)], skip)
+        return PromptText(tokens, text, self._texts.offsets(tokens, text, skip) if scores else ())
+
+    def _count(self, name: str, count: int, parameters: GenerationParameters) -> int:
+        """Return the number of last tokens of a prompt to use."""
+        count = min(count, parameters.truncate_prompt_tokens or count)
+        if not count:
+            raise InvalidArgument(f"{name}: the prompt is empty, it needs a token")
+        if count + min(parameters.max_tokens, 1) > self._longest:
             raise InvalidArgument(
-                f"{named[0]}: the prompt has {len(tokens)} tokens, and with one more the model "
-                f"takes up to {self._longest}"
+                f"{name}: the prompt has {count} tokens, and with one more the model takes up to "
+                f"{self._longest}"
             )
-        return tokens, text
+        return count
+
+    def _check(self, name: str, tokens: list[int]) -> None:
+        most = self._vocabulary - 1
+        wrong = next((token for token in tokens if not 0 <= token <= most), None)
+        if wrong is None:
+            return
+        if name == "input_ids":
+            raise InvalidArgument(f"input_ids: {wrong} is not a token, these are 0 to {most}")
+        token = clip(repr(self._tokenizer.id_to_token(wrong)))
+        raise InvalidArgument(
+            f"{name}: the token {token} is {wrong}, and the model has tokens up to {most} "
+            "(config.json: vocab_size)"
+        )
 
 
-def _settings(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs."""
+def _settings(request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs.
+
+    Returns:
+        The parameters, and whether `echo` is one of them. Log probabilities then include the
+        prompt's. `exclude_input_in_output` and the default of /v2 only concern the text.
+    """
     found = {**request.schema.parameters}
     text = given.get("sampling_parameters") or found.pop("sampling_parameters", None)
     if text:
@@ -158,9 +231,11 @@ def _settings(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("stream", "exclude_input_in_output"):
         if name in given:
             found[name] = given[name]
+    echoes = found.get("echo") in (True, "true")
     if found.get("exclude_input_in_output") is not None:
+        echoes = False
         found["echo"] = not found["exclude_input_in_output"]
-    elif "echo" not in found:
+    elif found.get("echo") is None:
         # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
         found["echo"] = not found.get("stream", False)
-    return found
+    return found, echoes

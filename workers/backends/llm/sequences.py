@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ class Prompt:
             to those of the text.
         cached: The number of tokens that were not computed; -1 if that is not known yet.
         message: The format of the message, if its text has calls or reasoning.
+        frame: The grammar of the message, in which that of the parameters is the content's.
     """
 
     key: int
@@ -34,10 +36,11 @@ class Prompt:
     grammar: Any = None
     resumed: dict[int, list[int]] = field(default_factory=dict)
     scored: int = -1
-    offsets: list[int] = field(default_factory=list)
+    offsets: Sequence[int] = ()
     known: dict[int, TokenLogprobs] = field(default_factory=dict)
     cached: int = -1
     message: MessageFormat | None = None
+    frame: str = ""
 
     def begin(self, number: int, sample: int) -> TokenSequence:
         """Return a sequence that begins with the prompt, and the resumed tokens of its sample."""

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Coroutine, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from shmserve.errors import Internal
@@ -23,6 +24,7 @@ from shmserve.workers.backends.python.response import (
     to_response,
 )
 from shmserve.workers.backends.python.tensor import Lender
+from shmserve.workers.batch.failures import WrongCount
 from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)
@@ -59,10 +61,11 @@ class PythonExecution:
         """Call the model, and return a response for each request.
 
         Raises:
-            Internal: The model returned something else than its responses. Exceptions of the model
-                are passed on.
+            Internal: The model did not return a list.
+            WrongCount: The model did not return one response for each request.
+            BaseException: Any exception of the model.
         """
-        received = [ReceivedRequest(request, self._lender) for request in requests]
+        received = list(map(ReceivedRequest, requests, repeat(self._lender)))
         try:
             responses = self._execute(received)
         except BaseException as error:
@@ -91,15 +94,12 @@ class PythonExecution:
         returned = self._model.execute(list(received))
         if type(returned) is not list:
             returned = self._listed(returned, received)
-        if len(returned) != len(received):
-            raise _misbehaved(
-                self._instance,
-                "Number of InferenceResponse objects do not match the number of InferenceRequest "
-                f"objects. InferenceRequest(s) size is:{len(received)}, and InferenceResponse(s) "
-                f"size is:{len(returned)}",
-            )
+        try:
+            pairs = list(zip(received, returned, strict=True))
+        except ValueError:
+            raise WrongCount(len(received), len(returned)) from None
         awaited: list[SingleResponse] = []
-        for request, item in zip(received, returned, strict=True):
+        for request, item in pairs:
             if request.outbox and item is None:
                 awaited.append(request.outbox)
         if awaited:
@@ -109,7 +109,7 @@ class PythonExecution:
             to_response(item)
             if type(item) is InferenceResponse and not request.outbox and not request.rescheduled
             else self._response(request, item)
-            for request, item in zip(received, returned, strict=True)
+            for request, item in pairs
         ]
 
     def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:

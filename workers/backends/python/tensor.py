@@ -53,16 +53,17 @@ class Lender:
                 self._copied.inputs += source.detach()
             else:
                 if not self._loans and "torch" in sys.modules:
-                    self._refuse_aliases()
+                    filters = warnings.filters
+                    if not filters or filters[0] is not self._filter:
+                        self._refuse_aliases()
                 self._loans[source] = None
         return source.numpy()
 
     def _refuse_aliases(self) -> None:
         # torch has no read-only tensors: it warns, by default once, and permits the model to write.
         sys.modules["torch"].set_warn_always(True)
-        if not warnings.filters or warnings.filters[0] is not self._filter:
-            warnings.filterwarnings("error", message=_NOT_WRITABLE)
-            self._filter = warnings.filters[0]
+        warnings.filterwarnings("error", message=_NOT_WRITABLE)
+        self._filter = warnings.filters[0]
 
     def forget(self) -> None:
         """Drop all loans after a failed execution, whose references are unknown."""

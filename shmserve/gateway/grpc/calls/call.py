@@ -369,7 +369,7 @@ class GrpcCall(ABC):
 class UnaryCall(GrpcCall):
     """A call with one message and one response.
 
-    `on_message` is called with the message. It calls `finish` or `fail` once, at any time.
+    `on_message` is called with the message, and calls `finish` or `fail` once, at any time.
     """
 
     awaited = True

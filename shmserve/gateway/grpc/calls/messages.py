@@ -1,7 +1,7 @@
 """The messages of gRPC: assembled from data, inflated within limits; framed and deflated.
 
-A message has a byte that indicates compression, four bytes for its size, and its content. It can be
-received in pieces of any size.
+A message has a byte that indicates compression, four bytes for its size, and its content. Messages
+are received in pieces of any size.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def flat(values: list[Any]) -> list[Any]:
 
 
 def parts(values: list[Any]) -> Iterator[list[Any]]:
-    """Yield the values of nested lists in parts, each of which takes a millisecond to decode."""
+    """Yield the values of nested lists in parts that take a millisecond each to decode."""
     values = flat(values)
     for at in range(0, len(values), _STEP):
         yield values[at : at + _STEP]
@@ -226,7 +226,7 @@ def encode(data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name
 def encode_parts(
     data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str
 ) -> Iterator[bytes]:
-    """Yield the parts of the JSON array, each of which takes a millisecond to encode."""
+    """Yield the parts of the JSON array, which take a millisecond each to encode."""
     if datatype == "BYTES":
         yield from _string_parts(data, shape, name)
         return
@@ -306,7 +306,7 @@ async def encode_in_turns(
 
 
 async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
-    """Return the joined parts, each of which is produced in a turn of its own."""
+    """Return the joined parts. Each part is produced in a turn of its own."""
     done: list[bytes] = []
     for part in parts:
         done.append(part)

@@ -12,13 +12,12 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from shmserve.errors import NotFound
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
-from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
+from tests.rigs.gateway_rig import Rig, Scheduler, echo, end, error, identity_config, rig
 from tests.support.waiting import until
 
 REPEAT = {
@@ -91,14 +90,6 @@ def response(number: int, value: int, *, final: bool = False) -> m.Responded:
     data = np.full(1, value, np.int32).tobytes()
     answer = Inferred((TensorRef("OUT", "INT32", (1,), data),))
     return m.Responded(number, "", "", *pack_inferred(answer), final)
-
-
-def error(number: int, text: str, *, final: bool = False) -> m.Responded:
-    return m.Responded(number, NotFound.code, text, b"", [], final)
-
-
-def end(number: int) -> m.Responded:
-    return m.Responded(number, "", "", b"", [], True)
 
 
 def values(responses: list[Any]) -> list[tuple[str, int, bool]]:

@@ -10,12 +10,6 @@ from hypothesis import strategies as st
 
 from shmserve.common.tls import Tls
 from shmserve.gateway.grpc.connection import BrokenTls, TlsLayer
-from tests.support import certificates
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return certificates.make(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")

@@ -295,27 +295,24 @@ def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
     assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
 
 
-def test_what_was_found_of_a_head_is_kept_no_longer_than_the_tokens() -> None:
+async def test_what_was_found_of_a_head_is_kept_no_longer_than_the_tokens() -> None:
     """A token that is taken back opens nothing more, on connections that are there either."""
 
     async def first(request: HttpRequest) -> HttpResponse:
         found, request.match = request.match is not None, (first, ())
         return json_response(found)
 
-    async def run() -> list[Any]:
-        connection, transport = connected(first)
+    connection, transport = connected(first)
+    await settle()
+    for asked in range(5):
+        if asked == 3:
+            listener = connection.client.listener
+            listener.authorisation = listener.authorisation.with_tokens({})
+        connection.data_received(packed("POST", "/a", (), b"{}", "length"))
         await settle()
-        for asked in range(5):
-            if asked == 3:
-                listener = connection.client.listener
-                listener.authorisation = listener.authorisation.with_tokens({})
-            connection.data_received(packed("POST", "/a", (), b"{}", "length"))
-            await settle()
-        connection.connection_lost(None)
-        await settle()
-        return replies(transport.written)
-
-    assert asyncio.run(run()) == [False, False, True, False, False]
+    connection.connection_lost(None)
+    await settle()
+    assert replies(transport.written) == [False, False, True, False, False]
 
 
 KNOWN = packed("POST", "/a", (), b"{}", "length")
@@ -335,72 +332,59 @@ async def begun(way: tuple[int, bool]) -> tuple[HttpConnection, Transport, Under
 
 
 @pytest.mark.parametrize("taken_over", [False, True])
-def test_a_client_that_leaves_gives_up_what_is_under_way(*, taken_over: bool) -> None:
+async def test_a_client_that_leaves_gives_up_what_is_under_way(*, taken_over: bool) -> None:
     """Also where the task was to take it over, and has not come to it."""
-
-    async def run() -> tuple[bool, int]:
-        connection, _, underway = await begun((-1, False))
-        if taken_over:
-            underway.go_on(0)
-        connection.connection_lost(None)
-        await settle()
-        return underway.cancelled, app_of(connection).active
-
-    assert asyncio.run(run()) == (True, 0)
-
-
-def test_a_request_that_fails_at_once_is_answered_by_the_task() -> None:
-    """It is begun, and not handled a second time."""
-
-    async def run() -> tuple[int, int]:
-        repeats = Repeats((AT_ONCE, False))
-        connection, transport = connected(repeats)
-        await settle()
-        for _ in range(4):
-            connection.data_received(KNOWN)
-            await settle()
-        assert len(replies(transport.written)) == 4
-        connection.connection_lost(None)
-        return len(repeats.begun), app_of(connection).active
-
-    assert asyncio.run(run()) == (2, 0)  # the head is cached by the first, and known by the second
-
-
-def test_what_is_answered_to_a_connection_that_ends_is_not_written() -> None:
-    async def run() -> tuple[int, int]:
-        connection, transport, underway = await begun((-1, True))
-        before = len(transport.written)
-        connection.force_close()
+    connection, _, underway = await begun((-1, False))
+    if taken_over:
         underway.go_on(0)
+    connection.connection_lost(None)
+    await settle()
+    assert (underway.cancelled, app_of(connection).active) == (True, 0)
+
+
+async def test_a_request_that_fails_at_once_is_answered_by_the_task() -> None:
+    """It is begun, and not handled a second time."""
+    repeats = Repeats((AT_ONCE, False))
+    connection, transport = connected(repeats)
+    await settle()
+    for _ in range(4):
+        connection.data_received(KNOWN)
         await settle()
-        connection.connection_lost(None)
-        assert not underway.cancelled
-        return len(transport.written) - before, app_of(connection).active
+    assert len(replies(transport.written)) == 4
+    connection.connection_lost(None)
+    # The first request caches the head, which the second finds.
+    assert (len(repeats.begun), app_of(connection).active) == (2, 0)
 
-    assert asyncio.run(run()) == (0, 0)
+
+async def test_what_is_answered_to_a_connection_that_ends_is_not_written() -> None:
+    connection, transport, underway = await begun((-1, True))
+    before = len(transport.written)
+    connection.force_close()
+    underway.go_on(0)
+    await settle()
+    connection.connection_lost(None)
+    assert not underway.cancelled
+    assert (len(transport.written) - before, app_of(connection).active) == (0, 0)
 
 
-def test_a_client_that_does_not_read_what_was_written_without_a_task_is_cut_off() -> None:
+async def test_a_client_that_does_not_read_what_was_written_without_a_task_is_cut_off() -> None:
     """Though it asks for nothing more."""
 
-    async def run() -> bool:
-        way = GatewaySettings(body_timeout_s=0.05)
-        repeats = Repeats((0, True))
-        connection, transport = connected(repeats, way)
-        transport.abort = aborted.set  # type: ignore[method-assign]
-        await settle()
-        for _ in range(2):
-            connection.data_received(KNOWN)
-            await settle()
-        transport.write = lambda data: connection.pause_writing()  # type: ignore[method-assign]
-        connection.data_received(KNOWN)
-        await asyncio.wait_for(aborted.wait(), 5)
-        connection.connection_lost(None)
-        await settle()
-        return bool(repeats.begun)
-
     aborted = asyncio.Event()
-    assert asyncio.run(run())
+    way = GatewaySettings(body_timeout_s=0.05)
+    repeats = Repeats((0, True))
+    connection, transport = connected(repeats, way)
+    transport.abort = aborted.set  # type: ignore[method-assign]
+    await settle()
+    for _ in range(2):
+        connection.data_received(KNOWN)
+        await settle()
+    transport.write = lambda data: connection.pause_writing()  # type: ignore[method-assign]
+    connection.data_received(KNOWN)
+    await asyncio.wait_for(aborted.wait(), 5)
+    connection.connection_lost(None)
+    await settle()
+    assert bool(repeats.begun)
 
 
 @pytest.mark.parametrize("meanwhile", [0, 20])
@@ -416,47 +400,38 @@ def test_what_is_known_may_stand_in_the_middle_of_something(apart: bool, meanwhi
     assert asyncio.run(answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 
 
-def test_who_asks_on_and_on_takes_turns_with_others() -> None:
+async def test_who_asks_on_and_on_takes_turns_with_others() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-
-    async def ask() -> tuple[int, int]:
-        greedy, other = connected(), connected()
+    greedy, other = connected(), connected()
+    await asyncio.sleep(0)
+    greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
+    other[0].data_received(packed("GET", "/b", (), b"", "length"))
+    for _ in range(1000):
+        if other[1].written:
+            break
         await asyncio.sleep(0)
-        greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
-        other[0].data_received(packed("GET", "/b", (), b"", "length"))
-        for _ in range(1000):
-            if other[1].written:
-                break
-            await asyncio.sleep(0)
-        before = len(replies(greedy[1].written))
-        await settle(1000)
-        after = len(replies(greedy[1].written))
-        for connection, _ in (greedy, other):
-            connection.connection_lost(None)
-        await asyncio.sleep(0)
-        return before, after
-
-    before, after = asyncio.run(ask())
+    before = len(replies(greedy[1].written))
+    await settle(1000)
+    after = len(replies(greedy[1].written))
+    for connection, _ in (greedy, other):
+        connection.connection_lost(None)
+    await asyncio.sleep(0)
     assert before < 5
     assert after == 100
 
 
-def test_what_is_behind_the_last_request_keeps_no_connection_from_making_room() -> None:
+async def test_what_is_behind_the_last_request_keeps_no_connection_from_making_room() -> None:
     """One that is on its way out, and waits for its client to read, counts as idle."""
-
-    async def leave() -> tuple[bool, int]:
-        connection, transport = connected()
-        await asyncio.sleep(0)
-        last = packed("GET", "/a", ("Connection: close",), b"", "length")
-        connection.data_received(packed("GET", "/a", (), b"", "length") + last)
-        connection.data_received(packed("GET", "/b", (), b"", "length"))
-        assert connection.idle_since is None
-        await settle()
-        idle = connection.idle_since is not None
-        connection.connection_lost(None)
-        return idle, len(replies(transport.written))
-
-    assert asyncio.run(leave()) == (True, 2)
+    connection, transport = connected()
+    await asyncio.sleep(0)
+    last = packed("GET", "/a", ("Connection: close",), b"", "length")
+    connection.data_received(packed("GET", "/a", (), b"", "length") + last)
+    connection.data_received(packed("GET", "/b", (), b"", "length"))
+    assert connection.idle_since is None
+    await settle()
+    idle = connection.idle_since is not None
+    connection.connection_lost(None)
+    assert (idle, len(replies(transport.written))) == (True, 2)
 
 
 async def settle(count: int = 20) -> None:
@@ -464,66 +439,58 @@ async def settle(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_clock_that_others_have_started_costs_nobody_its_time() -> None:
+async def test_a_clock_that_others_have_started_costs_nobody_its_time() -> None:
     """One coarse clock a connection: it ends only what was there during all of its time."""
     known = packed("POST", "/a", (), b"{}", "length")
-
-    async def run() -> int:
-        connection, transport = connected()
+    connection, transport = connected()
+    await settle()
+    for _ in range(2):
+        connection.data_received(known)
         await settle()
-        for _ in range(2):
-            connection.data_received(known)
-            await settle()
-        connection.data_received(known[:-2])  # starts the clock
-        connection.data_received(known[-2:])
-        await settle()
-        connection.data_received(known[:-2])
-        connection._check_timeout()  # as if its time were over just now
-        await settle()
-        connection.data_received(known[-2:])
-        await settle()
-        connection.connection_lost(None)
-        await settle()
-        return len(replies(transport.written))
-
-    assert asyncio.run(run()) == 4
+    connection.data_received(known[:-2])  # starts the clock
+    connection.data_received(known[-2:])
+    await settle()
+    connection.data_received(known[:-2])
+    connection._check_timeout()  # as if its time were over just now
+    await settle()
+    connection.data_received(known[-2:])
+    await settle()
+    connection.connection_lost(None)
+    await settle()
+    assert len(replies(transport.written)) == 4
 
 
-def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
+async def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
     """Its clock still runs, and ends in the middle of the next one's head."""
     first, second = (
         packed("POST", "/a", (), b"{}", "length"),
         packed("GET", "/b", (), b"", "length"),
     )
-
-    async def run() -> tuple[int, bool]:
-        clock = Clock()
-        connection, transport = connected(
-            settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4)
-        )
-        await settle()
-        connection.data_received(first[:-2])
-        await clock.go_on(1)
-        connection.data_received(first[-2:])
-        await clock.go_on(2)
-        connection.data_received(second[:10])
-        await clock.go_on(1.5)
-        await clock.go_on(2)
-        connection.data_received(second[10:])
-        await settle()
-        answered = len(replies(transport.written))
-        connection.data_received(second[:10])
-        await clock.go_on(4.5)
-        ended = not connection.open
-        connection.connection_lost(None)
-        await settle()
-        return answered, ended
-
-    assert asyncio.run(run()) == (2, True)
+    clock = Clock()
+    connection, transport = connected(
+        settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4)
+    )
+    await settle()
+    connection.data_received(first[:-2])
+    await clock.go_on(1)
+    connection.data_received(first[-2:])
+    await clock.go_on(2)
+    connection.data_received(second[:10])
+    await clock.go_on(1.5)
+    await clock.go_on(2)
+    connection.data_received(second[10:])
+    await settle()
+    answered = len(replies(transport.written))
+    connection.data_received(second[:10])
+    await clock.go_on(4.5)
+    ended = not connection.open
+    connection.connection_lost(None)
+    await settle()
+    assert (answered, ended) == (2, True)
 
 
 @pytest.mark.parametrize("sent", [0, 1])
-def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
+async def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
     known = packed("POST", "/a", (), b"{}", "length")
 
     async def answer(request: HttpRequest) -> HttpResponse:
@@ -532,25 +499,20 @@ def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
         except BodyTimeout:
             return json_response("late")
 
-    async def run() -> list[list[Any]]:
-        clock = Clock()
-        connection, transport = connected(
-            answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2)
-        )
+    clock = Clock()
+    connection, transport = connected(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
+    await settle()
+    for _ in range(2):
+        connection.data_received(known)
         await settle()
-        for _ in range(2):
-            connection.data_received(known)
-            await settle()
-        connection.data_received(known[: len(known) - 2 + sent])
-        found = []
-        for seconds in (1.9, 0.2):
-            await clock.go_on(seconds)
-            found.append(replies(transport.written)[2:])
-        connection.connection_lost(None)
-        await settle()
-        return found
-
-    assert asyncio.run(run()) == [[], ["late"]]
+    connection.data_received(known[: len(known) - 2 + sent])
+    found = []
+    for seconds in (1.9, 0.2):
+        await clock.go_on(seconds)
+        found.append(replies(transport.written)[2:])
+    connection.connection_lost(None)
+    await settle()
+    assert found == [[], ["late"]]
 
 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])

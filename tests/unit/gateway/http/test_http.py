@@ -29,6 +29,7 @@ from tests.rigs.gateway_rig import (
     identity_config,
     model_config,
     rig,
+    simple_body,
     tensor_config,
 )
 from tests.support.waiting import until
@@ -86,14 +87,6 @@ def others_are_served(gateway: Rig, hasty: Rig) -> Iterator[None]:
 def connection(gateway: Rig) -> Iterator[socket.socket]:
     with raw_connection(gateway.port) as made:
         yield made
-
-
-def simple_body(**members: Any) -> bytes:
-    inputs = [
-        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
-        for name in ("INPUT0", "INPUT1")
-    ]
-    return json.dumps({"inputs": inputs, **members}).encode()
 
 
 def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:

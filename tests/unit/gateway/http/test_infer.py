@@ -34,11 +34,13 @@ from tests.rigs.gateway_rig import (
     Rig,
     Scheduler,
     add_sub,
+    connects,
     echo,
     identity_config,
     model_config,
     publication,
     rig,
+    simple_body,
     tensor_config,
 )
 from tests.support.messages import inference_of
@@ -60,13 +62,8 @@ ARENA = 32 * MIB
 def gateway(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path, arena_byte_size=ARENA) as made:
         made.open()
-        until("it listens", lambda: _connects(made.port))
+        until("it listens", lambda: connects(made.port))
         yield made
-
-
-def _connects(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
@@ -74,14 +71,6 @@ def simple(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE, scheduler)
     return scheduler
-
-
-def simple_body(**members: Any) -> bytes:
-    inputs = [
-        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
-        for name in ("INPUT0", "INPUT1")
-    ]
-    return json.dumps({"inputs": inputs, **members}).encode()
 
 
 def send(

@@ -9,13 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.errors import NotFound
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
-from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, model_config, rig
+from tests.rigs.gateway_rig import (
+    Rig,
+    Scheduler,
+    connects,
+    echo,
+    end,
+    error,
+    identity_config,
+    model_config,
+    rig,
+)
 from tests.rigs.gateway_rig import tensor_config as tensor
 from tests.support.messages import inference_of
 from tests.support.waiting import until
@@ -42,13 +51,8 @@ NOT_ONE = (
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run"), body_timeout_s=3.0) as made:
         made.open()
-        until("it listens", lambda: _connects(made.port))
+        until("it listens", lambda: connects(made.port))
         yield made
-
-
-def _connects(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture
@@ -65,14 +69,6 @@ def response(number: int, *values: int, final: bool = False, extra: str = "") ->
     if extra:
         outputs.append(TensorRef("EXTRA", "BYTES", (1,), join_bytes([extra.encode()])))
     return m.Responded(number, "", "", *pack_inferred(Inferred(tuple(outputs))), final)
-
-
-def error(number: int, text: str, *, final: bool = False) -> m.Responded:
-    return m.Responded(number, NotFound.code, text, b"", [], final)
-
-
-def end(number: int) -> m.Responded:
-    return m.Responded(number, "", "", b"", [], True)
 
 
 class Asked:

@@ -28,6 +28,7 @@ from tests.support.wire.http2 import (
     SETTINGS,
     WINDOW,
     frame,
+    window,
 )
 from tests.support.wire.http2_engine import Engine
 
@@ -41,11 +42,6 @@ _ENOUGH = 200  # of anything, for small limits
 def begin(stream: int, *, end: bool = False, block: bytes = REQUEST) -> bytes:
     """A request."""
     return frame(HEADERS, END_HEADERS | end, stream, block)
-
-
-def window(stream: int, more: int) -> bytes:
-    """WINDOW_UPDATE."""
-    return frame(WINDOW, 0, stream, struct.pack(">I", more))
 
 
 class Clock:

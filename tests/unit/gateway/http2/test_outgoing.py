@@ -16,9 +16,9 @@ from tests.support.wire.http2 import (
     OPENED,
     RESET,
     SETTINGS,
-    WINDOW,
     frame,
     post,
+    window,
 )
 from tests.support.wire.http2_engine import Engine, Frame
 
@@ -26,11 +26,6 @@ HEAD, TRAILERS = b"\x88", b"\x00\x01t\x01t"
 FORM = ResponseForm(HEAD, TRAILERS)
 INITIAL_WINDOW, MAX_FRAME = 4, 5
 _STREAMS = (1, 3, 5)
-
-
-def window(stream: int, more: int) -> bytes:
-    """WINDOW_UPDATE."""
-    return frame(WINDOW, 0, stream, struct.pack(">I", more))
 
 
 def setting(key: int, value: int) -> bytes:

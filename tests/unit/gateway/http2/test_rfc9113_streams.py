@@ -22,6 +22,7 @@ from tests.support.wire.http2 import (
     WINDOW,
     frame,
     post,
+    window,
 )
 from tests.support.wire.http2_engine import Case, Engine
 
@@ -42,11 +43,6 @@ EMPTY = ((1, b""),)
 GIVEN_UP = BEGUN + frame(RESET, 0, 1, b"\0\0\0\x08")
 TRAILERS = frame(HEADERS, WHOLE, 1, b"")
 SIGN = frame(PING, 0, 0, bytes(8))
-
-
-def window(stream: int, more: int) -> bytes:
-    """WINDOW_UPDATE."""
-    return frame(WINDOW, 0, stream, struct.pack(">I", more))
 
 
 def priority(stream: int, on: int = 0) -> bytes:

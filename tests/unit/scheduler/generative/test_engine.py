@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages.generation import BeamSearch
-from shmserve.scheduler.generative.sequences import Generation, Place
+from shmserve.scheduler.generative.sequences import Generation, SequenceStatus
 from tests.simulation.generative import VARIANTS, EngineRig, Schedule, engine_settings
 from tests.support.generative_worker import END, VOCABULARY
 
@@ -126,7 +126,7 @@ def test_nobody_runs_while_who_came_before_waits(policy: str, mode: str) -> None
     began: list[int] = []
     while rig.turn():
         going = [each for each in waiting if each.sequences]
-        running = [each.sequences[0].place is Place.RUNNING for each in going]
+        running = [each.sequences[0].status is SequenceStatus.RUNNING for each in going]
         assert running == sorted(running, reverse=True)
         began += [each.key for each in going if each.sequences[0].generated == 1]
     assert began == sorted(began)
@@ -148,8 +148,8 @@ def test_a_step_that_preempted_admits_nobody() -> None:
         submit(rig, [token] * length, 12) for token, length in ((1, 12), (2, 16), (3, 4))
     )
     while rig.turn():
-        if second.sequences and second.sequences[0].place is not Place.RUNNING:
-            assert third.sequences[0].place is Place.WAITING
+        if second.sequences and second.sequences[0].status is not SequenceStatus.RUNNING:
+            assert third.sequences[0].status is SequenceStatus.WAITING
     assert second.preemptions
 
 
@@ -233,7 +233,7 @@ def test_a_stream_of_short_requests_starves_no_long_one() -> None:
         for _ in range(2):
             submit(rig, [2 + turn % 40], 3)
         rig.turn()
-        if long.sequences and long.sequences[0].place is Place.RUNNING:
+        if long.sequences and long.sequences[0].status is SequenceStatus.RUNNING:
             assert turn > 40
             break
     else:

@@ -24,7 +24,7 @@ from shmserve.supervisor.models.instances import (
 )
 from shmserve.supervisor.models.model_version import ModelVersion
 from tests.rigs.process_rig import STACKS_FD, Processes
-from tests.unit.supervisor.models.test_manager import until
+from tests.support.waiting import until_async
 from tests.unit.supervisor.models.test_model_version import deployment
 
 
@@ -194,7 +194,7 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
     async def story(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
         loading = asyncio.ensure_future(model.start())
-        await until(lambda: len(written) == 3)
+        await until_async(lambda: len(written) == 3)
         processes.load_held()
         await loading
         assert model.ready
@@ -232,7 +232,7 @@ def test_a_restart_that_hangs_is_tried_again_and_given_up(
         await model.start()
         processes.hanging = True
         processes.started[0].kill()
-        await until(lambda: model.instances.failure)
+        await until_async(lambda: model.instances.failure)
         assert model.instances.failure == OVER
         assert len(written) == 2 and not model.ready
 

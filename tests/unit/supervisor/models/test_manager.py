@@ -24,6 +24,7 @@ from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from tests.rigs.process_rig import Processes, plan, turns
+from tests.support.waiting import until_async
 
 
 class Repository:
@@ -73,13 +74,6 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
     return made, RepositoryPoller(processes.context, planner, registry, made)
 
 
-async def until(holds: Callable[[], object]) -> None:
-    """Wait until a condition holds, including for threads that read."""
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("moment", ["reading", "waiting"])
 async def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
     """One whose configuration is being read, and one that waits for another to end."""
@@ -99,14 +93,14 @@ async def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
     if moment == "reading":
         repository.reading = once
     else:
-        await until(lambda: len(processes.started) == 2)
+        await until_async(lambda: len(processes.started) == 2)
         loads.append(asyncio.ensure_future(served.load("m")))
         await turns()
         unload()
     async with asyncio.timeout(10):
         outcomes = await asyncio.gather(*loads, return_exceptions=True)
         await asyncio.gather(*asked)
-    await until(lambda: repository.discarded == repository.planned == 1)
+    await until_async(lambda: repository.discarded == repository.planned == 1)
     processes.hanging = False
     await served.load("m")
     assert [row["state"] for row in await served.index(ready=False)] == ["READY"]
@@ -150,9 +144,9 @@ async def test_a_model_that_hangs_is_removed() -> None:
 
     processes.hanging = True
     polling = asyncio.ensure_future(poller.run())
-    await until(lambda: len(processes.started) == 2)
+    await until_async(lambda: len(processes.started) == 2)
     repository.present = False
-    await until(lambda: not any(child.alive for child in processes.started))
+    await until_async(lambda: not any(child.alive for child in processes.started))
     await shown()
     processes.hanging = False
     repository.present = True
@@ -169,7 +163,7 @@ async def test_the_end_of_a_server_waits_for_no_load() -> None:
     processes.hanging = True
     served = models(processes, Repository())
     loading = asyncio.ensure_future(served.load("m"))
-    await until(lambda: processes._held)
+    await until_async(lambda: processes._held)
     loading.cancel()
     await asyncio.wait({loading})
     await served.stop()

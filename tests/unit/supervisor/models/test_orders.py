@@ -21,6 +21,7 @@ from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from tests.rigs.process_rig import CONFIG, Processes, turns
+from tests.support.waiting import until_async
 
 
 def config_of(name: str, steps: list[str], note: str) -> ModelSpec:
@@ -147,12 +148,6 @@ def live(story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-async def until(holds: Callable[[], object]) -> None:
-    """Threads that read are waited for, too."""
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-
-
 async def as_far_as_they_come() -> None:
     """Let all that waits for nobody go on, by way of threads, too."""
     for _ in range(50):
@@ -188,13 +183,13 @@ def test_a_step_that_goes_while_its_ensemble_loads_takes_it_along() -> None:
         await server.load("s")
         server.deaf = True
         load = asyncio.ensure_future(server.load("e"))
-        await until(lambda: server.registry.model("e").shown)
+        await until_async(lambda: server.registry.model("e").shown)
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
         server.hears_again()
         await unload
         await asyncio.gather(load, return_exceptions=True)
-        await until(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
+        await until_async(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
         await server.end()
 
     live(story)
@@ -208,7 +203,7 @@ def test_an_unload_gives_up_the_loads_of_ensembles_that_wait_for_another_step() 
         await server.load("e")
         server.hanging = True
         load = asyncio.ensure_future(server.load("f"))
-        await until(lambda: server.registry.model("t").coming)
+        await until_async(lambda: server.registry.model("t").coming)
         server.deaf = True
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
@@ -219,7 +214,7 @@ def test_an_unload_gives_up_the_loads_of_ensembles_that_wait_for_another_step() 
         await unload
         with pytest.raises(InvalidArgument, match=r"failed to load 'f', no version is available$"):
             await load
-        await until(lambda: not server.registry.live)
+        await until_async(lambda: not server.registry.live)
         await server.end()
 
     live(story)
@@ -236,7 +231,9 @@ def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
         if slow:
             server.hanging = True
             loading.append(asyncio.ensure_future(server.load("t")))
-            await until(lambda: any(each.title.startswith("worker t") for each in server.started))
+            await until_async(
+                lambda: any(each.title.startswith("worker t") for each in server.started)
+            )
         loads = [
             asyncio.ensure_future(server.load("e", ["t"], "first")),
             asyncio.ensure_future(server.load("e", ["s"], "second")),
@@ -283,7 +280,7 @@ def test_circles_of_overrides_are_refused() -> None:
             await server.load("a", ["b"], "on b")
         assert server.registry.all_ready()
         await server.unload("a")
-        await until(lambda: server.state("b")[0] == "UNAVAILABLE")
+        await until_async(lambda: server.state("b")[0] == "UNAVAILABLE")
         await server.load("a")
         assert server.state("b") == ("READY", "")
         await server.end()
@@ -299,7 +296,7 @@ def test_a_circle_with_what_serves_until_a_load_is_over_is_refused() -> None:
         await server.load("b")
         server.hanging = True
         load = asyncio.ensure_future(server.load("b", ["t"], "on t"))
-        await until(lambda: server.registry.model("t").coming)
+        await until_async(lambda: server.registry.model("t").coming)
         with pytest.raises(InvalidArgument, match="a -> b -> a"):
             await server.load("a", ["b"], "on b")
         server.load_held()
@@ -337,7 +334,7 @@ def test_an_ensemble_tells_of_a_step_that_is_broken_for_good(
         server.worker("s").kill()
         await turns(1)
         assert server.state("e") == ("LOADING", "a process that ended is started again")
-        await until(lambda: server.state("s")[0] == "UNAVAILABLE")
+        await until_async(lambda: server.state("s")[0] == "UNAVAILABLE")
         state, reason = server.state("e")
         assert (state, reason.partition(":")[0]) == ("UNAVAILABLE", "model 's' failed")
         server.at_start = lambda child: None
@@ -363,7 +360,7 @@ def test_nothing_is_published_that_does_not_differ() -> None:
         workers = [each for each in server.started if each.title.startswith("worker s.")]
         workers[0].kill()
         version = server.registry.model("s").serving["1"]
-        await until(
+        await until_async(
             lambda: (
                 len(server.started) == 4 and all(s == "ready" for s in version.instances.states())
             )
@@ -372,7 +369,7 @@ def test_nothing_is_published_that_does_not_differ() -> None:
         workers[1].kill()
         server.worker("s").kill()
         await turns(1)
-        await until(lambda: version.ready)
+        await until_async(lambda: version.ready)
         assert server.told == [
             m.ReadinessChanged("s", "1", False),
             m.ReadinessChanged("s", "1", True),
@@ -391,7 +388,7 @@ def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_kn
         server.repository.versions = ["2"]
         server.deaf = True
         load = asyncio.ensure_future(server.load("s"))
-        await until(lambda: server.registry.model("s").offered)
+        await until_async(lambda: server.registry.model("s").offered)
         snapshot = list(server.publications.snapshot())
         assert [(type(news), news.version) for news in snapshot] == [
             (m.ModelPublished, "1"),
@@ -415,13 +412,13 @@ def test_what_flaps_while_it_is_announced_takes_over_in_the_end() -> None:
         await server.load("s")
         server.deaf = True
         load = asyncio.ensure_future(server.load("s", [], "new"))
-        await until(lambda: server.registry.model("s").offered)
+        await until_async(lambda: server.registry.model("s").offered)
         (version,) = server.registry.model("s").coming.values()
         for _ in range(10):
             (instance,) = version.instances._all
             instance.backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
             server.worker("s").kill()
-            await until(lambda: version.ready)
+            await until_async(lambda: version.ready)
         assert not load.done()
         server.hears_again()
         await load
@@ -473,7 +470,7 @@ def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> Non
         instance.backoff = backoff
         server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
-        await until(lambda: server.state("s")[0] == "UNAVAILABLE")
+        await until_async(lambda: server.state("s")[0] == "UNAVAILABLE")
         first, *others = [call.args[0] for call in backoff.pause_s.call_args_list]
         assert first >= 3600
         assert others == [0.0] * 4
@@ -509,7 +506,7 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
         server.repository.versions = ["1", "3"]
         await server.load("s")
         assert pids(server, "s") == {version: after[version] for version in "13"}
-        await until(lambda: server.state("s", "2") == ("UNAVAILABLE", "unloaded"))
+        await until_async(lambda: server.state("s", "2") == ("UNAVAILABLE", "unloaded"))
         await server.end()
 
     live(story)
@@ -557,7 +554,7 @@ def test_equal_loads_that_wait_are_one() -> None:
         server = Server(s=[])
         server.hanging = True
         loads = [asyncio.ensure_future(server.load("s", [], note)) for note in "abbcb"]
-        await until(lambda: len(server.started) == 2)
+        await until_async(lambda: len(server.started) == 2)
         server.load_held()
         await asyncio.gather(*loads)
         assert server.note("s") == "b"
@@ -575,7 +572,7 @@ def test_a_load_that_is_given_up_leaves_no_steps_load_for_nobody(others: list[st
         server = Server(s=[], e=["s"], f=["s"])
         server.hanging = True
         load = asyncio.ensure_future(server.load("e"))
-        await until(lambda: server.registry.model("s").coming)
+        await until_async(lambda: server.registry.model("s").coming)
         more = [asyncio.ensure_future(server.load(name)) for name in others]
         await as_far_as_they_come()
         await server.unload("e")
@@ -597,10 +594,10 @@ def test_an_unload_gives_up_all_loads_before_it_and_none_after_it() -> None:
         server = Server(s=[])
         server.hanging = True
         before = [asyncio.ensure_future(server.load("s", [], note)) for note in "ab"]
-        await until(lambda: server._held)
+        await until_async(lambda: server._held)
         unload = asyncio.ensure_future(server.unload("s"))
         after = asyncio.ensure_future(server.load("s", [], "c"))
-        await until(lambda: len(server.started) == 4)
+        await until_async(lambda: len(server.started) == 4)
         server.load_held()
         outcomes = await asyncio.gather(*before, unload, after, return_exceptions=True)
         text = "failed to load 's', no version is available"

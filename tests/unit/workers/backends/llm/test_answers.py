@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
 from shmserve.workers.backends.llm import texts
-from shmserve.workers.backends.llm.answers import Detokenizer, StopStrings
+from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import tokenizer_text
 from tests.unit.workers.backends.llm.conftest import generated, reference
@@ -317,7 +317,7 @@ def tokenizer() -> Tokenizer:
 
 def told(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     """The pieces in which tokens are told."""
-    detokenizer = Detokenizer(tokenizer, True)
+    detokenizer = Detokenizer(TokenTexts(tokenizer), True)
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
 
