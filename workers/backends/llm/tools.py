@@ -185,5 +185,5 @@ class MessageFormats:
         if not made.reasoning:
             return ""
         begin, end = made.reasoning
-        rest = f"{lark.any_text(end)} /\\n*/"
+        rest = f"{lark.any_text(end)} /\\n{{0,2}}/"
         return rest if made.thinking else f"({lark.text(begin)} {rest})?"

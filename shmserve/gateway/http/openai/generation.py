@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
@@ -195,14 +195,24 @@ class Choices:
         ]
         return {**self._head(self.form.whole), "choices": choices, "usage": self.usage()}
 
+    def frames(self, taken: list[list[dict[str, Any]]]) -> list[bytes]:
+        """Return a chunk of a stream for each list of choices."""
+        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in taken]
+
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
         return orjson.dumps({**self._head(self.form.chunk), "choices": list(choices)})
 
-    def last(self) -> bytes:
-        """Return the chunk with the numbers of tokens as JSON."""
-        head = self._head(self.form.chunk)
-        return orjson.dumps({**head, "choices": [], "usage": self.usage()})
+    def ending(self, usage: bool) -> list[bytes]:
+        """Return the end of a stream, with the numbers of tokens if they are wanted."""
+        if not usage:
+            return [_DONE]
+        last = {**self._head(self.form.chunk), "choices": [], "usage": self.usage()}
+        return [SERVER_SENT_EVENTS.frame(orjson.dumps(last)), _DONE]
+
+    def failure(self, error: ShmserveError) -> list[bytes]:
+        """Return the end of a stream that fails."""
+        return [SERVER_SENT_EVENTS.frame(openai_error(error)), _DONE]
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
@@ -221,19 +231,45 @@ class Choices:
 async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the continuations of prompts."""
     body = await bodies.read(gateway, request)
-    return await _respond(gateway, request, await bodies.completion(gateway, body), COMPLETION)
+    text_request = await bodies.completion(gateway, body)
+    return await respond(gateway, request, text_request, _choices(COMPLETION, text_request))
 
 
 async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the next message of a chat."""
     body = await bodies.read(gateway, request)
-    return await _respond(gateway, request, await bodies.chat(gateway, body), CHAT)
+    text_request = await bodies.chat(gateway, body)
+    return await respond(gateway, request, text_request, _choices(CHAT, text_request))
 
 
-async def _respond(
-    gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, form: Form
+def _choices(form: Form, text_request: bodies.TextRequest) -> Choices:
+    return Choices(form, text_request.model.name, text_request.samples)
+
+
+class Rendering(Protocol):
+    """The form of a response to a request for text, whole or as a stream."""
+
+    def add(self, prompt: int, delta: Delta) -> Any:
+        """Add a part of a sample of a prompt, and return what a stream has of it."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole response."""
+
+    def frames(self, taken: list[list[Any]]) -> list[bytes]:
+        """Return the server-sent events of what `add` has returned for each response."""
+
+    def ending(self, usage: bool) -> list[bytes]:
+        """Return the end of a stream, with the numbers of tokens if they are wanted."""
+
+    def failure(self, error: ShmserveError) -> list[bytes]:
+        """Return the end of a stream that fails."""
+
+
+async def respond(
+    gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, rendering: Rendering
 ) -> HttpResponse:
-    generation = _Generation(gateway, request, text_request, form)
+    """Respond with the text of a model in some form."""
+    generation = _Generation(gateway, request, text_request, rendering)
     try:
         await generation.begun()
         if not text_request.stream:
@@ -253,11 +289,15 @@ class _Generation:
     """A request in flight: the responses of the model to each prompt."""
 
     def __init__(
-        self, gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, form: Form
+        self,
+        gateway: Gateway,
+        request: HttpRequest,
+        text_request: bodies.TextRequest,
+        rendering: Rendering,
     ) -> None:
         self._gateway = gateway
         self._text_request = text_request
-        self._choices = Choices(form, text_request.model.name, text_request.samples)
+        self._rendering = rendering
         self._queues: list[ResponseQueue] = []
         self._news = asyncio.Event()
         arrived_ns = time.monotonic_ns()
@@ -290,25 +330,24 @@ class _Generation:
             raise error
 
     async def whole(self) -> dict[str, Any]:
-        """Return all choices once the last has ended."""
+        """Return the whole response once the last text has ended."""
         async for _ in self._taken():
             pass
-        return self._choices.whole()
+        return self._rendering.whole()
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
-        """Yield the choices in chunks. Choices that have arrived are written together."""
-        frame = SERVER_SENT_EVENTS.frame
+        """Yield server-sent events. Texts that have arrived are written together."""
         try:
             async for taken in self._taken():
-                yield [frame(self._choices.chunk(choices)) for choices in taken]
+                if frames := self._rendering.frames(taken):
+                    yield frames
         except ShmserveError as error:
-            yield [frame(openai_error(error)), _DONE]
+            yield self._rendering.failure(error)
             return
-        last = [frame(self._choices.last())] if self._text_request.usage else []
-        yield [*last, _DONE]
+        yield self._rendering.ending(self._text_request.usage)
 
-    async def _taken(self) -> AsyncGenerator[list[list[dict[str, Any]]], None]:
-        """Yield the choices of responses to all prompts in the order of arrival.
+    async def _taken(self) -> AsyncGenerator[list[list[Any]], None]:
+        """Yield what a stream has of responses to all prompts, in the order of arrival.
 
         The model would otherwise wait for the credit of a prompt that is read later.
         """
@@ -317,7 +356,7 @@ class _Generation:
             while not any(left.values()):
                 self._news.clear()
                 await self._news.wait()
-            taken: list[list[dict[str, Any]]] = []
+            taken: list[list[Any]] = []
             for prompt, queue in list(left.items()):
                 while queue and prompt in left:
                     choices, ended = self._take(prompt, queue)
@@ -327,14 +366,14 @@ class _Generation:
                         del left[prompt]
             yield taken
 
-    def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[dict[str, Any]], bool]:
-        """Remove an arrived response; return its choices and whether it was the last.
+    def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
+        """Remove an arrived response; return its parts and whether it was the last.
 
         An error response is raised.
         """
         inferred = queue.request.outputs(queue.first)
         deltas = [] if inferred is None else self._deltas(inferred)
-        choices = [self._choices.add(prompt, delta) for delta in deltas]
+        choices = [self._rendering.add(prompt, delta) for delta in deltas]
         return choices, queue.pop(inferred)
 
     def _deltas(self, inferred: Inferred) -> list[Delta]:
