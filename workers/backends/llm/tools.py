@@ -174,6 +174,7 @@ class MessageFormats:
                 )
         return "\n".join(
             [
+                '%llguidance {"no_forcing": true}',  # the model chooses how texts become tokens
                 f"start: {self._thought(lark, made)} ({start})",
                 *lark.rules,
                 f"TEXT: {_TEXT}",

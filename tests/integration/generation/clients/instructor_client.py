@@ -15,7 +15,7 @@ class get_weather(BaseModel):  # noqa: N801 - the name of the tool
 
 client = instructor.from_openai(OpenAI(base_url=sys.argv[1], api_key="none"))
 found = client.chat.completions.create(
-    model="scripted",
+    model="direct",
     messages=[{"role": "user", "content": "Weather?"}],
     response_model=get_weather,
 )

@@ -29,6 +29,9 @@ for responses in (False, True):
     for part in parts[1:]:
         whole += part
     assert whole.tool_calls[0]["args"] == {"city": "Paris"}, whole
-    forced = model.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
+    direct = ChatOpenAI(
+        model="direct", base_url=sys.argv[1], api_key="none", use_responses_api=responses
+    )
+    forced = direct.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
     assert forced.tool_calls[0]["name"] == "get_weather", forced
 print("all is right")

@@ -39,7 +39,11 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
 
     for choosing in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         forced = client.chat.completions.create(
-            messages=messages[:1], tool_choice=choosing, parallel_tool_calls=False, **chat
+            model="direct",
+            messages=messages[:1],
+            tools=[TOOL],
+            tool_choice=choosing,
+            parallel_tool_calls=False,
         )
         (made,) = forced.choices[0].message.tool_calls or []
         assert made.type == "function" and json.loads(made.function.arguments).keys() == {"city"}

@@ -2,17 +2,22 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncIterable
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic_ai import Agent
+from pydantic_ai import Agent, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 
 class Weather(BaseModel):
-    """Weather."""
+    """The weather in a city."""
 
     city: str
+
+
+get_weather_type = ToolOutput(Weather, name="get_weather")
 
 
 def get_weather(city: str) -> str:
@@ -29,8 +34,15 @@ async def main() -> None:
         assert result.output == "It is sunny.", result
         further = await agent.run("And?", message_history=result.all_messages())
         assert further.output == "It is sunny.", further
-        async with agent.run_stream("Weather?") as stream:
-            assert "sunny" in await stream.get_output()
+        kinds: list[str] = []
+
+        async def handle(_: Any, events: AsyncIterable[Any]) -> None:
+            kinds.extend([event.event_kind async for event in events])
+
+        streamed = await agent.run("Weather?", event_stream_handler=handle)
+        assert streamed.output == "It is sunny." and "part_delta" in kinds
+        typed = Agent(kind("direct", provider=provider), output_type=get_weather_type)
+        assert (await typed.run("Weather?")).output.city == "Paris"
     print("all is right")
 
 
