@@ -15,6 +15,8 @@ from shmserve.errors import InvalidArgument, suggestion
 
 GENERATIVE = "llm"  # the name of the backend
 PARAMETER = "engine"
+# Part of the error about a prompt that does not fit, for which OpenAI's API has a code.
+PROMPT_TOO_LONG = "the prompt is longer than the model's context"
 POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION = ("swap", "recompute", "auto")
 

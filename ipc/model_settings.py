@@ -54,11 +54,7 @@ def strategy(text: str) -> Strategy | None:
 
 def target_ms(text: str) -> float | None:
     """Return a target in milliseconds, from a microsecond to a day; None if invalid."""
-    try:
-        value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    except ValueError:
-        return None
-    return value if SHORTEST_TARGET_MS <= value <= LONGEST_TARGET_MS else None
+    return _between(SHORTEST_TARGET_MS, LONGEST_TARGET_MS, text)
 
 
 def idle_unload_s(text: str) -> float | None:
@@ -66,11 +62,7 @@ def idle_unload_s(text: str) -> float | None:
 
     0 means never; the maximum is about ten days.
     """
-    try:
-        value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    except ValueError:
-        return None
-    return value if 0 <= value <= LONGEST_IDLE_S else None
+    return _between(0, LONGEST_IDLE_S, text)
 
 
 def max_streams(text: str) -> int | None:
@@ -81,6 +73,14 @@ def max_streams(text: str) -> int | None:
 def instance_bound(text: str) -> int | None:
     """Return a minimum or maximum number of instances; None if invalid."""
     return _from_1_to(MOST_INSTANCES, text)
+
+
+def _between(least: float, most: float, text: str) -> float | None:
+    try:
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    except ValueError:
+        return None
+    return value if least <= value <= most else None
 
 
 def _from_1_to(most: int, text: str) -> int | None:

@@ -10,8 +10,7 @@ sequences/          control inputs of sequences, batches of their slots
 backends/           the interface of a backend, and the built-in backends
 bls/                business logic scripting: a model's calls of other models
 memory/             outputs in the arena, device memory, copies
-device.py           compute devices: the CPU or an accelerator
+device.py           compute devices: the CPU or an accelerator; torch preloaded by a zygote
 user_code.py        code of models: imported, run in an event loop, its errors as text
-preloads.py         imports and calls of a zygote before it forks workers
 triton_python_backend_utils.py      Triton's API for Python models
 """

@@ -1,5 +1,8 @@
 """Compute devices: the CPU, or one of the accelerators that torch supports (cuda, npu, ...).
 
+A zygote calls the functions `preload_...` once, so that the workers that it forks do not spend the
+time for imports and initialisation of torch.
+
 The implementation uses `torch.accelerator`, so that all kinds share their code. A kind with its own
 package registers itself with torch when the package is imported (`npu`: torch_npu).
 """
@@ -7,9 +10,12 @@ package registers itself with torch when the package is imported (`npu`: torch_n
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import warnings
 
 import torch
+from torch.nn import functional
 
 from shmserve.errors import InvalidArgument, Unavailable
 
@@ -17,7 +23,7 @@ _PACKAGES = {"npu": "torch_npu"}
 
 
 class Device:
-    """The CPU: tensors in host memory are where they are needed."""
+    """The CPU, which uses tensors in host memory without a copy."""
 
     remote = False  # whether tensors must be copied to and from the device
 
@@ -26,11 +32,11 @@ class Device:
         self.torch = torch.device(name)
 
     def host_buffer(self, byte_size: int) -> memoryview:
-        """Writable host memory, of the kind from which copies to the device are fast."""
+        """Return writable host memory from which copies to the device are fast."""
         return torch.empty(byte_size, dtype=torch.uint8).numpy().data
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a host tensor to the device; it must not change until `synchronize`."""
+        """Copy a host tensor to the device. The tensor must not change until `synchronize`."""
         return tensor
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -38,7 +44,7 @@ class Device:
         return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
     def synchronize(self) -> None:
-        """Wait for all that was started on the device."""
+        """Wait until the device has completed the work of this process."""
 
 
 class Accelerator(Device):
@@ -108,3 +114,62 @@ def _import_support(kind: str, name: str) -> None:
         raise Unavailable(
             f"device '{name}' is not available: the package {package} cannot be imported ({error})"
         ) from error
+
+
+# --- preloads
+
+# These modules are not public. If a version of torch lacks one, the worker imports what it needs.
+_EXPORT_MODULES = (
+    "torch._export.serde.serialize",
+    "torch.export.pt2_archive._package",
+    "torch.export.passes",
+    "torch._inductor.codecache",
+    "torch._functorch.aot_autograd",
+)
+
+
+def preload_exported() -> None:
+    """Import the modules that exported programs need (a second, 90 MB)."""
+    for name in _EXPORT_MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def preload_operations() -> None:
+    """Run operations of torch once on the CPU.
+
+    At their first use libraries set up code for this processor, tables and lazy imports. One thread
+    runs them, because a pool of threads would not survive the fork.
+    """
+    image, kernels = torch.zeros(1, 3, 8, 8), torch.zeros(4, 3, 3, 3)
+    rows, weights = torch.zeros(2, 64), torch.zeros(64, 64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # A build of torch may lack an operation.
+    with contextlib.suppress(RuntimeError), torch.inference_mode():
+        functional.linear(rows, weights)
+        torch.matmul(weights[None], weights[None])
+        functional.conv2d(image, kernels)
+        functional.avg_pool2d(image, 3)
+        functional.gelu(rows)
+        functional.layer_norm(rows, (64,))
+        torch.softmax(rows, 1)
+        (rows * 2 + 1).sum()
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def preload_scripted() -> None:
+    """Run a small TorchScript program until it is optimised.
+
+    The compiler's initialisation at its first use takes as long as loading a model. A process whose
+    zygote has called this function skips it.
+    """
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
+    with contextlib.suppress(RuntimeError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            program = torch.jit.script(module)
+        with torch.inference_mode():
+            for _ in range(3):  # profiled, optimised, and run as optimised
+                program(torch.zeros(1, 4))

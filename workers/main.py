@@ -50,7 +50,7 @@ from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences.inputs import read_states
-from shmserve.workers.user_code import in_words, place
+from shmserve.workers.user_code import in_words, source_location
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class _Worker:
             self._control.send(LoadFailed(error.code, error.message))
         except BaseException as error:  # SystemExit too: it is the model's, not ours
             logger.exception("model '%s' failed to load", self._context.model_name)
-            where = place(error, self._context.version_dir)
+            where = source_location(error, self._context.version_dir)
             self._control.send(LoadFailed("INTERNAL", in_words(error) + where))
         else:
             return True
@@ -174,9 +174,9 @@ def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelC
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     arena = Arena(start.arena_byte_size)
     mappings = Mappings(device_memory.open, pin)
-    told = {each.name: getattr(start, each.name) for each in fields(start)}
+    given = {each.name: getattr(start, each.name) for each in fields(start)}
     return ModelContext(
-        **(told | {"device": device}),
+        **(given | {"device": device}),
         control=control,
         arena=arena,
         output_memory=OutputMemory(arena),
@@ -187,7 +187,7 @@ def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelC
 
 
 def _set_signals() -> int:
-    """Ignore what ends others; the descriptor to which SIGUSR2 has stacks written."""
+    """Ignore termination signals; return the descriptor to which SIGUSR2 writes stacks."""
     faulthandler.enable()
     stacks_fd = os.memfd_create("stacks", os.MFD_CLOEXEC)
     fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)  # who reads it empties it before
@@ -204,7 +204,7 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _limit_threads(count: int) -> None:
-    """Have torch compute with so many threads, also where only the model imports it."""
+    """Limit the threads of torch, even if only the model imports it."""
     torch = sys.modules.get("torch")
     if torch is None:
         os.environ["OMP_NUM_THREADS"] = str(count)
@@ -213,7 +213,7 @@ def _limit_threads(count: int) -> None:
 
 
 def _device(name: str) -> str:
-    """torch's name of a device; "gpu:1" means the second of whatever accelerator the host has."""
+    """Return torch's name of a device; "gpu:1" is the second accelerator of the host."""
     kind, _, number = name.partition(":")
     if kind != "gpu":
         return name

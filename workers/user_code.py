@@ -55,8 +55,8 @@ def says_ready(model: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> bo
     return said
 
 
-def place(error: BaseException, folder: Path) -> str:
-    """Return ` (FILE:LINE)` of the last frame in the model's folder, or ""."""
+def source_location(error: BaseException, folder: Path) -> str:
+    """Return ` (FILE:LINE)` of the last frame in the model's folder, or "" if there is none."""
     roots = {folder, folder.resolve()}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)

@@ -81,6 +81,8 @@ class Prepared:
         whole: Whether the whole prompt is computed even if a prefix is cached.
         drafts: Whether draft tokens may be proposed.
         beams: The beam search, if any.
+        replays: Whether the samples of a resumed request begin again with the same tokens, because
+            the log probabilities of these tokens are wanted.
     """
 
     key: int
@@ -91,6 +93,7 @@ class Prepared:
     whole: bool = False
     drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
+    replays: bool = False
 
 
 @record

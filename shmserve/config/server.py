@@ -117,6 +117,7 @@ class ServerConfig:
     strict_readiness: bool
     log: LogSettings
     slow_request_ms: int
+    openai_unknown_fields: str
     trace: TraceSettings
     delay_scheduler: int
     backlog_delay_scheduler: int
@@ -150,7 +151,7 @@ _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
     *("exit-on-error", "strict-readiness", "slow-request-ms", "take-over"),
-    "load-on-demand",
+    *("load-on-demand", "openai-unknown-fields"),
 )
 
 

@@ -61,6 +61,7 @@ class GatewaySettings:
         histogram_latencies: Whether metrics contain histograms of latencies.
         summary_latencies: Whether metrics contain summaries of latencies.
         slow_request_ms: The duration from which requests are logged; 0 logs none.
+        refuse_unknown_fields: Whether unknown fields of OpenAI's API are refused.
     """
 
     id: str = "triton"
@@ -83,6 +84,7 @@ class GatewaySettings:
     histogram_latencies: bool = False
     summary_latencies: bool = False
     slow_request_ms: int = 0
+    refuse_unknown_fields: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,6 +234,7 @@ def _settings(config: ServerConfig) -> GatewaySettings:
         histogram_latencies=config.metrics.histogram_latencies,
         summary_latencies=config.metrics.summary_latencies,
         slow_request_ms=config.slow_request_ms,
+        refuse_unknown_fields=config.openai_unknown_fields == "refuse",
     )
 
 

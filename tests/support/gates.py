@@ -1,7 +1,7 @@
-"""A gate that models wait at: a test sees what is being executed, and says when it goes on.
+"""A gate for executions: a test receives each batch and decides when the execution continues.
 
-The model "gated" connects to the gate on every execution, tells the batch it was given, and waits
-for a byte. A model that most tests have run freely is held by `holding`.
+The model "gated" connects to the gate on every execution, sends the batch that it received, and
+waits for a byte. `holding` stops a model that runs freely in most tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 _PATIENCE_S = 20.0
 
-# The beginning of a model's file: where it calls `wait`, it waits for the end of `holding`.
+# The beginning of a model's file. Its function `wait` blocks until `holding` ends.
 WAITING = """
 import os
 
@@ -33,8 +33,10 @@ def wait():
 
 @contextlib.contextmanager
 def holding(gate: Gate) -> Iterator[Callable[[], None]]:
-    """Executions that come to WAITING's `wait` stay there while the block runs; yields what
-    returns once one has come.
+    """Block executions in `wait` of `WAITING` while the with block runs.
+
+    Yields:
+        A function that returns once an execution is blocked.
     """
     path = gate.path.with_name(gate.path.name + ".held")
     seen = path.with_name(path.name + ".seen")
@@ -49,8 +51,13 @@ def holding(gate: Gate) -> Iterator[Callable[[], None]]:
 
 
 class Visit:
-    """One execution that waits; `batch` has the first value of each request's INPUT0, `rows` each
-    one's batch size.
+    """An execution that waits at a gate.
+
+    Attributes:
+        told: The message of the execution.
+        batch: The first value of each request's INPUT0.
+        rows: The batch size of each request.
+        pid: The process of the execution.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -63,16 +70,14 @@ class Visit:
         self.pid: int = self.told["pid"]
 
     def release(self, word: bytes = b"\n") -> None:
-        """Let it go on."""
+        """Continue the execution."""
         with contextlib.suppress(OSError):
             self._connection.sendall(word)
         self._connection.close()
 
 
 class Gate:
-    """Closed while it is listening: executions queue up before it; open for good once it is closed
-    as an object.
-    """
+    """A listening socket at which executions wait; once it is closed, none waits any more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,7 +87,11 @@ class Gate:
         self._visits: list[Visit] = []
 
     def next(self, within_s: float = _PATIENCE_S) -> Visit:
-        """The next execution that comes to the gate; raises TimeoutError if none does."""
+        """Return the next execution that arrives.
+
+        Raises:
+            TimeoutError: No execution arrives within `within_s` seconds.
+        """
         self._listener.settimeout(within_s)
         connection, _ = self._listener.accept()
         visit = Visit(connection)
@@ -90,7 +99,7 @@ class Gate:
         return visit
 
     def is_idle(self, for_s: float = 0.05) -> bool:
-        """Whether nothing comes for a while."""
+        """Return whether no execution arrives for `for_s` seconds."""
         try:
             self.next(for_s)
         except TimeoutError:
@@ -98,13 +107,13 @@ class Gate:
         return False
 
     def release_all(self) -> None:
-        """Let all go on who are here."""
+        """Continue all executions that `next` has returned."""
         for visit in self._visits:
             visit.release()
         self._visits.clear()
 
     def let_through(self, for_s: float) -> None:
-        """Let all go on who are here, or come within a while."""
+        """Continue all executions that `next` has returned, and one that arrives within `for_s`."""
         self.release_all()
         with contextlib.suppress(OSError):
             self.next(for_s).release()

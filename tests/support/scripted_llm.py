@@ -1,5 +1,7 @@
 """Folders of tiny models that say what a script says, such as a tool call."""
 
+import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,11 +31,21 @@ CALL = (
 ANSWER = ("It is ", "sunny.")
 
 
+@functools.cache
 def _alphabet() -> dict[int, str]:
     """The character that stands for each byte in a byte-level vocabulary."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in visible]
-    return {**{byte: chr(byte) for byte in visible}, **{byte: chr(256 + i) for i, byte in enumerate(rest)}}
+    return {
+        **{byte: chr(byte) for byte in visible},
+        **{byte: chr(256 + i) for i, byte in enumerate(rest)},
+    }
+
+
+def _spelled(piece: str) -> str:
+    """The name of a token in a byte-level vocabulary."""
+    chars = _alphabet()
+    return "".join(chars[byte] for byte in piece.encode())
 
 
 def write_scripted(
@@ -48,12 +60,11 @@ def write_scripted(
     scripts, and is a token.
     """
     path.mkdir(parents=True, exist_ok=True)
-    chars = _alphabet()
-    vocabulary = {chars[byte]: byte for byte in range(256)}
+    vocabulary = {char: byte for byte, char in _alphabet().items()}
     added = [END, *scripts, *special]
     for piece in (piece for script in scripts.values() for piece in script):
         if piece not in added:
-            vocabulary["".join(chars[byte] for byte in piece.encode())] = len(vocabulary)
+            vocabulary[_spelled(piece)] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,15 +72,11 @@ def write_scripted(
     successor: dict[int, int] = {}
     for begin, script in scripts.items():
         names = [begin, *script, END]
-        ids = [
-            tokenizer.token_to_id(name)
-            if name in added
-            else tokenizer.token_to_id("".join(chars[byte] for byte in name.encode()))
-            for name in names
-        ]
-        successor |= dict(zip(ids, ids[1:], strict=False))
-    first = successor[tokenizer.token_to_id(next(iter(scripts)))]
-    end = tokenizer.token_to_id(END)
+        known = tokenizer.get_vocab()
+        ids = [known[name if name in added else _spelled(name)] for name in names]
+        successor |= dict(itertools.pairwise(ids))
+    first = successor[tokenizer.get_vocab()[next(iter(scripts))]]
+    end = tokenizer.get_vocab()[END]
     made = config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=32 * (len(successor) // 32 + 1),
@@ -89,7 +96,9 @@ def write_scripted(
     return path
 
 
-def _weights(made: dict[str, Any], successor: dict[int, int], first: int) -> dict[str, torch.Tensor]:
+def _weights(
+    made: dict[str, Any], successor: dict[int, int], first: int
+) -> dict[str, torch.Tensor]:
     architecture = Architecture.of(made, [])
     assert architecture is not None
     drawn = {

@@ -1,4 +1,4 @@
-"""Waiting for what has no event of its own, with a deadline and a reason."""
+"""Waits for conditions that have no event, with a deadline and a reason."""
 
 import asyncio
 import time
@@ -8,8 +8,17 @@ _STEP_S = 0.005
 
 
 def until(what: str, holds: Callable[[], object], within_s: float = 5.0) -> None:
-    """Return as soon as `holds()` is true; raises AssertionError that names `what` after
-    `within_s` seconds. To look takes half of a processor at most: who is waited for needs some.
+    """Return as soon as a condition holds.
+
+    The checks use at most half of a processor, because the awaited process needs the rest.
+
+    Args:
+        what: The condition in words, for the error.
+        holds: The condition.
+        within_s: The longest wait, in seconds.
+
+    Raises:
+        AssertionError: The condition does not hold within `within_s` seconds.
     """
     looked = time.monotonic()
     deadline = looked + within_s

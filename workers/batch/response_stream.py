@@ -106,7 +106,7 @@ class MetricsReports:
 
 
 MOST_WAIT_S = 30.0
-_LET_GO = Internal(
+_NO_FINAL_RESPONSE = Internal(
     "the model has let go of the request's response sender, and has not sent its final response"
 )
 
@@ -275,7 +275,7 @@ class ResponseStream:
         if self.is_cancelled():
             self.send(final=True)
         else:
-            self.fail(_LET_GO if error is None else self.explain(error))
+            self.fail(_NO_FINAL_RESPONSE if error is None else self.explain(error))
 
     def _overrun(self) -> None:
         with self._writer.link.lock:
@@ -304,7 +304,7 @@ class ResponseStream:
                 failed = final
         copied_out = copied.outputs - copied_before
         copied.outputs = copied_before
-        told = False
+        is_sent = False
         if writer.link.is_open(self._open):
             writer.metrics.before_responses()
             writer.link.post(
@@ -322,8 +322,8 @@ class ResponseStream:
             )
             # A response with arena memory is flushed now, because its delivery must be known.
             waits = self._sent and not final and not memory.has_fresh
-            told = writer.link.flush_soon() if waits else writer.link.flush()
-        if told:
+            is_sent = writer.link.flush_soon() if waits else writer.link.flush()
+        if is_sent:
             memory.delivered()
         else:
             memory.undelivered()

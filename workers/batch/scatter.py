@@ -297,7 +297,7 @@ class Scatterer:
 
     def _write(self, destination: memoryview, data: Any) -> int:
         """Write bytes or an array to a destination; return the number of copied bytes."""
-        size = len(destination)
+        size = destination.nbytes
         if not size:
             return 0
         if type(data) is bytes:

@@ -1,21 +1,21 @@
-"""The adaptive batcher: chooses batch size and delay to meet a latency target (pure).
+"""A batcher that selects batch size and delay to meet a latency target (pure).
 
 The batcher learns the duration of batches by size and the arrival of requests (estimates.py):
 
 1. A batch has the size with the highest row rate among the sizes up to the waiting requests. If
-   execution time has a cliff, the size stays below it. An untried size with a possibly higher rate
-   is tried if the account of misses covers the misses that it may cause. It is also tried if the
-   known sizes do not keep up with the arrivals.
+   execution time has a cliff, the size stays below it. An untried size whose rate may be higher is
+   tried if the account of misses covers the misses that the trial may cause. The size is also tried
+   if the known sizes do not keep up with the arrivals.
 2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
 3. The batcher waits for further requests of a burst if the rate of the expected larger batch
    exceeds the average rate (the marginal value theorem: Charnov, 1976). The total wait is at most
    the setup time of an execution, so that waiting costs at most twice the optimum, as in the
-   ski-rental problem (Karlin et al., 1988). Trials decide whether waiting pays: on a machine that
-   is too busy to wake in time, it does not. No trial is needed if the larger batch would end
+   ski-rental problem (Karlin et al., 1988). Trials decide whether waiting pays, which is not so on
+   a machine that is too busy to wake in time. No trial is needed if the larger batch would end
    before the smaller one.
 4. A wait ends early enough for the oldest request to meet the target with a batch duration at the
    99th percentile. It also ends after the configured delay, if there is one.
-5. If all waiting requests would be late in one batch and in time in two, they run as two.
+5. If all waiting requests would be late in one batch and in time in two batches, two batches run.
 
 Feedback controls the aim: time outside the scheduler, or a longer tail than the spread suggests,
 lowers the aim until one request in a hundred misses the target. If misses accumulate (a cumulative
@@ -25,7 +25,7 @@ the highest possible rate. Misses caused by trials affect neither. Preferred siz
 Trials have a budget. The target permits one request in a hundred to miss it, and a fifth of these
 misses may be spent on trials. An account contains the earned and unspent misses. A trial is made if
 it causes no miss even at worst, if the account covers its price, or if the target is being missed
-anyway.
+already. `bench/measured.md` shows the effect of each mechanism.
 """
 
 from __future__ import annotations
@@ -48,19 +48,16 @@ from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
 _FIRST, _MOST = 64.0, 24.0  # initial and maximum number of misses in the account
-_EARNED = 0.002  # misses for each request in time
+_EARNED = 0.002  # misses earned by each request in time
 
 _EVERY, _SOON = 16, 2  # batches between two trials of sizes
 LEARNING = 48  # batches during which new sizes are tried early
 _LEAST_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
 
 _EPOCH = 24  # batches
-_SETTLING = 4  # batches of an epoch that the previous epoch still affects
-_ENOUGH = 12  # batches of an epoch, if the other way is clearly worse
-# Epochs between two uses of the other way: initially, while the choice is unclear, and at most.
-_OTHER_EVERY, _UNCLEAR_EVERY, _MOST_EVERY = 2, 10, 160
+_SETTLING = 4  # first batches of an epoch, which the previous epoch still affects
+_OTHER_EVERY, _MOST_EVERY = 2, 160  # initial and maximum epochs between uses of the other way
 _PAYS = 0.8  # ratio of latencies at which waiting certainly pays
-_CLEAR = 0.05  # relative difference by which one way is clearly better
 _WEIGHT = 1 / 3  # of the newest epoch
 _STEP = 0.02  # relative reduction of the aim per miss
 _ALLOWED = 0.01  # share of requests that may miss the target
@@ -110,7 +107,7 @@ class Ways:
     def __init__(self, account: Account) -> None:
         self._account = account
         self.on = True
-        self.pays = False  # the first way is sure to be better
+        self.pays = False  # whether the first way is certainly better
         self._better = True
         self._every, self._next = _OTHER_EVERY, 2 * _OTHER_EVERY
         self._mean_ns: dict[bool, float] = {}
@@ -130,14 +127,8 @@ class Ways:
         if self._batches > _SETTLING:
             self._count += len(latencies_ns)
             self._sum_ns += sum(latencies_ns)
-        if self._batches >= _EPOCH or (self._batches == _ENOUGH and self._clearly_worse()):
+        if self._batches >= _EPOCH:
             self._end_epoch()
-
-    def _clearly_worse(self) -> bool:
-        if self.on is self._better:
-            return False
-        better_ns = self._mean_ns.get(self._better)
-        return better_ns is not None and self._sum_ns > (1 + 2 * _CLEAR) * better_ns * self._count
 
     def _end_epoch(self) -> None:
         mean_ns = self._sum_ns / max(1, self._count)
@@ -159,8 +150,7 @@ class Ways:
         self.pays = with_ns < _PAYS * without_ns
         if self._epochs >= self._next and self._price <= self._account.credit:
             self.on = not better
-            clear = abs(with_ns - without_ns) > _CLEAR * min(with_ns, without_ns)
-            self._every = min(self._every * 2, _MOST_EVERY if clear else _UNCLEAR_EVERY)
+            self._every = min(self._every * 2, _MOST_EVERY)
             self._next = self._epochs + self._every
 
 
@@ -188,30 +178,29 @@ class Moment:
 class Sizes:
     """The trials of sizes, and their price.
 
-    A trial that takes longer than its rows are worth delays the requests that arrive until the
-    instance has caught up. The late requests are its own, if it takes longer than they have left,
-    and those behind it. The instance catches up only in its idle time, so that a trial near its
-    capacity is expensive. With clients that wait for their responses, the number of late requests
-    is bounded by the number of clients. The account pays the actual cost of a trial, at most its
-    price.
+    A trial at a low rate delays the requests that arrive until the instance has caught up. The late
+    requests are those of the trial, if it takes longer than the time left to them, and those behind
+    it. The instance catches up only in its idle time, so that a trial near its capacity is
+    expensive. If clients wait for their responses, the number of late requests is bounded by the
+    number of clients. The account pays the actual cost of a trial, at most its price.
     """
 
     def __init__(self, account: Account) -> None:
         self._account = account
         self._at = 0
-        self._size = 0  # that is being tried, as of this moment
+        self._size = 0  # the size that is being tried, in the state of `_moment`
         self._moment = Moment(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle = 1.0
-        # For the last trial: the requests that may still be late because of it, and their maximum
-        # number.
+        # The requests that may still be late because of the last trial, and the misses that it may
+        # still be charged.
         self._behind = self._price = 0.0
 
     def due(self, batches: int) -> bool:
-        """Check whether a size may be tried after so many batches."""
+        """Check whether a size may be tried after this number of batches."""
         return batches >= self._at
 
     def allowed(self, size: int, worst_ns: float, moment: Moment, batches: int) -> bool:
-        """Check whether a size is tried that takes so long at worst."""
+        """Check whether to try a size that takes at most `worst_ns`."""
         self._moment = moment
         self._idle = max(1 - moment.per_ns * moment.row_ns, _LEAST_IDLE)
         price = self._price_of(size, worst_ns, moment.most_here)
@@ -228,7 +217,7 @@ class Sizes:
         return own + min(max(lost_ns, 0) * moment.per_ns / self._idle, most_here)
 
     def returned(self, units: int, took_ns: int, count: int, here: int, misses: int) -> None:
-        """Record a batch, of whose `count` requests `misses` were late."""
+        """Record a batch of `count` requests, of which `misses` were late."""
         if units == self._size:
             self._behind = count + here / self._idle
             self._price = self._price_of(units, took_ns, here)
@@ -241,7 +230,7 @@ class Sizes:
 
 
 class AdaptiveBatcher(Batcher):
-    """A batcher with the rules above."""
+    """A batcher that meets a latency target by the rules above."""
 
     learns = True
 
@@ -254,13 +243,13 @@ class AdaptiveBatcher(Batcher):
         self._waiting = Ways(self._account)
         self._sizes = Sizes(self._account)
         self._aim_ns = float(rules.target_ns)
-        self._misses = 0.0  # that have added up
-        # The first request of the batch that is being formed, and until when that may wait.
+        self._misses = 0.0  # the cumulative sum
+        # The first request of the batch that is being formed, and the end of its wait.
         self._first: Pending | None = None
         self._until_ns = 0
         self._draining = False
 
-    # --- what it learns -----------------------------------------------------------------------
+    # --- learning -----------------------------------------------------------------------
 
     def arrived(self, now_ns: int, here: int) -> None:
         self._arrivals.arrived(now_ns, here, self._time.setup_ns)
@@ -286,14 +275,14 @@ class AdaptiveBatcher(Batcher):
         self._aim(count - misses, self._account.unexplained(misses))
 
     def _aim(self, held: int, misses: int) -> None:
-        """Adjust the aim by further requests in time, and by misses that no trial has caused."""
+        """Adjust the aim by requests in time and by misses that no trial has caused."""
         self._account.earn(held)
         self._misses = min(max(self._misses - _TOLERATED * held, 0) + misses, _MOST_MISSES)
         self._aim_ns *= (1 + _STEP * _ALLOWED / (1 - _ALLOWED) * held) * (1 - _STEP) ** misses
         target = self._rules.target_ns
         self._aim_ns = min(max(self._aim_ns, _LOWEST * target), target)
 
-    # --- what it decides ----------------------------------------------------------------------
+    # --- decisions ----------------------------------------------------------------------
 
     def flush(self) -> None:
         self._draining = True
@@ -309,8 +298,8 @@ class AdaptiveBatcher(Batcher):
         head = gather(pending, self._rules)
         if head is None:
             return None
-        # A batch that was decided on is not always taken, since the instance may still wait for its
-        # ticket. The wait therefore ends when its first request is gone, not with the decision.
+        # A selected batch may not run yet, since the instance may still wait for its ticket. The
+        # wait therefore ends when the first request is gone, not with the decision.
         if not any(request is self._first for request in head.requests):
             self._first, self._until_ns = head.requests[0], now_ns + int(self._time.setup_ns)
         batch = closed(head)
@@ -328,7 +317,7 @@ class AdaptiveBatcher(Batcher):
         return self._wait(now_ns, head, reserve_ns)
 
     def _wait(self, now_ns: int, head: QueueHead, reserve_ns: int) -> Batch | WaitUntil:
-        """Return how long to wait for further requests, or the batch to run."""
+        """Return the time to wait for further requests, or the batch to run."""
         count = len(head.requests)
         burst_ns, sooner = self._burst(head)
         ends_ns = self._start_by(head.oldest_ns, head.units)
@@ -349,7 +338,7 @@ class AdaptiveBatcher(Batcher):
 
     @property
     def _late(self) -> bool:
-        """Whether the target is out of reach."""
+        """Return whether the target is out of reach."""
         return self._misses > _OUT_OF_REACH
 
     def _best(self, units: int) -> int:
@@ -363,10 +352,10 @@ class AdaptiveBatcher(Batcher):
         return Batch(_within(head.requests, best), Closed.PREFERRED)
 
     def _burst(self, head: QueueHead) -> tuple[int, bool]:
-        """Return until when to wait for the next request of a burst; 0: do not wait.
+        """Return the end of the wait for the next request of a burst, or 0 for no wait.
 
         Returns:
-            The time, and whether the larger batch would even end sooner.
+            The time, and whether the larger batch would end sooner than a batch without the wait.
         """
         time, units, count = self._time, head.units, len(head.requests)
         best = time.best(units)
@@ -401,7 +390,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting * row_ns - best_ns
         needed = load.per_ns * row_ns > _FULL and spare_ns < target / 2
         if spare_ns < 0 and self._late:
-            needed = needed or load.stays  # clients wait for responses, or it is as good as full
+            needed = needed or load.stays  # Clients wait for responses, or the instance is full.
         own_ns = target - (now_ns - oldest_ns)
         return Moment(own_ns, spare_ns, row_ns, load.per_ns, load.most, needed)
 

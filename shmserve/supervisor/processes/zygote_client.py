@@ -34,12 +34,12 @@ _PAUSE_WITHOUT_ROOM_S = 1.0
 _MOST_REQUESTS = 64  # in flight at a zygote: the socket's buffer is bounded
 
 _WORKER = "shmserve.workers.main"
-_TORCH = ("torch", "shmserve.workers.preloads:operations")
+_TORCH = ("torch", "shmserve.workers.device:preload_operations")
 # Modules that workers of such files need. Exported programs need torch's compiler (1 s and 95 MB),
 # scripted programs a tenth of that, text models 0.2 s and 7 MB.
 _PRELOADS_FOR = {
-    "*/*/*.pt": "shmserve.workers.preloads:scripted",
-    "*/*/*.pt2": "shmserve.workers.preloads:exported",
+    "*/*/*.pt": "shmserve.workers.device:preload_scripted",
+    "*/*/*.pt2": "shmserve.workers.device:preload_exported",
     "*/*/config.json": "shmserve.workers.backends.llm",
 }
 # Modules whose import does not import torch. importlib may import anything.

@@ -16,6 +16,7 @@ from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
 from shmserve.gateway.http.openai.generation import CHAT, COMPLETION, Choices, Delta
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.settings import GatewaySettings
+from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
 TOKEN = {
@@ -51,7 +52,9 @@ def test_a_completion_in_chunks_and_whole() -> None:
     }
     chunk = json.loads(choices.chunk([first]))
     assert (chunk["id"], chunk["choices"]) == (whole["id"], [first])
-    assert json.loads(choices.last())["choices"] == []
+    usage, done = choices.ending(usage=True)
+    assert json.loads(usage.removeprefix(b"data: "))["choices"] == []
+    assert [done] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
 
 
 def test_a_chat_says_its_role_once() -> None:
@@ -88,6 +91,10 @@ def test_errors_have_a_type_and_the_field() -> None:
 
     wrong = shown(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
     assert (wrong["type"], wrong["param"]) == ("invalid_request_error", "temperature")
+    assert wrong["message"] == "temperature: -1 is not a number"
+    long = shown(InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens"))
+    assert (long["param"], long["code"]) == ("prompt", "context_length_exceeded")
+    assert long["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
     assert shown(InvalidArgument("the body is a list"))["param"] is None
     assert shown(NotFound("x: no"))["code"] == "model_not_found"
     assert shown(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
@@ -118,7 +125,7 @@ def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
         ({"max_tokens": None, "max_completion_tokens": None}, 1 << 24),
         ({"max_tokens": None, "max_completion_tokens": 5}, 5),
         ({"max_completion_tokens": 0}, 0),
-        ({"max_tokens": 7, "max_completion_tokens": 5}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 5}, 5),
     ],
 )
 def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(

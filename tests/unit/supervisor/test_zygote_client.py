@@ -64,8 +64,8 @@ def test_one_model_that_may_import_torch_has_it_imported(
 @pytest.mark.parametrize(
     ("file", "module"),
     [
-        ("m/1/model.pt", "shmserve.workers.preloads:scripted"),
-        ("m/1/model.pt2", "shmserve.workers.preloads:exported"),
+        ("m/1/model.pt", "shmserve.workers.device:preload_scripted"),
+        ("m/1/model.pt2", "shmserve.workers.device:preload_exported"),
         ("m/1/config.json", "shmserve.workers.backends.llm"),
     ],
 )

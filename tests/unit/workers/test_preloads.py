@@ -44,7 +44,9 @@ assert torch.get_num_threads() == 2
 """
 
 
-@pytest.mark.parametrize("module", ["preloads:operations", "preloads:scripted", "backends.llm"])
+@pytest.mark.parametrize(
+    "module", ["device:preload_operations", "device:preload_scripted", "backends.llm"]
+)
 def test_what_is_forked_computes_with_several_threads(module: str) -> None:
     command = [sys.executable, "-c", _SCRIPT, f"shmserve.workers.{module}"]
     subprocess.run(command, check=True, timeout=60)

@@ -125,6 +125,7 @@ class LlmBackend(Backend):
             self._proposer,
             texts.prompts,
             lambda news: texts.put(partial(texts.emitted, news)),
+            texts.failed,
         )
 
         def prepare(message: Prepare, requests: list[WorkerRequest]) -> None:

@@ -164,6 +164,10 @@ class SampleText:
         return taken
 
 
+def _likelihood(sample: SampleText) -> float:
+    return sum(each.logprobs.logprob for each in sample.logprobs) / max(len(sample.logprobs), 1)
+
+
 class Answer:
     """The samples of one request, and the responses with them."""
 
@@ -183,8 +187,7 @@ class Answer:
         parameters = prompt.parameters
         self._wanted = {output.name for output in stream.request.schema.outputs}
         self._wanted = self._wanted or {"text_output"}
-        count = 0 if parameters.beams else parameters.n
-        self.samples = [self._sample(index) for index in range(count)]
+        self.samples = [self._sample(index) for index in range(parameters.samples)]
 
     def _sample(self, index: int) -> SampleText:
         message = "message" in self._wanted
@@ -206,11 +209,21 @@ class Answer:
     def respond(self) -> bool:
         """Send what the client has credit for; return whether that ended the request."""
         if not self.prompt.parameters.stream:
-            return self.over and self._send(self.samples, True)
+            return self.over and self._send(self._best(), True)
         for sample in self.samples:
             if sample.open and sample.has_news and not self._send([sample], self._is_last(sample)):
                 return False
         return not any(sample.open for sample in self.samples)
+
+    def _best(self) -> list[SampleText]:
+        """Return the likeliest samples per token, if more were generated than are wanted."""
+        most = self.prompt.parameters.n
+        if len(self.samples) <= most:
+            return self.samples
+        best = sorted(self.samples, key=_likelihood, reverse=True)[:most]
+        for index, sample in enumerate(best):
+            sample.index = index
+        return best
 
     def _is_last(self, sample: SampleText) -> bool:
         others = (each for each in self.samples if each is not sample)
@@ -232,11 +245,11 @@ class Answer:
 
     def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
         taken = [sample.take() for sample in samples]
-        tokens = [token for _, each, _ in taken for token in each]
+        new = [token for _, each, _ in taken for token in each]
         made: dict[str, tuple[str, Any]] = {
             "text_output": ("BYTES", [text.encode() for text, _, _ in taken]),
             "index": ("INT32", [sample.index for sample in samples]),
-            "token_ids": ("INT32", tokens),
+            "token_ids": ("INT32", new),
             "finish_reason": ("BYTES", [sample.over.encode() for sample in samples]),
         }
         if "logprobs" in self._wanted:
@@ -247,12 +260,12 @@ class Answer:
             parts = zip(samples, taken, strict=True)
             made["message"] = ("BYTES", [sample.message(text) for sample, (text, *_) in parts])
         if "prompt_token_ids" in self._wanted:
-            begun = samples[0].index or samples[0].begun
-            made["prompt_token_ids"] = ("INT32", [] if begun else self.prompt.tokens)
+            tokens = [] if samples[0].begun else self.prompt.tokens
+            made["prompt_token_ids"] = ("INT32", tokens)
         for sample in samples:
             sample.begun = True
         if "usage" in self._wanted:
-            made["usage"] = ("BYTES", [self._usage() if final else b""])
+            made["usage"] = ("BYTES", [self._usage(samples) if final else b""])
         kinds = {"BYTES": np.object_, "INT32": np.int32}
         return [
             Output(name, datatype, np.array(values, kinds[datatype]))
@@ -260,17 +273,17 @@ class Answer:
             if name in self._wanted
         ]
 
-    def _usage(self) -> bytes:
-        counts = [sample.count for sample in self.samples]
+    def _usage(self, samples: list[SampleText]) -> bytes:
+        shown = self.samples if self.prompt.parameters.stream else samples
         prompt = self.prompt
         thoughts = [sample.thoughts for sample in self.samples if sample.parser is not None]
         return orjson.dumps(
             {
                 **({"reasoning_tokens": sum(thoughts)} if thoughts else {}),
                 "prompt_tokens": len(prompt.tokens),
-                "completion_tokens": sum(counts),
+                "completion_tokens": sum(sample.count for sample in self.samples),
                 "cached_tokens": max(prompt.cached, 0),
-                "samples": counts,
+                "samples": [sample.count for sample in shown],
             }
         )
 

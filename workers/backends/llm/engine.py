@@ -21,6 +21,7 @@ from shmserve.workers.backends.llm.sampler import (
     TokenLogprobs,
     allowed_tokens,
     candidates,
+    failure,
     logprobs,
     process,
     verify,
@@ -59,12 +60,14 @@ class WorkerEngine:
     Attributes:
         prompts: The prepared requests by key.
         emit: Receives the tokens that a step has added.
+        fail: Ends the requests of these keys with an error.
     """
 
     passes: Passes
     proposer: Proposer | None
     prompts: Mapping[int, Prompt]
     emit: Callable[[list[Emitted]], None]
+    fail: Callable[[set[int], Exception], None]
     _sequences: dict[int, TokenSequence] = field(default_factory=dict)
     _last: int = 0
 
@@ -135,6 +138,11 @@ class WorkerEngine:
             masks: list[torch.Tensor] = []
             if row.samples and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
+                error = failure(sequence.matcher)
+                if error is not None:
+                    self.fail({sequence.prompt.key}, error)
+                    del self._sequences[row.sequence]  # the scheduler is notified by the result
+                    continue
             planned.append(Planned(sequence, row, proposal, masks))
         return planned
 

@@ -66,6 +66,7 @@ class MessageFormat:
         tools: The parameter schema of each tool; empty: the message has no calls.
         reasoning: The tags around reasoning; empty: all text is content.
         thinking: Whether the prompt has opened the reasoning.
+        hidden: Whether reasoning is left out.
         parallel: Whether a message may have several calls.
         kept: The special tokens that mark calls and reasoning. They are a part of the text.
     """
@@ -75,6 +76,7 @@ class MessageFormat:
     reasoning: tuple[str, ...] = ()
     thinking: bool = False
     parallel: bool = True
+    hidden: bool = False
     kept: frozenset[int] = frozenset()
 
 
@@ -157,7 +159,7 @@ class MessageParser:
             text = held + text if "reasoning" in started else text.lstrip("\n")
             kept = text.rstrip("\n")
             held = text[len(kept) :]
-            if kept:
+            if kept and not self.format.hidden:
                 started.add("reasoning")
                 self._add("reasoning", kept)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
+
+logger = logging.getLogger(__name__)
 
 _MOST_STOPS = 64
 # The range of each number; integer bounds mean an integer.
@@ -26,7 +30,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "seed": (-(1 << 63), (1 << 63) - 1),
-    "truncate_prompt_tokens": (0, 1 << 24),
+    "truncate_prompt_tokens": (-1, 1 << 24),
     "logprobs": (-1, 20),
     "prompt_logprobs": (-1, 20),
     "priority": (-(1 << 31), (1 << 31) - 1),
@@ -35,10 +39,48 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 _ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
-    "stop_words": "stop",
     "guided_json": "json_schema",
     "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_whitespace_pattern": "whitespace_pattern",
 }
+# Fields of OpenAI's and vLLM's APIs that would change a text, and values without effect.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "logits_processors": ([],),
+    "detokenize": (True,),
+    "cache_salt": (),
+    "lora_name": ("",),
+    "prompt_embeds": (),
+}
+_FREE = ("", "")  # no grammar
+_OBJECT = {"type": "object"}
+_MOST_CHOICES = 10_000
+# Parameters that a beam search does not have.
+_NOT_WITH_BEAMS = (
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "response_format",
+    "structured_outputs",
+    "json_schema",
+    "regex",
+    "choice",
+    "grammar",
+)
+_MOST_REPORTED = 1000
+_reported: set[str] = set()  # unknown parameters that were logged
+# Names that other readers of a request know, or that have no effect on a text.
+_PLAIN = (
+    *("model", "user", "metadata", "request_id", "exclude_input_in_output", "timeout"),
+    *("spaces_between_special_tokens", "guided_decoding_backend"),
+)
 # The parameters that generation_config.json may set for all requests.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
@@ -51,9 +93,14 @@ class GenerationParameters:
         logprobs: The number of likeliest tokens to report; -1: no log probabilities.
         prompt_logprobs: The same for the prompt.
         top_k: The number of likeliest tokens to sample from; 0: unlimited.
-        best_of: The width of the beam search, if larger than `n`.
-        truncate_prompt_tokens: The number of last prompt tokens to use; 0: all.
-        grammar: (kind, text) with the kind "json_schema" or "regex", or ("", "").
+        best_of: The width of the beam search, or the number of samples of which the `n` likeliest
+            are returned, if larger than `n`.
+        truncate_prompt_tokens: The number of last prompt tokens to use; 0: all; -1: as many as
+            the model takes.
+        allowed_token_ids: The tokens that may be generated; empty: all.
+        banned: The tokens of `bad_words`, whose last token is forbidden behind the others.
+        grammar: (kind, text) with the kind "json_schema", "regex", "grammar" (Lark or GBNF), or
+            ("", "").
     """
 
     max_tokens: int = 16
@@ -86,7 +133,10 @@ class GenerationParameters:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    grammar: tuple[str, str] = ("", "")
+    bad_words: tuple[str, ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    grammar: tuple[str, str] = _FREE
 
     @property
     def penalised(self) -> bool:
@@ -96,6 +146,16 @@ class GenerationParameters:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    @property
+    def restricted(self) -> bool:
+        """Return whether single tokens are forbidden or favoured."""
+        return bool(self.logit_bias or self.banned or self.allowed_token_ids)
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples to generate; 0: a beam search finds them."""
+        return 0 if self.use_beam_search else max(self.n, self.best_of)
 
     @property
     def beams(self) -> int:
@@ -108,24 +168,39 @@ def parse(
 ) -> GenerationParameters:
     """Return the parameters of a request, over those of generation_config.json.
 
-    Unknown parameters are ignored.
+    Unknown parameters are ignored, and logged once for each name.
 
     Raises:
         InvalidArgument: Parameters are invalid. The message names each one, the value found and the
             values allowed.
     """
     problems: list[str] = []
+    grammars: dict[str, tuple[str, str]] = {}
     preset = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
     for name, value in {**_named(preset), **_named(given)}.items():
         parser = _PARSERS.get(name)
-        if parser is not None and value is not None:
+        if value is None:
+            continue
+        if parser is not None:
             try:
                 values |= parser(name, value)
             except ValueError as error:
                 problems.append(f"{name}: {clip(repr(value))} is not {error}")
-    values = _settled(values)
+        elif name in _PLAIN:
+            continue
+        elif name not in _REFUSED:
+            _report(name)
+        elif value not in _REFUSED[name]:
+            problems.append(f"{name}: {clip(repr(value))} is refused: it is not supported")
+        if values.get("grammar", _FREE) != _FREE:
+            grammars[name] = values.pop("grammar")
+    if len(grammars) > 1:
+        problems.append(f"{' and '.join(grammars)}: a text has one grammar at most")
+    values = _settled(values, grammars)
     problems += _contradictions(values, vocabulary)
+    if values.get("use_beam_search"):
+        problems += _with_beams({**_named(given), **grammars})
     if problems:
         raise InvalidArgument("; ".join(problems))
     return GenerationParameters(**values)
@@ -135,7 +210,14 @@ def _named(given: Mapping[str, Any]) -> dict[str, Any]:
     return {_ALIASES.get(name, name): value for name, value in given.items()}
 
 
-def _settled(values: dict[str, Any]) -> dict[str, Any]:
+def _report(name: str) -> None:
+    """Log the name of an unknown parameter once."""
+    if name not in _reported and len(_reported) < _MOST_REPORTED:
+        _reported.add(name)
+        logger.warning("parameter '%s' of a generation is not known and is ignored", clip(name))
+
+
+def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Combine parameters that are given by two names."""
     values["top_k"] = max(values.get("top_k", 0), 0)
     asked, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
@@ -143,14 +225,16 @@ def _settled(values: dict[str, Any]) -> dict[str, Any]:
         values["logprobs"] = -1
     elif top is not None:
         values["logprobs"] = top
-    if values.get("grammar") == ("", ""):
-        del values["grammar"]
+    values["grammar"] = next(iter(grammars.values()), _FREE)
+    pattern = values.pop("whitespace_pattern", None)
+    if pattern is not None and values["grammar"][0] == "json_schema":
+        values["grammar"] = _spaced(values["grammar"][1], {"whitespace_pattern": pattern})
     return values
 
 
 def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
     found: list[str] = []
-    for name in ("stop_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         beyond = [token for token in values.get(name, ()) if not 0 <= token < vocabulary]
         if beyond:
             found.append(f"{name}: {beyond[0]} is not a token, these are 0 to {vocabulary - 1}")
@@ -161,16 +245,33 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
         found.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
     if not values.get("top_p", 1.0):
         found.append("top_p: 0.0 is not a number above 0, up to 1")
-    if values.get("use_beam_search") and values.get("stream"):
+    count, best_of = values.get("n", 1), values.get("best_of", 0)
+    if best_of and best_of < count:
+        found.append(f"best_of: {best_of} is less than n {count}")
+    if not values.get("use_beam_search"):
+        if best_of > count and values.get("stream"):
+            found.append(f"stream: the best of {best_of} samples are known at their end")
+        return found
+    if values.get("stream"):
         found.append("stream: a beam search has its texts at its end, stream has to be false")
-    if values.get("use_beam_search") and values.get("logprobs", -1) >= 0:
+    if values.get("logprobs", -1) >= 0:
         found.append("logprobs: a beam search has none")
-    if values.get("use_beam_search") and not most:
+    if not most:
         found.append("max_tokens: 0 is too small for a beam search")
-    width = max(values.get("n", 1), values.get("best_of", 0))
-    if values.get("use_beam_search") and width < 2:
-        found.append(f"n: {width} is not the width of a beam search, which is 2 to 128")
+    if max(count, best_of) < 2:
+        found.append(f"n: {count} is not the width of a beam search, which is 2 to 128")
     return found
+
+
+def _with_beams(given: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each parameter that a beam search does not have."""
+    neutral: tuple[Any, ...] = (None, False, "", [], {}, (), {"type": "text"})
+    defaults = {"repetition_penalty": 1, "logprobs": -1}
+    return [
+        f"{name}: it is not supported with use_beam_search"
+        for name, value in given.items()
+        if name in _NOT_WITH_BEAMS and value not in neutral and value != defaults.get(name, 0)
+    ]
 
 
 # --- parsers of one parameter to fields; the text of a ValueError is the allowed values
@@ -224,15 +325,22 @@ def _decoded(value: Any, allowed: str) -> Any:
 def _stop(name: str, value: Any) -> dict[str, Any]:
     allowed = f"a text or a list of up to {_MOST_STOPS} texts, none of them empty"
     found = [value] if isinstance(value, str) else value
-    if isinstance(value, str) and value.startswith("["):
-        try:
-            found = json.loads(value)
-        except ValueError:
-            found = [value]
     texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
     if not texts or len(found) > _MOST_STOPS:
         raise ValueError(allowed)
     return {name: tuple(found)}
+
+
+def _stop_words(name: str, value: Any) -> dict[str, Any]:
+    """Return the stop strings in a list, which may be JSON in a text."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError):
+            value = json.loads(value)
+    return _stop("stop", value)
+
+
+def _bad_words(name: str, value: Any) -> dict[str, Any]:
+    return {name: _stop("stop", value)["stop"]}
 
 
 def _tokens(name: str, value: Any) -> dict[str, Any]:
@@ -265,19 +373,57 @@ def _early_stopping(name: str, value: Any) -> dict[str, Any]:
 
 
 def _response_format(name: str, value: Any) -> dict[str, Any]:
-    allowed = "an object with a type of text, json_object, json_schema or regex, and its content"
+    allowed = (
+        "an object with a type of text, json_object, json_schema, regex or grammar, and its content"
+    )
     found = _decoded(value, allowed)
     kind = found.get("type") if isinstance(found, dict) else None
-    if kind == "text":
-        return {"grammar": ("", "")}
-    if kind == "json_object":
-        return _schema(name, {"type": "object"})
-    if kind == "json_schema":
-        content = found.get("json_schema")
-        return _schema(name, content.get("schema") if isinstance(content, dict) else None)
-    if kind == "regex":
-        return _regex(name, found.get("regex", found.get("pattern")))
+    match kind:
+        case "text":
+            return {"grammar": _FREE}
+        case "json_object" | "json":
+            schema = next(
+                (found[key] for key in ("schema", "value") if found.get(key) is not None), _OBJECT
+            )
+            return _schema(name, schema)
+        case "json_schema":
+            content = found.get("json_schema")
+            return _schema(name, content.get("schema") if isinstance(content, dict) else None)
+        case "regex":
+            return _regex(name, found.get("regex", found.get("pattern", found.get("value"))))
+        case "grammar":
+            return _grammar(name, found.get("grammar"))
     raise ValueError(allowed)
+
+
+def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
+    """Return the grammar of vLLM's object, which has one constraint and its options."""
+    allowed = f"an object with one of {', '.join(_CONSTRAINTS)}"
+    found = _decoded(value, allowed)
+    if not isinstance(found, dict):
+        raise ValueError(allowed)
+    given = {key: each for key, each in found.items() if each not in (None, False)}
+    kinds = [key for key in given if key in _CONSTRAINTS]
+    strange = [key for key in given if key not in _CONSTRAINTS and key not in _OPTIONS]
+    if len(kinds) != 1 or strange:
+        raise ValueError(allowed + f", and of the options {', '.join(_OPTIONS)}")
+    kind = kinds[0]
+    grammar: tuple[str, str] = _CONSTRAINTS[kind](name, given[kind])["grammar"]
+    options: dict[str, Any] = {}
+    if given.get("disable_any_whitespace"):
+        options["whitespace_flexible"] = False
+    if given.get("whitespace_pattern"):
+        options["whitespace_pattern"] = given["whitespace_pattern"]
+    if options and grammar[0] == "json_schema":
+        grammar = _spaced(grammar[1], options)
+    return {"grammar": grammar}
+
+
+def _spaced(schema: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the grammar of a schema with llguidance's options for white space."""
+    found = json.loads(schema)
+    found = found if isinstance(found, dict) else {}
+    return "json_schema", json.dumps({**found, "x-guidance": options})
 
 
 def _schema(name: str, value: Any) -> dict[str, Any]:
@@ -288,22 +434,66 @@ def _schema(name: str, value: Any) -> dict[str, Any]:
     return {"grammar": ("json_schema", json.dumps(found))}
 
 
+def _any_object(name: str, value: Any) -> dict[str, Any]:
+    if value is not True:
+        raise ValueError("true or false for json_object")
+    return _schema(name, _OBJECT)
+
+
+def _text(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, str) or not value:
+        raise ValueError("a text")
+    return {name: value}
+
+
 def _regex(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, str) or not value:
         raise ValueError("a regular expression")
     return {"grammar": ("regex", value)}
 
 
+def _grammar(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, str) or not value:
+        raise ValueError("a grammar in Lark's language or in GBNF")
+    return {"grammar": ("grammar", value)}
+
+
+def _choice(name: str, value: Any) -> dict[str, Any]:
+    allowed = f"a list of 1 to {_MOST_CHOICES} texts, none of them empty"
+    found = _decoded(value, allowed)
+    texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
+    if not texts or not 0 < len(found) <= _MOST_CHOICES:
+        raise ValueError(allowed)
+    quoted = (json.dumps(each, ensure_ascii=False) for each in found)
+    return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
+
+
+_CONSTRAINTS = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _any_object,
+}
+# The options of structured_outputs; the fallback is that to another library.
+_OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
 _PARSERS = {
     **dict.fromkeys(_RANGES, _number),
     **{each.name: _flag for each in fields(GenerationParameters) if each.type == "bool"},
     "logprobs": _logprobs,
     "top_logprobs": _top_logprobs,
     "stop": _stop,
+    "stop_words": _stop_words,
     "stop_token_ids": _tokens,
     "logit_bias": _bias,
+    "bad_words": _bad_words,
+    "allowed_token_ids": _tokens,
     "early_stopping": _early_stopping,
     "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
     "json_schema": _schema,
     "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "whitespace_pattern": _text,
 }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.engine_settings import PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Request
 from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
@@ -48,8 +48,7 @@ def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
         size = memoryview(tensor.raw).nbytes
         if name in _INPUTS and size > most_bytes:
             raise InvalidArgument(
-                f"{name}: the prompt has {size} bytes, and the model takes no prompt of more than "
-                f"{most_bytes} bytes"
+                f"{name}: {PROMPT_TOO_LONG}: {size} bytes are above any prompt's {most_bytes}"
             )
         if name == "input_ids":
             found[name] = tensor.numpy().ravel().copy()
@@ -89,10 +88,13 @@ class PromptReader:
         self._vocabulary = checkpoint.architecture.vocabulary
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {each.content: token for token, each in added if each.special}
-        self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
+        pieces = self._tokenizer.get_vocab()
+        # Tokenizers may have more tokens than the model.
+        largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
+        self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
-        widest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        widest = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
         self.most_bytes = max(_BYTES_A_CHARACTER * widest * self._longest, _LEAST_LIMIT)
 
@@ -112,22 +114,32 @@ class PromptReader:
         message, frame = None, ""
         if "messages" in given:
             chat = conversation(given["messages"])
-            tools = take(chat)
+            tools, hidden = take(chat), chat.pop("include_reasoning", None) is False
             given = {**given, "messages": self._chat.render(chat)}
-            message = self._formats.format(tools, given["messages"])
+            message = self._formats.format(tools, given["messages"], hidden)
             if message is not None:
                 frame = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
         tokens, text, offsets = self._prompt_text(given, parameters, scores)
         most = min(parameters.max_tokens, self._longest - len(tokens))
-        stops = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
-        parameters = replace(parameters, max_tokens=most, stop_token_ids=stops)
+        parameters = replace(
+            parameters,
+            max_tokens=most,
+            stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
+            banned=self._banned(parameters.bad_words),
+            # The best samples are found by their probabilities.
+            logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
+        )
         # A grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or frame)
         ends = () if ignores else self._checkpoint.ends
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
-        prompt = Prompt(request.work.key, tokens, parameters, ends, None, before)
+        prompt = Prompt(request.work.key, tokens, parameters, ends)
         prompt.message, prompt.frame = message, frame
         prompt.scored = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
+        if max(prompt.scored, parameters.logprobs) >= 0:
+            prompt.replayed = before
+        else:
+            prompt.resumed = before
         prompt.offsets = offsets
         return prompt, text
 
@@ -138,6 +150,22 @@ class PromptReader:
             InvalidArgument: It is no grammar, or one that allows no text.
         """
         prompt.grammar = self._grammars.matcher(prompt.parameters.grammar, prompt.frame)
+
+    def _banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of forbidden words, without and with a space before each.
+
+        The rule is that of vLLM: the second form counts if the space is part of its first token.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            plain, spaced = (
+                tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+                for text in (word.lstrip(), " " + word.lstrip())
+            )
+            found[plain] = None
+            if spaced[:1] != plain[:1] and len(spaced) == len(plain):
+                found[spaced] = None
+        return tuple(each for each in found if each)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
@@ -160,7 +188,7 @@ class PromptReader:
             return self._decoded(tokens, parameters, scores)
         chat = name == "messages"
         text = given[name]
-        special = parameters.add_special_tokens and not chat
+        special = parameters.add_special_tokens
         # Both methods release the GIL, unlike `encode`.
         encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
         (encoding,) = encode([text], add_special_tokens=special)
@@ -189,13 +217,14 @@ class PromptReader:
 
     def _count(self, name: str, count: int, parameters: GenerationParameters) -> int:
         """Return the number of last tokens of a prompt to use."""
-        count = min(count, parameters.truncate_prompt_tokens or count)
+        most = parameters.truncate_prompt_tokens
+        if most:
+            count = min(count, most if most > 0 else max(self._longest - 1, 1))
         if not count:
             raise InvalidArgument(f"{name}: the prompt is empty, it needs a token")
         if count + min(parameters.max_tokens, 1) > self._longest:
             raise InvalidArgument(
-                f"{name}: the prompt has {count} tokens, and with one more the model takes up to "
-                f"{self._longest}"
+                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more are above {self._longest}"
             )
         return count
 
@@ -231,6 +260,8 @@ def _settings(request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any
     for name in ("stream", "exclude_input_in_output"):
         if name in given:
             found[name] = given[name]
+    if "messages" in given:
+        found.setdefault("add_special_tokens", False)  # the template writes them
     echoes = found.get("echo") in (True, "true")
     if found.get("exclude_input_in_output") is not None:
         echoes = False

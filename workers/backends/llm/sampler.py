@@ -30,6 +30,7 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters
 TOKEN, ACCEPTANCE, PROPOSAL = range(3)
 _FIRST_LOOK = 1024  # candidates to search for the top-p before sorting all
 _BITS = (1 << 64) - 1
+_COLD, _COLDEST = 1e-3, 1e-30  # temperatures: that may overflow quotients, and the lowest
 
 
 @dataclass(slots=True)
@@ -130,15 +131,34 @@ def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
     """Apply bias, penalties, least length and grammar to logits, in place."""
     for line, row in zip(logits, rows, strict=True):
         parameters = row.parameters
-        if parameters.logit_bias:
-            ids = torch.tensor(list(parameters.logit_bias), device=line.device)
-            line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
+        if parameters.restricted:
+            _restrict(line, row)
         if parameters.penalised:
             _penalise(line, row)
-        if row.generated < parameters.min_tokens:
-            line[[*row.ends, *parameters.stop_token_ids]] = -math.inf
         if row.allowed is not None:
             _mask(line, row.allowed)
+        if row.generated < parameters.min_tokens:
+            ends = [*row.ends, *parameters.stop_token_ids]
+            before, line[ends] = line[ends], -math.inf
+            if row.allowed is not None and line.max() == -math.inf:
+                line[ends] = before  # the grammar has ended
+
+
+def _restrict(line: torch.Tensor, row: SampledRow) -> None:
+    """Apply the bias of tokens, the allowed tokens, and the forbidden sequences of tokens."""
+    parameters = row.parameters
+    if parameters.logit_bias:
+        ids = torch.tensor(list(parameters.logit_bias), device=line.device)
+        line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
+    if parameters.allowed_token_ids:
+        allowed = torch.tensor(parameters.allowed_token_ids, device=line.device)
+        kept = line[allowed]
+        line.fill_(-math.inf)
+        line[allowed] = kept
+    generated = row.tokens[row.prompt :] if parameters.banned else ()
+    for *before, last in parameters.banned:
+        if len(before) <= len(generated) and [*generated[len(generated) - len(before) :]] == before:
+            line[last] = -math.inf
 
 
 def _penalise(line: torch.Tensor, row: SampledRow) -> None:
@@ -167,7 +187,10 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
     """
     settings = [row.parameters for row in rows]
     cold = [place for place, each in enumerate(settings) if not each.temperature]
-    temperatures = torch.tensor([each.temperature or 1.0 for each in settings])
+    temperatures = torch.tensor([max(each.temperature or 1.0, _COLDEST) for each in settings])
+    if min(each.temperature or 1.0 for each in settings) < _COLD:
+        # Differences from the largest logit do not overflow.
+        logits = logits - logits.amax(-1, keepdim=True)
     scaled = logits / temperatures.to(logits.device).unsqueeze(1)
     least = _least(scaled, settings)
     if least is not None:
@@ -339,18 +362,20 @@ class Grammars:
             raise InvalidArgument("response_format: the model has no token that ends a text")
         matcher: Any = llguidance.LLMatcher
         compilers = {
-            "json_schema": matcher.grammar_from_json_schema,
+            "json_schema": _json_grammar,
             "regex": matcher.grammar_from_regex,
+            "grammar": _lark,
         }
         try:
             made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
-            error = made.get_error()
+            if not made.get_error():
+                made.compute_bitmask()  # finds grammars that allow no text
+            error = made.get_error() or _unsupported(made.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
-            name = "regex" if kind == "regex" else "response_format" if kind else "tools"
-            reason = clip(error.splitlines()[0], 200)
-            raise InvalidArgument(f"{name}: cannot be compiled: {reason}")
+            name = "response_format" if kind == "json_schema" else kind or "tools"
+            raise InvalidArgument(f"{name}: cannot be compiled: {_reason(error)}")
         return made
 
 
@@ -358,9 +383,65 @@ def _framed(frame: str, body: str) -> str:
     """Return a grammar whose rule `body` is another grammar."""
     if not (frame and body):
         return frame or body
-    (found,) = json.loads(body)["grammars"]
+    found = {"lark_grammar": body}
+    if body.lstrip().startswith("{"):
+        (found,) = json.loads(body)["grammars"]
     outer = {"name": "frame", "lark_grammar": frame}
     return json.dumps({"grammars": [outer, {**found, "name": "body"}]})
+
+
+# White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white
+# space would otherwise write nothing else.
+_WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+
+
+def _json_grammar(text: str) -> Any:
+    """Return the grammar of a JSON schema.
+
+    Formats without an implementation are annotations. `x-guidance` may have other options.
+    """
+    import llguidance
+
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        return llguidance.LLMatcher.grammar_from_json_schema(text)
+    options = {"whitespace_pattern": _WHITE_SPACE, **schema.get("x-guidance", {})}
+    schema["x-guidance"] = {**options, "lenient": True}
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def _unsupported(warnings: list[str]) -> str:
+    """Return the warnings of a lenient compilation about keys that restrict texts.
+
+    Python's sets have `uniqueItems`, which is left to the client.
+    """
+    found = [each for each in warnings if not each.startswith("Unknown format: ")]
+    return "; ".join(each for each in found if each != 'Unimplemented keys: ["uniqueItems"]')
+
+
+def _reason(error: str) -> str:
+    first = error.splitlines()[0]
+    return "it allows no text" if first.startswith("NoExtension") else clip(first, 200)
+
+
+def failure(matcher: Any) -> InvalidArgument | None:
+    """Return the error of a matcher that can restrict the next tokens no more, or None."""
+    if not matcher.is_error():
+        return None
+    return InvalidArgument(
+        f"response_format: the grammar has failed: {_reason(matcher.get_error())}"
+    )
+
+
+def _lark(text: str) -> Any:
+    """Compile a grammar in Lark's language or in GBNF. Raises ValueError if it is neither."""
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(str(error)) from None
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:

@@ -134,7 +134,7 @@ class Texts:
         answer = Answer(prompt, self._texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for each in resumed:
-                answer.samples[each.sample].resume(each, prompt.resumed[each.sample])
+                answer.samples[each.sample].resume(each, prompt.resumed.get(each.sample, []))
         self._answers[key] = answer
         self._held.pop(key, None)
         self.prompts[key] = prompt
@@ -142,7 +142,7 @@ class Texts:
         self._link.send(_prepared(prompt, stream.request.work.priority))
         # Last, because it may call the function immediately.
         stream.on_cancel(partial(self.put, partial(self._cancel, key)))
-        if resumed:
+        if prompt.resumed:
             self._respond(key)
 
     # --- tokens
@@ -228,9 +228,10 @@ def _prepared(prompt: Prompt, priority: int) -> Prepared:
         prompt.key,
         np.array(prompt.tokens, np.int32).tobytes(),
         max(parameters.max_tokens, 1),
-        1 if beams else parameters.n,
+        parameters.samples or 1,
         parameters.priority or priority,
         prompt.scored >= 0,
-        not beams,
+        not (beams or prompt.replayed),
         beams,
+        bool(prompt.replayed),
     )

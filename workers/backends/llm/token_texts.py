@@ -70,14 +70,18 @@ class TokenTexts:
 
     def complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
-        tail = tokens[-_MOST_HELD:]
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(b"".join(map(self.bytes_of, tail)))
-        missing, count = len(decoder.getstate()[0]), len(tokens)
-        while missing > 0:
-            count -= 1
-            missing -= len(self.bytes_of(tokens[count]))
+        count = len(tokens)
+        while missing := self._incomplete(tokens[max(count - _MOST_HELD, 0) : count]):
+            while missing > 0:
+                count -= 1
+                missing -= len(self.bytes_of(tokens[count]))
         return count
+
+    def _incomplete(self, tokens: Sequence[int]) -> int:
+        """Return the number of bytes of an incomplete character at the end."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(map(self.bytes_of, tokens)))
+        return len(decoder.getstate()[0])
 
     def offsets(self, tokens: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
         """Return the index in `text`, their decoding, of the character that each token begins in.

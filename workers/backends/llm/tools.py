@@ -114,8 +114,12 @@ class MessageFormats:
         self._added = {each.content: token for token, each in added}
         self._special = {each.content for _, each in added if each.special}
 
-    def format(self, request: ToolRequest | None, prompt: str) -> MessageFormat | None:
+    def format(
+        self, request: ToolRequest | None, prompt: str, hidden: bool = False
+    ) -> MessageFormat | None:
         """Return the format of a message after a prompt; None if all of its text is content.
+
+        With `hidden`, the message lacks its reasoning.
 
         Raises:
             InvalidArgument: The format of calls is not known.
@@ -141,6 +145,7 @@ class MessageFormats:
             self._reasoning,
             opened,
             request.parallel if request else True,
+            hidden,
             frozenset(self._added[marker] for marker in markers),
         )
 

@@ -25,9 +25,8 @@ from torch.export.graph_signature import TensorArgument
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
-from shmserve.workers import preloads
 from shmserve.workers.backends.pytorch.names import Argument
-from shmserve.workers.device import Device
+from shmserve.workers.device import Device, preload_scripted
 from shmserve.workers.memory.tensors import PROTOCOL
 from shmserve.workers.tensor_specs import Described, Description
 from shmserve.workers.user_code import import_file, in_words
@@ -77,7 +76,7 @@ def load_script(path: Path, device: Device) -> Program:
     try:
         with _reading(path), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            preloads.scripted()
+            preload_scripted()
             module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
     except InvalidArgument as error:
         if "locating file constants.pkl" not in str(error):

@@ -14,8 +14,10 @@ from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
+from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
 
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
@@ -26,18 +28,12 @@ MESSAGE = "message"
 _OUTPUTS = (TEXT, "index", "finish_reason", "usage")
 _MOST_PROMPTS = 1024
 _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
-# The members of a chat's body that concern its template and its tools.
-_CONVERSATION = (
-    *("tools", "tool_choice", "parallel_tool_calls", "documents", "chat_template_kwargs"),
-    *("reasoning_effort", "add_generation_prompt", "continue_final_message"),
-)
 
 
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens. With `message`, the model splits texts
-    into content, reasoning and tool calls.
+    With `usage`, a stream ends with the numbers of tokens. `details` are further outputs.
     """
 
     model: GatewayModel
@@ -46,12 +42,13 @@ class TextRequest(NamedTuple):
     samples: int
     stream: bool
     usage: bool
-    message: bool = False
+    details: tuple[str, ...] = ()
 
     def requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
-        names = [*_OUTPUTS, *(["logprobs"] if wants_logprobs(self.parameters) else [])]
-        names += [MESSAGE] if self.message else []
+        names = [*_OUTPUTS, *self.details]
+        if wants_logprobs(self.parameters) and "logprobs" not in names:
+            names.append("logprobs")
         text = orjson.dumps(self.parameters).decode()
         return [
             InferRequest(
@@ -62,6 +59,14 @@ class TextRequest(NamedTuple):
             )
             for prompt in self.prompts
         ]
+
+
+def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
+    """Return the outputs that few requests want."""
+    found: tuple[str, ...] = ()
+    if parameters.get("return_token_ids") is True:
+        found = ("token_ids", "prompt_token_ids")
+    return (*found, "logprobs") if parameters.get("prompt_logprobs") is not None else found
 
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
@@ -132,31 +137,34 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
 
 async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
-    model = await _generating(gateway, body)
-    prompts = _prompts(body.get("prompt"))
-    parameters = {**body, "echo": checked(body, "echo", bool, False)}
-    return _text_request(model, prompts, parameters)
+    given = carried(body, COMPLETION, gateway.settings.refuse_unknown_fields)
+    model = await _generating(gateway, given)
+    prompts = _prompts(model, given.get("prompt"))
+    return _text_request(model, prompts, {**given, "echo": checked(given, "echo", bool, False)})
 
 
 async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a chat."""
-    model = await _generating(gateway, body)
-    messages = checked(body, "messages", list, [])
+    given = carried(body, CHAT, gateway.settings.refuse_unknown_fields)
+    model = await _generating(gateway, given)
+    messages = checked(given, "messages", list, [])
     if not messages:
         raise InvalidArgument("messages: there are none; a list of messages is needed")
     for index, message in enumerate(messages):
         if type(message) is not dict or type(message.get("role")) is not str:
             raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
-    limits = (body.get("max_tokens"), body.get("max_completion_tokens"), _UNLIMITED)
+    limits = (given.get("max_completion_tokens"), given.get("max_tokens"), _UNLIMITED)
     most = next(limit for limit in limits if limit is not None)
-    given = {name: body[name] for name in _CONVERSATION if body.get(name) is not None}
-    parameters = {name: value for name, value in body.items() if name not in given}
-    parameters |= {"max_tokens": most, "echo": False}
-    conversation = {"messages": messages, **given} if given else messages
+    if given.get("top_logprobs") and not wants_logprobs(given):
+        raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
+    variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
+    conversation = {"messages": messages, **variables} if variables else messages
     prompt = tensor("messages", "BYTES", [orjson.dumps(conversation).decode()])
-    parsed = bool(given.get("tools")) or model.reasons
+    parameters = {"add_special_tokens": False, "echo": False, **given, "max_tokens": most}
+    parameters.pop("max_completion_tokens", None)
     made = _text_request(model, [prompt], parameters)
-    return made._replace(message=parsed and MESSAGE in model.signature.outputs)
+    parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
+    return made._replace(details=(*made.details, MESSAGE)) if parsed else made
 
 
 async def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
@@ -175,13 +183,13 @@ def _text_request(
     given = {
         name: value
         for name, value in parameters.items()
-        if name not in ("model", "prompt", "messages", "stream_options") and value is not None
+        if name not in ("model", "prompt", "messages", "stream_options")
     }
     usage = checked(options, "include_usage", bool, False)
-    return TextRequest(model, prompts, given, samples, stream, usage)
+    return TextRequest(model, prompts, given, samples, stream, usage, _details(given))
 
 
-def _prompts(given: Any) -> list[InferInput]:
+def _prompts(model: GatewayModel, given: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
     tokens = type(given) is list and given and all(type(each) is int for each in given)
     found = [given] if tokens or type(given) is not list else given
@@ -190,7 +198,26 @@ def _prompts(given: Any) -> list[InferInput]:
     made = [_prompt(each) for each in found]
     if not made:
         raise InvalidArgument("prompt: the list is empty; a prompt is needed")
+    if len(made) > 1:
+        _check_capacity(model, len(made))
     return made
+
+
+def _check_capacity(model: GatewayModel, count: int) -> None:
+    """Raise InvalidArgument if a model never takes so many prompts at a time."""
+    config = orjson.loads(model.config)
+    engine = config.get("parameters", {}).get(PARAMETER)
+    if engine is None:
+        return
+    settings = EngineSettings.read(engine["string_value"])
+    instances = sum(group["count"] for group in config["instance_group"])
+    most = settings.max_batch_size * instances + settings.max_waiting_requests
+    if count > most:
+        raise InvalidArgument(
+            f"prompt: {count} prompts are more than the {most} that the model takes at a time "
+            f"(max_batch_size {settings.max_batch_size}, "
+            f"max_waiting_requests {settings.max_waiting_requests})"
+        )
 
 
 def _prompt(given: Any) -> InferInput:
@@ -208,8 +235,11 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
+_REQUEST_ID = re.compile(r"\[request id: .*?\] ")
 # Messages about a field begin with its name.
-_FIELD = re.compile(r"(?:\[request id: .*?\] )?([a-z][a-z_.\[\]0-9]*): ")
+_FIELD = re.compile(r"([a-z][a-z_.\[\]0-9]*): ")
+# Inputs of models, and the fields that they are made of.
+_SOURCES = {"text_input": "prompt", "input_ids": "prompt"}
 
 
 class TooManyRequests(QueueFull):
@@ -223,13 +253,18 @@ def openai_error(error: ShmserveError) -> bytes:
 
     Its form is {"error": {"message", "type", "param", "code"}}.
     """
-    kind = "invalid_request_error" if isinstance(error, InvalidArgument) else "server_error"
+    invalid = isinstance(error, InvalidArgument)
+    kind = "invalid_request_error" if invalid else "server_error"
     code: str | None = None
     if isinstance(error, NotFound):
         kind, code = "invalid_request_error", "model_not_found"
     elif isinstance(error, TooManyRequests):
         kind, code = "rate_limit_error", "rate_limit_exceeded"
-    field = _FIELD.match(error.message) if isinstance(error, InvalidArgument) else None
-    message = error.message.encode(errors="replace").decode()
-    param = None if field is None else field[1]
+    elif invalid and PROMPT_TOO_LONG in error.message:
+        code = "context_length_exceeded"
+    message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
+    field = _FIELD.match(message) if invalid else None
+    param = None if field is None else _SOURCES.get(field[1], field[1])
+    if field is not None:
+        message = f"{param}{message[len(field[1]) :]}"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

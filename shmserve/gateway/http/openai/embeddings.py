@@ -17,6 +17,7 @@ from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, generates
+from shmserve.gateway.http.openai.fields import EMBEDDING, carried
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import error_of
 from shmserve.gateway.inference.prepare import build
@@ -56,7 +57,9 @@ def embeds(model: GatewayModel) -> Embedder | None:
 
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with a vector for each text."""
-    body = await bodies.read(gateway, request)
+    body = carried(
+        await bodies.read(gateway, request), EMBEDDING, gateway.settings.refuse_unknown_fields
+    )
     model = await bodies.model_of(gateway, body)
     embedder = embeds(model)
     if embedder is None:

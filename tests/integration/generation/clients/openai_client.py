@@ -8,7 +8,7 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 
-class get_weather(BaseModel):  # noqa: N801 - the name of the tool
+class get_weather(BaseModel):
     """The weather in a city."""
 
     city: str

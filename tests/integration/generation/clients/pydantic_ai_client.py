@@ -26,6 +26,11 @@ def get_weather(city: str) -> str:
     return "sunny"
 
 
+async def read_events(_: Any, events: AsyncIterable[Any]) -> None:
+    """A handler of events, with which requests stream."""
+    assert "part_delta" in [event.event_kind async for event in events]
+
+
 async def main() -> None:
     provider = OpenAIProvider(base_url=sys.argv[1], api_key="none")
     for kind in (OpenAIChatModel, OpenAIResponsesModel):
@@ -34,13 +39,8 @@ async def main() -> None:
         assert result.output == "It is sunny.", result
         further = await agent.run("And?", message_history=result.all_messages())
         assert further.output == "It is sunny.", further
-        kinds: list[str] = []
-
-        async def handle(_: Any, events: AsyncIterable[Any]) -> None:
-            kinds.extend([event.event_kind async for event in events])
-
-        streamed = await agent.run("Weather?", event_stream_handler=handle)
-        assert streamed.output == "It is sunny." and "part_delta" in kinds
+        streamed = await agent.run("Weather?", event_stream_handler=read_events)
+        assert streamed.output == "It is sunny.", streamed
         typed = Agent(kind("direct", provider=provider), output_type=get_weather_type)
         assert (await typed.run("Weather?")).output.city == "Paris"
     print("all is right")

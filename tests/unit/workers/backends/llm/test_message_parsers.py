@@ -30,7 +30,8 @@ XML = (
 )
 JSON = json.dumps({"name": "weather", "arguments": PARIS}, ensure_ascii=False)
 LLAMA = json.dumps({"type": "function", "name": "weather", "parameters": PARIS})
-NOW, WEATHER = ("now", {}), ("weather", PARIS)
+NOW: tuple[str, dict[str, Any]] = ("now", {})
+WEATHER = ("weather", PARIS)
 # The family, the text, the content and the calls.
 GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "hermes": ("hermes", f"<tool_call>\n{JSON}\n</tool_call>", "", [WEATHER]),
@@ -52,8 +53,8 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     ),
     "hermes with null": (
         "hermes",
-        '<tool_call>{"name": "f", "arguments": null}</tool_call>',
-        *("", [("f", {})]),
+        '<tool_call>{"name": "now", "arguments": null}</tool_call>',
+        *("", [NOW]),
     ),
     "hermes without a brace": (
         "hermes",
@@ -150,7 +151,9 @@ def parsed(
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """The content, the reasoning, and the name and arguments of each call."""
     parser = MessageParser(MessageFormat(FAMILIES[family], TOOLS, **more), stream)
-    found, calls, ids = {"content": "", "reasoning": ""}, [], set()
+    found = {"content": "", "reasoning": ""}
+    calls: list[list[str]] = []
+    ids: set[str] = set()
     for place, chunk in enumerate([*chunks, ""]):
         parser.feed(chunk, place == len(chunks))
         taken = parser.take()
@@ -206,7 +209,9 @@ def test_calls_that_are_malformed_late(case: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_text_is_parsed_alike_in_any_chunks(family: str) -> None:
     draw = random.Random(family)
-    pieces = [piece for _, text, *_ in (*GOOD.values(), *BAD.values()) for piece in split(text, 7)]
+    pieces = [
+        piece for case in (GOOD, BAD) for each in case.values() for piece in split(str(each[1]), 7)
+    ]
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
         for stream in (False, True):
@@ -254,9 +259,9 @@ THOUGHT = {
 @pytest.mark.parametrize("text", THOUGHT)
 @pytest.mark.parametrize("tools", [{}, TOOLS], ids=["", "tools"])
 def test_reasoning_is_split(text: str, tools: dict[str, Any]) -> None:
-    tags = {"reasoning": REASONING["qwen3"]}
     for seed in range(5):
-        parser = MessageParser(MessageFormat(FAMILIES["hermes"], tools, **tags), stream=True)
+        form = MessageFormat(FAMILIES["hermes"], tools, REASONING["qwen3"])
+        parser = MessageParser(form, stream=True)
         content = reasoning = ""
         for chunk in [*split(text, seed), ""]:
             parser.feed(chunk, not chunk)

@@ -1,0 +1,158 @@
+"""The fields of requests to OpenAI's API: carried out, refused, or without effect.
+
+The names are those of OpenAI's API and of vLLM's. A known field is never ignored if it would change
+the response: it is carried out, or the request is refused. Fields that neither API has are ignored
+and logged once, or refused with --openai-unknown-fields=refuse.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shmserve.errors import InvalidArgument, clip, suggestion
+
+logger = logging.getLogger(__name__)
+
+_MOST_REPORTED = 1000  # names of unknown fields
+
+
+class Allowed(NamedTuple):
+    """The values of a field that is otherwise refused; they have no effect."""
+
+    values: tuple[Any, ...]
+    text: str
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# --- carried out
+
+_EVERY = frozenset({"model"})
+# Options of a generation, which the model's worker validates.
+_GENERATION = _EVERY | _names(
+    "stream stream_options n best_of max_tokens min_tokens temperature top_p top_k min_p seed stop "
+    "stop_token_ids include_stop_str_in_output ignore_eos repetition_penalty presence_penalty "
+    "frequency_penalty logit_bias bad_words allowed_token_ids use_beam_search length_penalty "
+    "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
+    "add_special_tokens truncate_prompt_tokens priority response_format structured_outputs "
+    "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern "
+    "json_schema regex stop_words max_new_tokens"  # other names of these
+)
+# Variables of the chat template, and options of its message.
+CONVERSATION = _names(
+    "tools tool_choice parallel_tool_calls chat_template_kwargs add_generation_prompt "
+    "continue_final_message documents reasoning_effort include_reasoning"
+)
+
+# --- without effect
+
+_PLAIN = _names(
+    "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "request_id prediction spaces_between_special_tokens guided_decoding_backend"
+)
+
+# --- refused, unless the value has no effect
+
+_NONE = Allowed((), "it is not supported")
+_FALSE = Allowed((False,), "only false is supported")
+_EMPTY = Allowed(({}, []), "it is not supported")
+_REFUSED: Mapping[str, Allowed] = {
+    "store": Allowed((False,), "only false is supported, because responses are not stored"),
+    "suffix": Allowed(("",), "texts before a suffix are not supported"),
+    "modalities": Allowed((["text"],), 'only ["text"] is supported'),
+    "verbosity": Allowed(("medium",), "only 'medium' is supported"),
+    "functions": Allowed(([],), "it is replaced by tools"),
+    "function_call": Allowed(("none",), "it is replaced by tool_choice"),
+    "detokenize": Allowed((True,), "only true is supported"),
+    "return_tokens_as_token_ids": _FALSE,
+    "echo": _FALSE,  # of a chat
+    "chat_template": Allowed((), "only the model's own template is supported"),
+    **dict.fromkeys(
+        ("audio", "web_search_options", "moderation", "cache_salt", "prompt_embeds"), _NONE
+    ),
+    **dict.fromkeys(
+        (
+            "logits_processors",
+            "mm_processor_kwargs",
+            "media_io_kwargs",
+            "kv_transfer_params",
+            "vllm_xargs",
+            "repetition_detection",
+            "thinking_token_budget",
+            "lora_request",
+        ),
+        _EMPTY,
+    ),
+}
+
+COMPLETION = _GENERATION | {"prompt"}
+_CHAT = {"messages", "max_completion_tokens", "top_logprobs"}
+CHAT = (_GENERATION | CONVERSATION | _CHAT) - {"echo"}
+EMBEDDING = _EVERY | {"input", "encoding_format"}
+_EMBEDDING_REFUSED: Mapping[str, Allowed] = {
+    "dimensions": Allowed((), "the model has vectors of one size"),
+    **dict.fromkeys(("truncate_prompt_tokens", "additional_data"), _NONE),
+    "add_special_tokens": Allowed((True,), "only true is supported"),
+}
+
+_STREAM_OPTIONS: Mapping[str, Allowed | None] = {
+    "include_usage": None,
+    "include_obfuscation": None,
+    "continuous_usage_stats": _FALSE,
+}
+
+
+_reported: set[str] = set()  # unknown fields that were logged
+
+
+def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool) -> dict[str, Any]:
+    """Return the fields of a body to carry out, without those that are null.
+
+    Args:
+        body: The body.
+        known: The fields to carry out, such as `COMPLETION`.
+        refuse_unknown: Whether fields that are not known are refused; otherwise they are logged
+            once for each name.
+
+    Raises:
+        InvalidArgument: Fields are refused. The message names each of them.
+    """
+    refused = _EMBEDDING_REFUSED if known is EMBEDDING else _REFUSED
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    strange: dict[str, frozenset[str]] = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in known:
+            found[name] = value
+        elif name in refused:
+            problems += _problem(name, value, refused[name])
+        elif name not in _PLAIN:
+            strange[name] = known | refused.keys() | _PLAIN
+    options = found.get("stream_options")
+    if isinstance(options, dict):
+        for name, value in options.items():
+            allowed = _STREAM_OPTIONS.get(name)
+            if allowed is not None and value is not None:
+                problems += _problem(f"stream_options.{name}", value, allowed)
+            elif name not in _STREAM_OPTIONS:
+                strange[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
+    for name, names in strange.items():
+        if refuse_unknown:
+            problems.append(f"{clip(name)}: it is not a known field{suggestion(name, names)}")
+        elif name not in _reported and len(_reported) < _MOST_REPORTED:
+            _reported.add(name)
+            logger.warning("field '%s' of OpenAI's API is not known and is ignored", clip(name))
+    if problems:
+        raise InvalidArgument("; ".join(problems))
+    return found
+
+
+def _problem(name: str, value: Any, allowed: Allowed) -> list[str]:
+    neutral = any(type(value) is type(each) and value == each for each in allowed.values)
+    return [] if neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.text}"]

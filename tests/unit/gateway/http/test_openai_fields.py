@@ -1,0 +1,86 @@
+"""Fields of OpenAI's API: carried out, refused or without effect, and never ignored in silence."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.http.openai import fields
+from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, EMBEDDING, carried
+
+
+def kept(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = False) -> Any:
+    return carried(body, known, refuse)
+
+
+def refusal(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = False) -> str:
+    with pytest.raises(InvalidArgument) as raised:
+        carried(body, known, refuse)
+    return raised.value.message
+
+
+def test_null_is_absent_for_every_field() -> None:
+    names = COMPLETION | CHAT | fields._REFUSED.keys() | fields._PLAIN | {"nobody_knows"}
+    assert kept(dict.fromkeys(names), refuse=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "known"),
+    [
+        ({"chat_template_kwargs": {"a": 1}, "tools": [{}], "top_logprobs": 2}, CHAT),
+        ({"prompt": "x", "echo": True, "best_of": 3, "guided_choice": ["a"]}, COMPLETION),
+        ({"input": "x", "encoding_format": "float"}, EMBEDDING),
+        ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["x"]}, COMPLETION),
+    ],
+)
+def test_what_is_carried_out_is_passed_on(body: dict[str, Any], known: frozenset[str]) -> None:
+    assert kept(body, known, refuse=True) == body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"},
+        {"store": False, "suffix": "", "modalities": ["text"], "verbosity": "medium"},
+        {"logits_processors": [], "mm_processor_kwargs": {}, "detokenize": True},
+    ],
+)
+def test_what_has_no_effect_is_dropped(body: dict[str, Any]) -> None:
+    assert kept(body, refuse=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "known", "message"),
+    [
+        ({"suffix": "!"}, COMPLETION, "suffix: '!' is refused: texts before a suffix"),
+        ({"store": True}, CHAT, "store: True is refused: only false is supported"),
+        ({"store": 0}, CHAT, "store: 0 is refused"),
+        ({"modalities": ["text", "audio"]}, CHAT, 'only ["text"] is supported'),
+        ({"functions": [{}]}, CHAT, "it is replaced by tools"),
+        ({"echo": True}, CHAT, "echo: True is refused"),
+        ({"dimensions": 3}, EMBEDDING, "dimensions: 3 is refused: the model has vectors"),
+        ({"stream_options": {"continuous_usage_stats": True}}, CHAT,
+         "stream_options.continuous_usage_stats: True is refused"),
+        ({"audio": {}, "cache_salt": "s"}, CHAT,
+         "audio: {} is refused: it is not supported; cache_salt: 's' is refused"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_says_what_is_supported(
+    body: dict[str, Any], known: frozenset[str], message: str
+) -> None:
+    assert message in refusal(body, known)
+
+
+def test_unknown_fields_are_logged_once_or_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fields, "_reported", set())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert kept({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
+                "stream_options": {"odd": 1}
+            }
+    assert [each.args for each in caplog.records] == [("nobody_knows",), ("stream_options.odd",)]
+    text = refusal({"temprature": 1}, refuse=True)
+    assert text == "temprature: it is not a known field, did you mean 'temperature'?"
