@@ -25,6 +25,7 @@ from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 
+_UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
 _INPUTS = ("text_input", "input_ids", "messages")
 LONG = 1 << 12  # characters that are tokenized in less than 10 ms
 _CHARACTERS_A_TOKEN = 16
@@ -122,7 +123,10 @@ class PromptReader:
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
         scores = echoes and parameters.logprobs >= 0 and "messages" not in given
         tokens, text, offsets = self._prompt_text(given, parameters, scores)
-        most = min(parameters.max_tokens, self._longest - len(tokens))
+        most = parameters.max_tokens
+        if most == _UNLIMITED:
+            most = self._checkpoint.defaults.get("max_new_tokens") or most
+        most = min(most, self._longest - len(tokens))
         words = parameters.bad_words
         parameters = replace(
             parameters,
