@@ -57,8 +57,9 @@ def test_a_completion_with_its_prompt(
     asked: Any = {"model": "tiny", "prompt": tokens if by_tokens else PROMPT, "temperature": 0}
     asked |= {"echo": True, "logprobs": top, "max_tokens": most, "n": 2}
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
-    found = client.completions.create(**asked, stream=stream)
-    choices = [choice for each in (found if stream else [found]) for choice in each.choices]
+    found: Any = client.completions.create(**asked, stream=stream)
+    events: Any = found if stream else [found]
+    choices = [choice for each in events for choice in each.choices]
     for index in (0, 1):
         parts = [choice for choice in choices if choice.index == index]
         text = "".join(part.text for part in parts)
