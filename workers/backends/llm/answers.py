@@ -187,6 +187,8 @@ class Answer:
         parameters = prompt.parameters
         self._wanted = {output.name for output in stream.request.schema.outputs}
         self._wanted = self._wanted or {"text_output"}
+        # The log probabilities of the prompt as JSON: with the text, and by themselves.
+        self._scored: list[tuple[orjson.Fragment, orjson.Fragment]] = []
         self.samples = [self._sample(index) for index in range(parameters.samples)]
 
     def _sample(self, index: int) -> SampleText:
@@ -297,14 +299,30 @@ class Answer:
         content = list(itertools.starmap(self._logprob, told))
         found: dict[str, Any] = {"content": content}
         if prompt.scored >= 0 and not sample.begun:
-            known = [prompt.known.get(place) for place in range(len(prompt.tokens))]
+            self.encode_prompt()
             if prompt.offsets:
-                pairs = zip(known, prompt.tokens, prompt.offsets, strict=True)
-                found["content"] = [self._echoed(*each) for each in pairs] + content
+                found["content"] = [*(echoed for echoed, _ in self._scored), *content]
             if prompt.parameters.prompt_logprobs >= 0:
-                most = prompt.parameters.prompt_logprobs
-                found["prompt"] = [each and self._logprob(each, most=most) for each in known]
+                found["prompt"] = [alone for _, alone in self._scored]
         return orjson.dumps(found)
+
+    def encode_prompt(self) -> None:
+        """Encode the log probabilities of the prompt's tokens that are known by now.
+
+        A long prompt is encoded in parts, as it is computed, so that no other text waits for long.
+        """
+        prompt, parameters = self.prompt, self.prompt.parameters
+        for place in range(len(self._scored), len(prompt.tokens)):
+            told = prompt.known.get(place)
+            if place and told is None:
+                return
+            echoed = alone = None
+            if prompt.offsets:
+                echoed = self._echoed(told, prompt.tokens[place], prompt.offsets[place])
+            if told is not None and parameters.prompt_logprobs >= 0:
+                alone = self._logprob(told, most=parameters.prompt_logprobs)
+            parts = orjson.dumps(echoed), orjson.dumps(alone)
+            self._scored.append((orjson.Fragment(parts[0]), orjson.Fragment(parts[1])))
 
     def _echoed(self, told: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
         if told is not None:
@@ -320,9 +338,8 @@ class Answer:
         return {**mine, "text_offset": offset}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._texts.bytes_of(token)
-        text = raw.decode(errors="replace")
+        text, raw = self._texts.shown(token)
         if self.prompt.parameters.return_tokens_as_token_ids:
             text = f"token_id:{token}"
         value = max(logprob, _LEAST_LOGPROB)
-        return {"token_id": token, "token": text, "logprob": value, "bytes": list(raw)}
+        return {"token_id": token, "token": text, "logprob": value, "bytes": raw}

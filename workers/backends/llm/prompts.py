@@ -26,6 +26,7 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 from shmserve.workers.backends.llm.tools import MessageFormats, take
 
+_UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
 _INPUTS = ("text_input", "input_ids", "messages")
 LONG = 1 << 12  # characters that are tokenized in less than 10 ms
 _CHARACTERS_A_TOKEN = 16
@@ -133,7 +134,10 @@ class PromptReader:
             if message is not None:
                 frame = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
         tokens, text, offsets = self._prompt_text(given, parameters, scores)
-        most = min(parameters.max_tokens, self._longest - len(tokens))
+        most = parameters.max_tokens
+        if most == _UNLIMITED:
+            most = self._checkpoint.defaults.get("max_new_tokens") or most
+        most = min(most, self._longest - len(tokens))
         words = parameters.bad_words
         parameters = replace(
             parameters,

@@ -153,6 +153,9 @@ class Texts:
             answer = self._answers.get(each.prompt.key)
             if answer is None or answer.prompt is not each.prompt:
                 continue
+            if not each.tokens:
+                answer.encode_prompt()
+                continue
             sample = answer.samples[each.sample]
             if sample.over:
                 continue

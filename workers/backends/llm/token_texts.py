@@ -43,6 +43,7 @@ class TokenTexts:
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         self._byte_level, self._byte_fallback = b'"ByteLevel"' in state, b'"ByteFallback"' in state
         self.bytes_of = functools.lru_cache(1 << 18)(self._bytes_of)
+        self.shown = functools.lru_cache(1 << 18)(self._shown)
 
     def _bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; those of a token that the tokenizer lacks are empty."""
@@ -89,6 +90,11 @@ class TokenTexts:
         """Return the text of tokens."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _shown(self, token: int) -> tuple[str, list[int]]:
+        """Return the text and the bytes of a token, which are not changed."""
+        data = self.bytes_of(token)
+        return data.decode(errors="replace"), list(data)
 
     def complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
