@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,9 +16,10 @@ from shmserve.errors import InvalidArgument, clip
 logger = logging.getLogger(__name__)
 
 _MOST_STOPS = 64
+_LONGEST_WORD = 256  # characters
 # The range of each number; integer bounds mean an integer.
 _RANGES: Mapping[str, tuple[float, float]] = {
-    "max_tokens": (1, 1 << 24),
+    "max_tokens": (0, 1 << 24),
     "min_tokens": (0, 1 << 24),
     "n": (1, 128),
     "best_of": (0, 128),
@@ -98,7 +99,7 @@ class GenerationParameters:
         truncate_prompt_tokens: The number of last prompt tokens to use; 0: all; -1: as many as
             the model takes.
         allowed_token_ids: The tokens that may be generated; empty: all.
-        banned: The tokens of `bad_words`, whose last token is forbidden behind the others.
+        forbidden: Returns the tokens that would complete one of `bad_words` after given tokens.
         grammar: (kind, text) with the kind "json_schema", "regex", "grammar" (Lark or GBNF), or
             ("", "").
     """
@@ -127,12 +128,14 @@ class GenerationParameters:
     use_beam_search: bool = False
     stream: bool = False
     echo: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     early_stopping: str = "false"
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    banned: tuple[tuple[int, ...], ...] = ()
+    forbidden: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _FREE
 
@@ -148,7 +151,7 @@ class GenerationParameters:
     @property
     def restricted(self) -> bool:
         """Return whether single tokens are forbidden or favoured."""
-        return bool(self.logit_bias or self.banned or self.allowed_token_ids)
+        return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
 
     @property
     def samples(self) -> int:
@@ -239,6 +242,8 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
     least, most = values.get("min_tokens", 0), values.get("max_tokens", 16)
     if least > most:
         found.append(f"min_tokens: {least} is more than max_tokens {most}")
+    if not most and not (values.get("echo") or values.get("prompt_logprobs", -1) >= 0):
+        found.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
     if not values.get("top_p", 1.0):
         found.append("top_p: 0.0 is not a number above 0, up to 1")
     count, best_of = values.get("n", 1), values.get("best_of", 0)
@@ -250,6 +255,10 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
         return found
     if values.get("stream"):
         found.append("stream: a beam search has its texts at its end, stream has to be false")
+    if values.get("logprobs", -1) >= 0:
+        found.append("logprobs: a beam search has none")
+    if not most:
+        found.append("max_tokens: 0 is too small for a beam search")
     if max(count, best_of) < 2:
         found.append(f"n: {count} is not the width of a beam search, which is 2 to 128")
     return found
@@ -332,7 +341,10 @@ def _stop_words(name: str, value: Any) -> dict[str, Any]:
 
 
 def _bad_words(name: str, value: Any) -> dict[str, Any]:
-    return {name: _stop("stop", value)["stop"]}
+    words: tuple[str, ...] = _stop("stop", value)["stop"]
+    if any(len(word) > _LONGEST_WORD for word in words):
+        raise ValueError(f"a list of texts of up to {_LONGEST_WORD} characters")
+    return {name: words}
 
 
 def _tokens(name: str, value: Any) -> dict[str, Any]:
