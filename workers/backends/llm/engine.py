@@ -31,7 +31,7 @@ from shmserve.workers.backends.llm.speculation import Proposer
 
 
 class Emitted(NamedTuple):
-    """The tokens that a step has added to a sequence."""
+    """The tokens that a step has added to a sequence; none: its prompt was scored in part."""
 
     sequence: int
     prompt: Prompt
@@ -225,8 +225,7 @@ class WorkerEngine:
             told = logprobs(rows, tokens, prompt.parameters.logprobs)
         return Emitted(sequence.number, prompt, sequence.sample, tokens, over, told)
 
-    @staticmethod
-    def _tell_prompt(each: Planned, logits: torch.Tensor) -> int:
+    def _tell_prompt(self, each: Planned, logits: torch.Tensor) -> int:
         """Record the log probabilities of a prompt's tokens.
 
         Returns:
@@ -239,6 +238,7 @@ class WorkerEngine:
         told = logprobs(rows, targets, prompt.scored)
         for place, one in enumerate(told, row.start + 1):
             prompt.known.setdefault(place, one)
+        self.emit([Emitted(each.sequence.number, prompt, each.sequence.sample, [], "", [])])
         return row.count - row.samples
 
 
