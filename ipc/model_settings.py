@@ -19,9 +19,14 @@ IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
 # The parameters that the server interprets, for any backend.
-KNOWN_PARAMETERS = (
+# Parameters that the server reads for every backend.
+KNOWN_SETTINGS = (
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD, EXECUTION_TIMEOUT),
-    *(PADDING, "class", "EXECUTION_ENV_PATH"),
+    PADDING,
+)
+KNOWN_PARAMETERS = (
+    *KNOWN_SETTINGS,
+    *("class", "EXECUTION_ENV_PATH"),
     *("FORCE_CPU_ONLY_INPUT_TENSORS", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "INFERENCE_MODE"),
     *("DISABLE_OPTIMIZED_EXECUTION", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
     *("NUM_THREADS", "NUM_INTEROP_THREADS", "intra_op_thread_count", "inter_op_thread_count"),

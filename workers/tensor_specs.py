@@ -110,7 +110,8 @@ def complete(
 def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:
     dims = list(tensor.dims[1:] if batched else tensor.dims)
     # A configuration has no scalars: a client sends and receives one element.
-    made = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype], "dims": dims or [1]}
+    made: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}
+    made["dims"] = dims or [1]
     if batched and not dims:
         made["reshape"] = {"shape": []}
     return made

@@ -17,7 +17,9 @@ from shmserve.model_config.completion import (
     ModelDefaults,
     detect_backend,
     merge_autocomplete,
+    merge_duplicates,
     normalise,
+    unknown_backend,
 )
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
 from shmserve.model_config.parse import class_source, from_json, parse_pbtxt, read_json, read_pbtxt
@@ -40,11 +42,13 @@ __all__ = [
     "from_json",
     "ignored_fields",
     "merge_autocomplete",
+    "merge_duplicates",
     "normalise",
     "parse_pbtxt",
     "read_json",
     "read_labels",
     "read_pbtxt",
     "to_dict",
+    "unknown_backend",
     "validate",
 ]

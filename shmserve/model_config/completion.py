@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
+from shmserve.errors import suggestion
 from shmserve.ipc.engine_settings import GENERATIVE
 from shmserve.ipc.engine_settings import PARAMETER as ENGINE
 from shmserve.ipc.model_settings import (
@@ -30,6 +32,23 @@ LIBTORCH = "pytorch_libtorch"
 ONNX = "onnxruntime_onnx"
 # The platforms (Triton's older name for a backend) and their backends.
 PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
+# Triton's further platforms, and the files by which it finds the backends of models.
+_FOREIGN_PLATFORMS = {
+    "tensorrt_plan": "tensorrt",
+    "tensorflow_graphdef": "tensorflow",
+    "tensorflow_savedmodel": "tensorflow",
+    "caffe2_netdef": "caffe2",
+}
+_FOREIGN_FILES = {
+    "model.plan": "tensorrt",
+    "model.graphdef": "tensorflow",
+    "model.savedmodel": "tensorflow",
+    "model.netdef": "caffe2",
+    "model.xml": "openvino",
+    "model.dali": "dali",
+}
+BACKENDS = frozenset({"ascend", "llm", "native", "onnxruntime", "python", "pytorch", "vllm"})
+_PLUGINS = "shmserve.backends"  # the entry points of further backends
 ENSEMBLE = "ensemble"
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _TORCH_FILES = ("model.pt", "model.pt2")
@@ -132,7 +151,7 @@ def _copy(config: ModelConfig) -> ModelConfig:
 
 def _backend(config: ModelConfig, files: Collection[str]) -> str:
     if config.platform:
-        return PLATFORMS.get(config.platform, "")
+        return PLATFORMS.get(config.platform) or _FOREIGN_PLATFORMS.get(config.platform, "")
     named = config.default_model_filename
     present = [name for name in (*_TORCH_FILES, _ONNX_FILE, "model.py") if name in files]
     file = named or (present[0] if present else "")
@@ -144,7 +163,37 @@ def _backend(config: ModelConfig, files: Collection[str]) -> str:
         return "pytorch"
     if file.endswith(".onnx"):
         return "onnxruntime"
-    return "python" if file.endswith(".py") else ""
+    if file.endswith(".py"):
+        return "python"
+    foreign = (_FOREIGN_FILES[name] for name in (file, *sorted(files)) if name in _FOREIGN_FILES)
+    return next(foreign, "")
+
+
+def unknown_backend(config: ModelConfig) -> str:
+    """Return the error text for a backend that this server does not have, or ""."""
+    name = config.backend
+    if not name or name in BACKENDS:
+        return ""
+    known = BACKENDS | {entry.name for entry in entry_points(group=_PLUGINS)}
+    if name in known:
+        return ""
+    return (
+        f"unable to find backend library for backend '{name}' of model '{config.name}', "
+        f"known are {', '.join(sorted(known))}{suggestion(name, known)}"
+    )
+
+
+def merge_duplicates(config: ModelConfig) -> list[str]:
+    """Remove equal repetitions of inputs and outputs; return their names in words."""
+    removed = []
+    for kind, tensors in (("input", config.input), ("output", config.output)):
+        names = [tensor.name for tensor in tensors]
+        for index in reversed(range(len(names))):
+            first = names.index(names[index])
+            if first < index and tensors[first] == tensors[index]:
+                removed.append(f"{kind} '{names[index]}'")
+                del tensors[index]
+    return removed
 
 
 def _fill_torch(config: ModelConfig, files: Collection[str]) -> None:

@@ -8,6 +8,8 @@ tensors.py         rules for inputs, outputs and warm-up samples
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 from math import inf
@@ -15,7 +17,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip, nearest, refused
-from shmserve.ipc.model_settings import FIRST_RESPONSE_FAMILY, KNOWN_PARAMETERS, MOST_INSTANCES
+from shmserve.ipc.model_settings import (
+    FIRST_RESPONSE_FAMILY,
+    KNOWN_PARAMETERS,
+    KNOWN_SETTINGS,
+    MOST_INSTANCES,
+)
 from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
 from shmserve.model_config.rules.ensembles import ensemble_problems
@@ -42,7 +49,24 @@ _BATCH_BACKENDS = (
     "onnxruntime",
     "native",
 )  # other backends receive the tensors of each request separately
-_TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations", "model_repository_agents")
+_TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations")
+# Parameters of Triton's backends for files that have an effect here; other ones are named.
+_FILE_PARAMETERS = {
+    "onnxruntime": (
+        *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),
+        *("enable_mem_arena", "enable_mem_pattern"),
+    ),
+    "pytorch": (
+        *("INFERENCE_MODE", "DISABLE_OPTIMIZED_EXECUTION", "TORCH_COMPILE_OPTIONAL_PARAMETERS"),
+        *("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT", "NUM_THREADS", "NUM_INTEROP_THREADS"),
+        *("ENABLE_JIT_EXECUTOR", "ENABLE_JIT_PROFILING", "ENABLE_TENSOR_FUSER"),
+    ),
+}
+_GPU_PARAMETERS = {
+    "onnxruntime": ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
+    "pytorch": ("ENABLE_CACHE_CLEANING",),
+}
+_PASSED_ON = ("session.", "ep.", "memory.")  # prefixes of onnxruntime's own settings
 
 
 class LoadProblem(InvalidArgument):
@@ -72,13 +96,13 @@ def validate(
             of `Source.check`.
         LoadProblem: All violations concern tensors, instances and label files.
     """
-    of_file = [*_file_problems(config), *parameter_problems(config, complete=complete)]
+    of_file = [*_file_problems(config, complete), *parameter_problems(config, complete=complete)]
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
     source.check(config, problems, kind)
 
 
-def _file_problems(config: ModelConfig) -> Iterator[Problem]:
+def _file_problems(config: ModelConfig, complete: bool) -> Iterator[Problem]:
     if not config.name:
         yield Problem(("name",), "model configuration must specify 'name'")
     yield from _platform_problems(config)
@@ -86,9 +110,9 @@ def _file_problems(config: ModelConfig) -> Iterator[Problem]:
         text = f"'max_batch_size' must be non-negative value for {config.name}"
         yield Problem(("max_batch_size",), text)
     if config.HasField("dynamic_batching"):
-        yield from dynamic_problems(config)
+        yield from dynamic_problems(config, complete=complete)
     if config.HasField("sequence_batching"):
-        yield from sequence_problems(config)
+        yield from sequence_problems(config, complete=complete)
     if _is_ensemble(config):
         yield from ensemble_problems(config)
     yield from _cache_problems(config)
@@ -216,7 +240,7 @@ def _name_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[Problem]:
-    inside = model_dir.resolve()
+    inside = model_dir.absolute()
     for index, output in enumerate(config.output):
         if not output.label_filename:
             continue
@@ -229,8 +253,10 @@ def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[Problem]:
 
 def _label_problem(inside: Path, label: str) -> str:
     try:
-        path = (inside / label).resolve()
-        readable = path.is_file()
+        path = Path(os.path.normpath(inside / label))  # links may lead anywhere
+        readable = stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        readable = False
     except (OSError, ValueError):
         return "is not a valid path"
     if not path.is_relative_to(inside):
@@ -293,12 +319,23 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
     if config.backend not in _BATCH_BACKENDS:
         yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
     for name in _TOP_FIELDS:
-        if _is_set(config, name):
+        effective = name == "model_operations" and config.backend == "onnxruntime"
+        if _is_set(config, name) and not effective:
             yield name
+    yield from _ignored_parameters(config)
     for index, control in enumerate(config.model_metrics.metric_control):
         if control.metric_identifier.family != FIRST_RESPONSE_FAMILY:
             yield f"model_metrics.metric_control[{index}]"
-    yield from _ignored_optimization(config.optimization, _EFFECTIVE.get(config.backend, ()))
+    on_gpu = _on_gpu(config)
+    needs_gpu = config.backend == "pytorch"
+    supported = _EFFECTIVE.get(config.backend, ()) if on_gpu or not needs_gpu else ()
+    yield from _ignored_optimization(config.optimization, supported)
+    accelerators = config.optimization.execution_accelerators
+    side = "cpu" if on_gpu else "gpu"
+    if "execution_accelerators" in supported and _is_set(
+        accelerators, f"{side}_execution_accelerator"
+    ):
+        yield f"optimization.execution_accelerators.{side}_execution_accelerator"
     for index, state in enumerate(config.sequence_batching.state):
         if state.use_growable_memory:
             yield f"sequence_batching.state[{index}].use_growable_memory"
@@ -306,6 +343,23 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
         for name in _GROUP_FIELDS:
             if _is_set(group, name):
                 yield f"instance_group[{index}].{name}"
+
+
+def _on_gpu(config: ModelConfig) -> bool:
+    return any(group.kind == ModelInstanceGroup.KIND_GPU for group in config.instance_group)
+
+
+def _ignored_parameters(config: ModelConfig) -> Iterator[str]:
+    backend = config.backend
+    if backend not in _FILE_PARAMETERS:
+        return
+    effective = {*KNOWN_SETTINGS, *_FILE_PARAMETERS[backend]}
+    if _on_gpu(config):
+        effective.update(_GPU_PARAMETERS[backend])
+    for name in sorted(config.parameters):
+        passed_on = backend == "onnxruntime" and name.startswith(_PASSED_ON)
+        if name not in effective and not passed_on:
+            yield f"parameters['{clip(name)}']"
 
 
 def _ignored_optimization(

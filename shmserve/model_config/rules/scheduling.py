@@ -27,11 +27,13 @@ _CORRELATION_TYPES = (
 )
 
 
-def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of `dynamic_batching`, with Triton's messages."""
+def dynamic_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
+    """Yield the problems of `dynamic_batching`; `complete` as for `validate`."""
     name, batching = config.name, config.dynamic_batching
     sizes = batching.preferred_batch_size
-    yield from _preferred_problems(config, _DYNAMIC, sizes, "dynamic batching preferred size")
+    yield from _preferred_problems(
+        config, _DYNAMIC, sizes, "dynamic batching preferred size", complete
+    )
     levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
     if levels:
         if not 1 <= batching.default_priority_level <= levels:
@@ -57,14 +59,15 @@ def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _preferred_problems(
-    config: ModelConfig, at: Key, sizes: Iterable[int], subject: str
+    config: ModelConfig, at: Key, sizes: Iterable[int], subject: str, complete: bool
 ) -> Iterator[Problem]:
     """Yield the problems of a batcher's `preferred_batch_size`."""
+    bounded = complete or config.HasField("max_batch_size")
     for index, size in enumerate(sizes):
         key = (*at, "preferred_batch_size", index)
         if size <= 0:
             yield Problem(key, f"{subject} must be positive for {config.name}")
-        if size > config.max_batch_size:
+        if bounded and size > config.max_batch_size:
             text = f"{subject} must be <= max batch size for {config.name}"
             yield Problem(key, text, (("max_batch_size",),))
 
@@ -81,7 +84,7 @@ def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
             yield key
 
 
-def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
+def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
     """Yield the problems of `sequence_batching`."""
     name, batching = config.name, config.sequence_batching
     controls = [
@@ -97,7 +100,7 @@ def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
     for at, control in controls:
         yield from _control(at, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
-    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject)
+    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, complete)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
         key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"

@@ -100,15 +100,25 @@ class LoadPlanner:
         try:
             written, source = repository.read_config(folder, override)
             config = self._filled(written, folder)
-            self._validate(config, folder, source, complete=False)
-            labels = model_config.read_labels(config, folder.path)
+            problem = self._obstacle(config, folder)
+            if not problem:
+                self._validate(config, folder, source, complete=False)
+                labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
             problem = error.message
         except ShmserveError as error:
+            hint = repository.misplaced_config(folder)
+            if hint:
+                error = InvalidArgument(f"{error.message} ({hint})")
             raise _not_polled(name, error) from None
+        hint = repository.misplaced_config(folder)
+        if hint:
+            logger.warning("model %s: %s", name, hint)
         for other, reason in repository.ignored_folders(folder).items():
             logger.warning("model %s: ignore version directory '%s' which %s", name, other, reason)
         versions = repository.versions_to_load(config, folder.versions)
+        found = (repository.missing_content(folder, version) for version in versions)
+        problem = problem or next(filter(None, found), "")
         text = "version %d is specified for model '%s', but the version directory is not present"
         for version in repository.missing_versions(config, folder.versions):
             logger.error(text, version, name)
@@ -125,6 +135,10 @@ class LoadPlanner:
             VersionSpec(name, str(version), path, path.parent, spec, labels, files, read)
             for version, files in prints.items()
         ]
+
+    def _obstacle(self, config: ModelConfig, folder: ModelFolder) -> str:
+        """Return why a model cannot be loaded whatever else its configuration says, or ""."""
+        return model_config.unknown_backend(config) or repository.check_agents(folder, config)
 
     def discard(self, plan: VersionSpec) -> None:
         """Remove the folder of a load request's files when no process uses it."""
@@ -153,6 +167,8 @@ class LoadPlanner:
         """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
+        for name in model_config.merge_duplicates(config):
+            logger.warning("model %s: %s is given twice, equally", folder.name, name)
         return model_config.normalise(config, folder.name, self._accelerators.count)
 
     def _validate(

@@ -4,8 +4,8 @@
     REPOSITORY/NAME/configs/X.pbtxt  used instead if --model-config-name=X is given
     REPOSITORY/NAME/VERSION/...      VERSION is a positive integer without leading zeros
 
-This module loads no model. A model's folder, its config.pbtxt and its version folders may be links
-only to targets inside the repository. Files in a version folder may link anywhere.
+This module loads no model. All of these folders and files may be links that lead anywhere: whoever
+may write the repository may run code in the server's workers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ _OF_ALL_VERSIONS = (_NAMED_CONFIGS, "warmup", "initial_state")  # folders beside
 IN_SEVERAL = "model appears in two or more repositories"
 _NO_VERSION = "at least one version must be available under the version policy of model"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
-_OUTSIDE = "the model's folder leads out of its repository"
+_LFS = b"version https://git-lfs.github.com/spec/v1"
+_PLACEHOLDER = re.compile(r"\$\{\w+\}")
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _NO_MODEL = (".", "__", "lost+found")  # prefixes of folders that are not models
+_LARGEST_POINTER = 1024  # bytes of a file that Git LFS leaves in place of the real one
 _BYTECODE = ("__pycache__",)  # written when a model is loaded, and not a change of the model
 
 
@@ -77,8 +79,8 @@ class ReadConfig(NamedTuple):
 def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, ModelFolder]:
     """Return the models of all repositories by name, sorted.
 
-    Hidden folders and lost+found are skipped. A model that cannot be loaded (a bad name, a link
-    that leads outside, or several repositories with the model) has a `problem`.
+    Hidden folders and lost+found are skipped. A model that cannot be loaded (a bad name, or several
+    repositories with the model) has a `problem`.
 
     Args:
         repositories: The folders to scan.
@@ -130,7 +132,12 @@ def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, S
     elif folder.config_path is not None:
         text = _read_text(folder.config_path)
         within = folder.config_path.relative_to(folder.path)
-        config, source = read_pbtxt(text, f"{folder.name}/{within}")
+        try:
+            config, source = read_pbtxt(text, f"{folder.name}/{within}")
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message + _template_hint(text)) from None
+        if source.problems and _PLACEHOLDER.search(text):
+            source = source.refusing((), _template_hint(text).lstrip())
     else:
         config = ModelConfig()
     if config.name and config.name != folder.name:
@@ -141,6 +148,52 @@ def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, S
         )
     config.name = folder.name
     return config, source
+
+
+def _template_hint(text: str) -> str:
+    """Return a hint at placeholders such as ${max_batch_size} in a configuration, or ""."""
+    found = sorted(set(_PLACEHOLDER.findall(text)))
+    if not found:
+        return ""
+    return f" (the file is a template: fill in its placeholders {clip(', '.join(found))})"
+
+
+def misplaced_config(folder: ModelFolder) -> str:
+    """Return a hint at a config.pbtxt in a version folder of a model that has none, or ""."""
+    for version in folder.versions if folder.config_path is None else ():
+        if _is_file(folder.path / str(version) / CONFIG_FILE):
+            place = f"{folder.name}/{version}/{CONFIG_FILE}"
+            return f"'{place}' is not read: move it to '{folder.name}/{CONFIG_FILE}'"
+    return ""
+
+
+def missing_content(folder: ModelFolder, version: int) -> str:
+    """Return the error text for a file that is a pointer of Git LFS, or ""."""
+    with os.scandir(folder.path / str(version)) as entries:
+        files = sorted(each.path for each in entries if each.is_file())
+    for path in files:
+        if os.path.getsize(path) < _LARGEST_POINTER and Path(path).read_bytes().startswith(_LFS):
+            return (
+                f"'{version}/{os.path.basename(path)}' is a Git LFS pointer, not the file: run "
+                "'git lfs pull' in the clone"
+            )
+    return ""
+
+
+def check_agents(folder: ModelFolder, config: ModelConfig) -> str:
+    """Carry out the repository agents of a configuration; return an error text, or ""."""
+    for agent in config.model_repository_agents.agents:
+        if agent.name != "checksum":
+            return f"repository agent '{agent.name}' is not available, known is 'checksum'"
+        for key, expected in sorted(agent.parameters.items()):
+            kind, _, file = key.partition(":")
+            if kind != "MD5" or not file:
+                return f"unexpected parameter '{key}' of agent 'checksum', expected 'MD5:FILE'"
+            with refused(f"file '{file}' for agent 'checksum'"):
+                digest = hashlib.md5((folder.path / file).read_bytes()).hexdigest()
+            if digest != expected.strip().lower():
+                return f"Mismatched MD5 hash for file {file}, expect: {expected}, got: {digest}"
+    return ""
 
 
 def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]:
@@ -270,8 +323,6 @@ def _subfolders(repository: Path) -> list[Path]:
 def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
     """Return a folder as a model, or None if it has neither a model's name nor its contents."""
     name = os.fsencode(path.name).decode(errors="replace")  # other bytes cannot be sent
-    if _leads_out(path, repository):
-        return ModelFolder(name, path, repository, problem=_OUTSIDE)
     config_path = path / CONFIG_FILE
     try:
         versions = _versions(path)
@@ -289,15 +340,7 @@ def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
     except InvalidArgument as error:
         has_contents = bool(versions) or folder.config_path is not None
         return replace(folder, problem=error.message) if has_contents else None
-    parts = [config_path, *(path / str(version) for version in versions)]
-    if any(_leads_out(part, repository) for part in parts):
-        return replace(folder, problem=_OUTSIDE)
     return folder
-
-
-# Path.resolve raises for a link to itself, which would end the scan of all models.
-def _leads_out(path: Path, repository: Path) -> bool:
-    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(repository))
 
 
 def _versions(path: Path) -> list[int]:

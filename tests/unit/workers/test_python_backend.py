@@ -212,7 +212,20 @@ def test_models_that_do_not_load(
 
 def test_a_file_without_a_model(model: Model) -> None:
     (model.rig.context.version_dir / "model.py").write_text("x = 1\n")
-    with pytest.raises(AttributeError, match="TritonPythonModel"):
+    with pytest.raises(InvalidArgument, match=r"no class TritonPythonModel$"):
+        model.backend.load(ModelSpec.of(config()))
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("import torch\nclass Net(torch.nn.Module): ...\n", 'nn.Module: write backend: "pytorch"'),
+        ("class Blur:\n    def predict(self, x): ...\n", 'write backend: "native"'),
+    ],
+)
+def test_another_kind_of_class_is_named(model: Model, text: str, hint: str) -> None:
+    (model.rig.context.version_dir / "model.py").write_text(text)
+    with pytest.raises(InvalidArgument, match=hint):
         model.backend.load(ModelSpec.of(config()))
 
 

@@ -175,7 +175,29 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
         raise Unavailable(f"Python model file not found in '{version_dir.name}/{file}'")
     if "EXECUTION_ENV_PATH" in config.parameters:
         logger.warning("EXECUTION_ENV_PATH has no effect: models share the server's Python")
-    return _import_model(model_dir, version_dir, file).TritonPythonModel
+    module = _import_model(model_dir, version_dir, file)
+    if not hasattr(module, "TritonPythonModel"):
+        raise InvalidArgument(f"'{file}' has no class TritonPythonModel{_hint(module, file)}")
+    return module.TritonPythonModel
+
+
+def _hint(module: Any, file: str) -> str:
+    """Return how to serve another kind of class in a model's file, or ""."""
+    torch = sys.modules.get("torch")
+    for name, found in vars(module).items():
+        if not isinstance(found, type) or found.__module__ != module.__name__:
+            continue
+        if torch is not None and issubclass(found, torch.nn.Module):
+            return (
+                f". Its class {name} is an nn.Module: write backend: \"pytorch\", "
+                f"runtime: \"{file}\", and the inputs and outputs into config.pbtxt"
+            )
+        if hasattr(found, "predict"):
+            return (
+                f". Its class {name} has a method 'predict': write backend: \"native\" and "
+                f'parameters {{ key: "class" value {{ string_value: "{name}" }} }} into config.pbtxt'
+            )
+    return ""
 
 
 def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:

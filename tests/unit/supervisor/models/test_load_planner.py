@@ -156,3 +156,84 @@ def test_files_sent_with_what_cannot_be_planned_do_not_stay(
     plans.discard(plan)
     assert not plan.model_dir.exists()
     assert other.model_dir.is_dir()
+
+
+IO = (
+    'input { name: "x" data_type: TYPE_FP32 dims: 1 } '
+    'output { name: "y" data_type: TYPE_FP32 dims: 1 }'
+)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        'backend: "tensorrt"',
+        'platform: "tensorrt_plan" max_batch_size: 1',
+        'backend: "tensorrt" instance_group { kind: KIND_GPU }',
+    ],
+)
+def test_a_backend_that_is_not_here_is_named_first(tmp_path: Path, config: str) -> None:
+    error = refusal(planner(tmp_path, config)).message
+    assert "unable to find backend library for backend 'tensorrt' of model 'm'" in error
+
+
+def test_an_equal_repetition_of_a_tensor_is_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = ' output { name: "y" data_type: TYPE_FP32 dims: 1 }'
+    (plan,) = planner(tmp_path, 'backend: "python" ' + IO + output).plan("m", "", {})
+    assert [each.name for each in plan.config.output] == ["y"]
+    assert "output 'y' is given twice, equally" in caplog.text
+    unlike = output.replace("dims: 1", "dims: 2")
+    error = refusal(planner(tmp_path / "unlike", 'backend: "python" ' + IO + unlike))
+    assert "model output 'y' is specified more than once" in error.message
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    made = planner(tmp_path, None)
+    (tmp_path / "repository" / "m" / "1" / "model.py").write_bytes(POINTER)
+    assert "'1/model.py' is a Git LFS pointer" in refusal(made).message
+
+
+def test_a_configuration_in_the_version_folder_is_named(tmp_path: Path) -> None:
+    made = planner(tmp_path, None)
+    folder = tmp_path / "repository" / "m" / "1"
+    (folder / "model.py").unlink()
+    (folder / "config.pbtxt").write_text("")
+    assert "'m/1/config.pbtxt' is not read: move it to 'm/config.pbtxt'" in refusal(made).message
+
+
+def test_an_unfilled_template_is_named(tmp_path: Path) -> None:
+    error = refusal(planner(tmp_path, "max_batch_size: ${size}\n")).message
+    assert "the file is a template: fill in its placeholders ${size}" in error
+
+
+def test_a_preferred_batch_size_is_compared_with_the_completed_size(tmp_path: Path) -> None:
+    config = 'backend: "python" dynamic_batching { preferred_batch_size: 2 }'
+    assert len(planner(tmp_path, config).plan("m", "", {})) == 1
+
+
+@pytest.mark.parametrize(
+    ("agent", "text"),
+    [
+        (
+            '"checksum" parameters { key: "MD5:1/model.py" value: "d41d8cd98f00b204e9800998ecf8427e" }',
+            "",
+        ),
+        (
+            '"checksum" parameters { key: "MD5:1/model.py" value: "00" }',
+            "Mismatched MD5 hash for file",
+        ),
+        ('"checksum" parameters { key: "MD5:1/none.py" value: "00" }', "'1/none.py'"),
+        ('"checksum" parameters { key: "SHA1:1/model.py" value: "00" }', "expected 'MD5:FILE'"),
+        ('"redirect"', "repository agent 'redirect' is not available"),
+    ],
+)
+def test_repository_agents(tmp_path: Path, agent: str, text: str) -> None:
+    config = f'backend: "python" model_repository_agents {{ agents {{ name: {agent} }} }}'
+    made = planner(tmp_path, config)
+    if text:
+        assert text in refusal(made).message
+    else:
+        assert len(made.plan("m", "", {})) == 1
