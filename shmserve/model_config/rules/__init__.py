@@ -66,7 +66,7 @@ _GPU_PARAMETERS = {
     "onnxruntime": ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
     "pytorch": ("ENABLE_CACHE_CLEANING",),
 }
-_PASSED_ON = ("session.", "ep.", "memory.")  # prefixes of onnxruntime's own settings
+_PASSED_ON = ("session.", "ep.")  # prefixes of onnxruntime's own settings
 
 
 class LoadProblem(InvalidArgument):

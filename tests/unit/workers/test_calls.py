@@ -104,7 +104,7 @@ def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
     assert submit.deadline_ns == submit.arrived_ns + 20_000
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
-    assert (inference.parameters, submit.correlation_id, submit.flags) == ({"a": 1}, 7, 1)
+    assert (inference.parameters, submit.correlation_id, submit.flags) == (what.parameters, 7, 1)
     scheduler.say(doubled(submit))
     reply = running.result(10)
     assert values(reply) == [2.0, 4.0]

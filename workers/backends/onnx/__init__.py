@@ -15,8 +15,7 @@ These settings of a configuration have an effect:
                                              cudnn_conv_algo_search, gpu_mem_limit,
                                              arena_extend_strategy (on a GPU)
 
-Parameters that begin with "session." or "ep." are passed to onnxruntime unchanged, and those that
-begin with "memory." to each run. The thread counts may also be set for all models, with
+Parameters that begin with "session." or "ep." are passed to onnxruntime unchanged. The thread counts may also be set for all models, with
 --backend-config=onnxruntime,intra_op_thread_count=N.
 
 A tensor of rank 0 has one element for clients. Outputs are returned with their true shape.

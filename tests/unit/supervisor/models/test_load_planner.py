@@ -162,6 +162,7 @@ IO = (
     'input { name: "x" data_type: TYPE_FP32 dims: 1 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 1 }'
 )
+EMPTY = "d41d8cd98f00b204e9800998ecf8427e"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
 
 
@@ -218,7 +219,7 @@ def test_a_preferred_batch_size_is_compared_with_the_completed_size(tmp_path: Pa
     ("agent", "text"),
     [
         (
-            '"checksum" parameters { key: "MD5:1/model.py" value: "d41d8cd98f00b204e9800998ecf8427e" }',
+            f'"checksum" parameters {{ key: "MD5:1/model.py" value: "{EMPTY}" }}',
             "",
         ),
         (
