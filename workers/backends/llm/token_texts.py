@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
+from shmserve.workers.backends.llm.message_parsers import overlap
+
 _REPLACEMENT = "\ufffd"  # the decoding of an incomplete character
 _MOST_HELD = 16  # tokens; longer invalid sequences are no characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -234,7 +236,7 @@ class StopStrings:
             end, begin = min(places)
             self._held = ""
             return text[: end if self._included else begin], True
-        held = max(_overlap(text, stop) for stop in self._stops)
+        held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
 
@@ -242,9 +244,3 @@ class StopStrings:
         """Return the text held back."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that begins a stop string."""
-    most = min(len(text), len(stop) - 1)
-    return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)

@@ -24,6 +24,8 @@ from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSetti
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
 TEXT = "text_output"
+# The output with the content, the reasoning and the tool calls of a text, as JSON.
+MESSAGE = "message"
 
 _OUTPUTS = (TEXT, "index", "finish_reason", "usage")
 _MOST_PROMPTS = 1024
@@ -177,7 +179,9 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     prompt = tensor("messages", "BYTES", [orjson.dumps(conversation).decode()])
     parameters = {"add_special_tokens": False, "echo": False, **given, "max_tokens": most}
     parameters.pop("max_completion_tokens", None)
-    return _text_request(model, [prompt], parameters)
+    made = _text_request(model, [prompt], parameters)
+    parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
+    return made._replace(details=(*made.details, MESSAGE)) if parsed else made
 
 
 async def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
