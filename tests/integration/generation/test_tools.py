@@ -65,7 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A model for each script, and one that thinks and then says JSON."""
     repository = tmp_path_factory.mktemp("tools") / "models"
     for name, (script, hint, special, _) in SCRIPTS.items():
-        template = TEMPLATE.replace("as <tool_call>...</tool_call>", f"as {hint}")
+        template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")
         more = REST if name == "qwen" else ()
         write_scripted(repository / name / "1", {CALLED: (*script, *more)}, template, special)
     thinks = ("<think>", "so", "</think>", '{"city": "', 'x"}')
@@ -99,7 +99,7 @@ def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = 
     for place, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
         (choice,) = chunk.choices
         content += choice.delta.content or ""
-        reasoning += choice.delta.to_dict().get("reasoning_content") or ""  # type: ignore[operator]
+        reasoning += str(choice.delta.to_dict().get("reasoning_content") or "")
         for call in choice.delta.tool_calls or []:
             assert call.function is not None and bool(call.id) == bool(call.function.name)
             arguments += call.function.arguments or ""
@@ -163,12 +163,14 @@ def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
 def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
     free = client.chat.completions.create(**asked("hermes", tools=TOOLS, tool_choice="none"))
     assert free.choices[0].message.tool_calls is None
+    named = {"type": "function", "function": {"name": "f"}}
+    body = asked("hermes", tools=TOOLS, tool_choice=named)
     with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is none of the tools"):
-        named = {"type": "function", "function": {"name": "f"}}
-        client.chat.completions.create(**asked("hermes", tools=TOOLS, tool_choice=named))
+        client.chat.completions.create(**body)
+    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]
+    body = asked("hermes", tools=wrong, tool_choice="required")
     with pytest.raises(openai.BadRequestError, match="tools: cannot be compiled") as raised:
-        wrong = [{"type": "function", "function": {"name": "f", "parameters": {"minimum": "x"}}}]
-        client.chat.completions.create(**asked("hermes", tools=wrong, tool_choice="required"))
+        client.chat.completions.create(**body)
     assert raised.value.param == "tools"
 
 
@@ -177,4 +179,4 @@ def test_errors_of_responses(client: openai.OpenAI) -> None:
         client.responses.create(model="loop", input="a", previous_response_id="resp_1")
     assert raised.value.param == "previous_response_id"
     made = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)
-    assert (made.status, made.store) == ("incomplete", False)
+    assert (made.status, made.to_dict()["store"]) == ("incomplete", False)
