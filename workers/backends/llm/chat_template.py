@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, meta, nodes
@@ -51,7 +52,7 @@ class ChatTemplate:
             extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
         )
         self._environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        self._environment.filters["tojson"] = _to_json
+        self._environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self._compiled: dict[str, _Compiled] = {}
 
     def render(self, given: Mapping[str, Any]) -> str:
@@ -73,7 +74,7 @@ class ChatTemplate:
         variables.setdefault("add_generation_prompt", not continued)
         try:
             template = self._template(name)
-            messages = [_message(each, template) for each in variables["messages"]]
+            messages = [_message(each, template) for each in given["messages"]]
             ending = _mark_end(messages[-1]) if continued else ""
             _check_used(variables, template)
             made = template.template.render(**{**variables, "messages": messages})
@@ -232,19 +233,3 @@ def _refuse(message: str) -> NoReturn:
 
 def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

@@ -56,7 +56,11 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is none of LlamaForCausalLM"),
         ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive whole number"),
-        ({"num_key_value_heads": 3}, "4 heads do not share 3 key-value heads"),
+        ({"head_dim": 7}, "head_dim: 7 is not an even number"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: 3 does not divide num_attention_heads, 4",
+        ),
         ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: 'longrope' is none of default"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: yarn needs factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: linear needs factor"),

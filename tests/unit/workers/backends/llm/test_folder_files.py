@@ -388,6 +388,14 @@ def test_what_a_template_does_not_take_is_an_error(
     assert message in raised.value.message
 
 
+def test_a_single_file_precedes_shards(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "m", shards=2)
+    drawn = weights(config(), seed=9)
+    save_weights(path, drawn)
+    found = Checkpoint.open(path)
+    assert torch.equal(found.weight("model.norm.weight"), drawn["model.norm.weight"])
+
+
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
     made = config(tie_word_embeddings=True)
     drawn = weights(made)
