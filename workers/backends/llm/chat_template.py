@@ -109,12 +109,12 @@ class ChatTemplate:
 
 
 class _Compiled(NamedTuple):
-    """A template, and what it knows.
+    """A compiled template and its properties.
 
     Attributes:
         iterates: Whether it iterates over the parts of a content.
         distinguishes: Whether it distinguishes a content of parts from a text.
-        developer: Whether it knows the role of that name; otherwise that role is "system".
+        developer: Whether it has the role `developer`; otherwise that role becomes `system`.
         variables: The names of its variables.
     """
 
