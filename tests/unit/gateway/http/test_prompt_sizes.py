@@ -21,6 +21,8 @@ LONG = "a" * (LARGE + 1)
         ({"model": "m", "prompt": [5] * 101}, "101 tokens are above 100"),
         ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens are above 100"),
         ({"model": "m", "messages": [{"role": "user", "content": LONG}]}, "messages: the prompt"),
+        ({"model": "m", "input": LONG}, "input: the prompt is longer"),
+        ({"model": "m", "input": [{"role": "user", "content": LONG}]}, "input: the prompt is"),
         ({"text_input": LONG}, "text_input: the prompt is longer"),
         ({"input_ids": [5] * 101}, "input_ids: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 100}, ""),
@@ -42,11 +44,11 @@ def test_another_process_parses_while_others_are_served() -> None:
     gaps = []
 
     async def served() -> None:
-        last = time.perf_counter()
+        last = time.thread_time()
         while True:
             await asyncio.sleep(0)
-            gaps.append(time.perf_counter() - last)
-            last = time.perf_counter()
+            gaps.append(time.thread_time() - last)
+            last = time.thread_time()
 
     async def both() -> str:
         other = asyncio.create_task(served())
@@ -55,7 +57,7 @@ def test_another_process_parses_while_others_are_served() -> None:
         return found
 
     assert "5000000 tokens are above 100" in asyncio.run(both())
-    assert sorted(gaps)[-5] < 0.05
+    assert max(gaps) < 0.02  # of computing: others may have the processor
 
 
 def test_what_is_no_json_has_no_prompt() -> None:
