@@ -85,6 +85,30 @@ def test_a_completion_with_its_prompt(
         assert told["text_offset"][len(tokens) :][:1] == [len(PROMPT)][:most]
 
 
+def test_an_evaluation_finds_what_transformers_finds(
+    client: openai.OpenAI, scores: Scores, tokens: list[int]
+) -> None:
+    """The requests of `local-completions` of lm-eval, and what it makes of the responses."""
+    continuations = [tokens[:4], tokens[2:7], tokens[:1]]
+    prompts = [[*tokens, *each] for each in continuations]
+    found = client.completions.create(
+        model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
+    )
+    for choice, prompt in zip(found.choices, prompts, strict=True):
+        told = choice.logprobs
+        assert told is not None and told.token_logprobs is not None
+        assert told.top_logprobs is not None
+        part = slice(len(tokens), -1)
+        rows = scores(prompt)[len(tokens) - 1 : -1]
+        wanted = rows[range(len(rows)), prompt[len(tokens) :]]
+        assert sum(told.token_logprobs[part]) == pytest.approx(wanted.sum().item(), abs=1e-4)
+        likeliest = [max(each.values()) for each in told.top_logprobs[part]]
+        greedy = [
+            one == most for one, most in zip(told.token_logprobs[part], likeliest, strict=True)
+        ]
+        assert greedy == (rows.argmax(-1) == rows.new_tensor(prompt[len(tokens) :])).tolist()
+
+
 def test_a_chat_with_the_scores_of_its_prompt(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "é"}], "max_tokens": 4}
     more: Any = {"prompt_logprobs": 1, "return_token_ids": True, "ignore_eos": True}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.sampler import (
@@ -28,6 +29,8 @@ from shmserve.workers.backends.llm.sampler import (
 )
 from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
 from shmserve.workers.backends.llm.speculation import Proposer
+
+NO_TOKEN = "response_format: the other parameters forbid all tokens that the grammar allows"
 
 
 class Emitted(NamedTuple):
@@ -217,8 +220,11 @@ class WorkerEngine:
         tokens, over = sequence.take(tokens)
         # The draft model's keys and values are valid up to the last accepted token.
         sequence.drafted = min(sequence.drafted, before + len(tokens) - 1)
-        if sequence.matcher is not None and not (over or sequence.matcher.is_stopped()):
-            sequence.matcher.consume_tokens(tokens)
+        matcher = sequence.matcher
+        if matcher is not None and not matcher.is_stopped():
+            matcher.consume_tokens(tokens[:-1] if over else tokens)
+            if over == "stop" and tokens[-1] in prompt.ends and not matcher.is_accepting():
+                self.fail({prompt.key}, InvalidArgument(NO_TOKEN))
         told: list[TokenLogprobs] = []
         if raw is not None and prompt.parameters.logprobs >= 0:
             rows = raw[check.first : check.first + len(tokens)]

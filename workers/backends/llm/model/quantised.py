@@ -96,12 +96,15 @@ class Quantisation:
         offset: The number that the stored zero points lack.
         steps: The sizes of groups and blocks; shapes do not determine the size of partial blocks.
         required: The roles of tensors without which values have another meaning.
+        interleaved: Whether AWQ stores the even values of a word before its odd ones. GPTQModel
+            does so for 4 bits only.
     """
 
     method: str = ""
     offset: int = 0
     steps: tuple[int, ...] = ()
     required: tuple[str, ...] = ("scales",)
+    interleaved: bool = True
 
     @classmethod
     def of(cls, given: Mapping[str, Any], problems: list[str]) -> Self:
@@ -133,7 +136,9 @@ class Quantisation:
         version = given.get("checkpoint_format") or given.get("format")
         offset = 1 if name == "gptq" and version != "gptq_v2" else 0
         required = ("scales", *_required(given))
-        return cls(name if name in _METHODS else "", offset, tuple(_steps(given)), required)
+        interleaved = "gptqmodel" not in str((given.get("meta") or {}).get("quantizer"))
+        method = name if name in _METHODS else ""
+        return cls(method, offset, tuple(_steps(given)), required, interleaved)
 
     def parts(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
@@ -199,8 +204,9 @@ class Quantisation:
             zeros = None if zeros is None else _unpacked(zeros, bits).t() + self.offset
         elif self.method == "awq":  # q and z are packed along rows
             bits = _bits(values.shape[1], rows)
-            values, scales = _unpacked(values, bits, True).t(), scales.t()
-            zeros = None if zeros is None else _unpacked(zeros, bits, True).t()
+            interleaved = self.interleaved or bits == 4
+            values, scales = _unpacked(values, bits, interleaved).t(), scales.t()
+            zeros = None if zeros is None else _unpacked(zeros, bits, interleaved).t()
         elif values.dtype == torch.int32:
             bits = _bits(values.shape[1], columns)
             values = _unpacked(values, bits)[:, :columns]
