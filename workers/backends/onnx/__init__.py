@@ -15,7 +15,8 @@ These settings of a configuration have an effect:
                                              cudnn_conv_algo_search, gpu_mem_limit,
                                              arena_extend_strategy (on a GPU)
 
-Parameters that begin with "session." or "ep." are passed to onnxruntime unchanged. The thread counts may also be set for all models, with
+Parameters that begin with "session." or "ep." are passed to onnxruntime unchanged. The thread
+counts may also be set for all models, with
 --backend-config=onnxruntime,intra_op_thread_count=N.
 
 A tensor of rank 0 has one element for clients. Outputs are returned with their true shape.
@@ -208,7 +209,8 @@ def describe(session: Any, wanted: Collection[str] = ()) -> Description:
 def _described(what: str, node: Any) -> Described:
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
-        raise InvalidArgument(f"{what} '{node.name}' of the ONNX file is a {node.type}" + _remedy(node))
+        text = f"{what} '{node.name}' of the ONNX file is a {node.type}"
+        raise InvalidArgument(text + _remedy(node))
     shape = list(node.shape)
     dims = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in shape)
     symbols = tuple(size if isinstance(size, str) else "" for size in shape)

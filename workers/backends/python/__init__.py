@@ -189,13 +189,14 @@ def _hint(module: Any, file: str) -> str:
             continue
         if torch is not None and issubclass(found, torch.nn.Module):
             return (
-                f". Its class {name} is an nn.Module: write backend: \"pytorch\", "
-                f"runtime: \"{file}\", and the inputs and outputs into config.pbtxt"
+                f'. Its class {name} is an nn.Module: write backend: "pytorch", '
+                f'runtime: "{file}", and the inputs and outputs into config.pbtxt'
             )
         if hasattr(found, "predict"):
             return (
                 f". Its class {name} has a method 'predict': write backend: \"native\" and "
-                f'parameters {{ key: "class" value {{ string_value: "{name}" }} }} into config.pbtxt'
+                f'parameters {{ key: "class" value {{ string_value: "{name}" }} }} into '
+                "config.pbtxt"
             )
     return ""
 
