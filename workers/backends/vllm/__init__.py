@@ -174,7 +174,7 @@ class VllmBackend(Backend):
             found = families(REGISTRY.collect(), self.context.version)
             if found != self._last:
                 self._families = self._last = found
-                self.metrics_changed(True)
+                self.context.control.wake()  # the main loop reports them
             await asyncio.sleep(_PERIOD_S)
         raise Internal("vLLM's engine has ended")
 
@@ -189,7 +189,8 @@ class VllmBackend(Backend):
         """End the process by an exception of its main loop, once."""
         if not self._dead:
             self._dead = True
-            logger.error("model '%s': vLLM's engine has ended", self.context.model_name)
+            name = self.context.model_name
+            logger.error("model '%s': vLLM's engine has ended", name, exc_info=error)
             self.context.control.inbox.append(Internal(str(error)))
             self.context.control.wake(always=True)
 
