@@ -20,7 +20,6 @@ exceptions are logged where they occur, and the client receives `Internal("inter
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar, cast
@@ -149,6 +148,8 @@ def clip(text: str, limit: int = 60) -> str:
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """Return the known name with the highest difflib ratio, or None if it is below `likeness`."""
+    import difflib  # not at the top: only errors need it
+
     close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
     return close[0] if close else None
 
@@ -157,6 +158,24 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of an error, `, did you mean 'NAME'?`, or "" if no name is near."""
     near = nearest(name, known)
     return f", did you mean '{near}'?" if near else ""
+
+
+def how_to_install(package: str, extra: str) -> str:
+    """Return the commands that install a package by an extra of shmserve."""
+    command = f"pip install 'shmserve[{extra}]'"
+    if package != "torch":
+        return command
+    index = "https://download.pytorch.org/whl/cpu"
+    return f"{command}, or for the CPU only first: pip install torch --index-url {index}"
+
+
+def missing_package(user: str, error: ImportError, extra: str) -> str:
+    """Return the message for a part of the server whose package cannot be imported."""
+    package = (error.name or extra).partition(".")[0]
+    return (
+        f"{user} needs the package {package}, which cannot be imported ({error}): "
+        + how_to_install(package, extra)
+    )
 
 
 class Problems(InvalidArgument):
