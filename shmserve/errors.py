@@ -140,6 +140,12 @@ def from_code(code: str, message: str) -> ShmserveError:
     return _BY_CODE.get(code, Internal)(message)
 
 
+def from_status(status: int, message: str) -> ShmserveError:
+    """Return the exception of an HTTP status; an unknown status is an `Internal`."""
+    kinds = [kind for kind in ShmserveError.__subclasses__() if kind.status == status]
+    return (kinds or [Internal])[0](message)
+
+
 def clip(text: str, limit: int = 60) -> str:
     """Shorten `text` for an error line, and escape its control characters."""
     shown = text if text.isprintable() else ascii(text)[1:-1]

@@ -11,7 +11,9 @@ Rows in clients' device memory are gathered there, unless the backend requires h
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -242,6 +244,8 @@ class Runner:
         context, signature = self._context, self._signature
         self._batched = signature.max_batch_size > 0
         self._copied = context.copied
+        if "torch" in sys.modules:  # now, and not in the first request
+            importlib.import_module("shmserve.workers.memory.tensors")
         self._gatherer = Gatherer(
             signature, context.mappings, self._device.host_buffer, context.copied
         )
