@@ -9,6 +9,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
+from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
@@ -50,6 +51,9 @@ class GatewayModel:
             for key, value in published.config.metric_tags.items()
         }
         self.decoupled = published.config.decoupled
+        engine = published.config.parameters.get(PARAMETER)
+        reasoning = EngineSettings.read(engine).reasoning_parser if engine else ""
+        self.reasons = reasoning not in ("", "none")  # texts may have reasoning to split
 
 
 _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors

@@ -46,6 +46,7 @@ _BUILT_IN = {
     "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
     "python": "shmserve.workers.backends.python:PythonBackend",
     "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
+    "vllm": "shmserve.workers.backends.vllm:VllmBackend",
 }
 # The extras of shmserve that install the packages of a backend.
 _EXTRAS = {"llm": "llm", "pytorch": "torch"}

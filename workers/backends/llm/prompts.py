@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from threading import Thread, get_native_id
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import Encoding
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.ipc.engine_settings import PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Request
-from shmserve.workers.backends.llm.chat_template import ChatTemplate
+from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
+from shmserve.workers.backends.llm.tools import MessageFormats, take
 
+_UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
 _INPUTS = ("text_input", "input_ids", "messages")
+LONG = 1 << 12  # characters that are tokenized in less than 10 ms
+_CHARACTERS_A_TOKEN = 16
+_MOST_CUT = 64  # tokens that may differ where a text is cut
 _BYTES_A_CHARACTER = 4
+_NICE = 10
 _LEAST_LIMIT = 1 << 20  # bytes
 
 
@@ -78,19 +87,30 @@ class PromptReader:
         most_bytes: No prompt of more bytes fits the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, max_model_len: int, texts: TokenTexts) -> None:
+    def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
         self._texts = texts
-        self._longest = max_model_len
+        self._longest = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
         self._vocabulary = checkpoint.architecture.vocabulary
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {each.content: token for token, each in added if each.special}
-        self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
-        widest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        pieces = self._tokenizer.get_vocab()
+        # Tokenizers may have more tokens than the model.
+        largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
+        Thread(target=self._start_threads).start()
+        self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
+        names = settings.tool_parser, settings.reasoning_parser
+        self._formats = MessageFormats(*names, self._tokenizer)
+        widest = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
-        self.most_bytes = max(_BYTES_A_CHARACTER * widest * max_model_len, _LEAST_LIMIT)
+        self.most_bytes = max(_BYTES_A_CHARACTER * widest * self._longest, _LEAST_LIMIT)
+
+    def _start_threads(self) -> None:
+        """Start the tokenizer's threads, which inherit the low priority of this thread."""
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
+        self._tokenizer.encode_batch_fast(["", ""])
 
     def read(
         self, request: Request, given: Mapping[str, Any], resumed: list[Resumed]
@@ -105,21 +125,34 @@ class PromptReader:
         settings, echoes = _settings(request, given)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
         scores = echoes and parameters.logprobs >= 0 and "messages" not in given
+        message, frame = None, ""
+        if "messages" in given:
+            chat = conversation(given["messages"])
+            tools, hidden = take(chat), chat.pop("include_reasoning", None) is False
+            given = {**given, "messages": self._chat.render(chat)}
+            message = self._formats.format(tools, given["messages"], hidden)
+            if message is not None:
+                frame = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
         tokens, text, offsets = self._prompt_text(given, parameters, scores)
-        most = min(parameters.max_tokens, self._longest - len(tokens))
+        most = parameters.max_tokens
+        if most == _UNLIMITED:
+            most = self._checkpoint.defaults.get("max_new_tokens") or most
+        most = min(most, self._longest - len(tokens))
+        words = parameters.bad_words
         parameters = replace(
             parameters,
             max_tokens=most,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            banned=self._banned(parameters.bad_words),
+            forbidden=BadWords(words, self._texts).after if words else None,
             # The best samples are found by their probabilities.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
         # A grammar ends with an end token.
-        ignores = parameters.ignore_eos and not parameters.grammar[0]
+        ignores = parameters.ignore_eos and not (parameters.grammar[0] or frame)
         ends = () if ignores else self._checkpoint.ends
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, ends)
+        prompt.message, prompt.frame = message, frame
         prompt.scored = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
         if max(prompt.scored, parameters.logprobs) >= 0:
             prompt.replayed = before
@@ -134,23 +167,7 @@ class PromptReader:
         Raises:
             InvalidArgument: It is no grammar, or one that allows no text.
         """
-        prompt.grammar = self._grammars.matcher(prompt.parameters.grammar)
-
-    def _banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of forbidden words, without and with a space before each.
-
-        The rule is that of vLLM: the second form counts if the space is part of its first token.
-        """
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            plain, spaced = (
-                tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-                for text in (word.lstrip(), " " + word.lstrip())
-            )
-            found[plain] = None
-            if spaced[:1] != plain[:1] and len(spaced) == len(plain):
-                found[spaced] = None
-        return tuple(each for each in found if each)
+        prompt.grammar = self._grammars.matcher(prompt.parameters.grammar, prompt.frame)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
@@ -172,11 +189,15 @@ class PromptReader:
             self._check(name, tokens)
             return self._decoded(tokens, parameters, scores)
         chat = name == "messages"
-        text = self._chat.render(given[name]) if chat else given[name]
+        text = given[name]
         special = parameters.add_special_tokens
-        # Both methods release the GIL, unlike `encode`.
-        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=special)
+        beginning = text[: _CHARACTERS_A_TOKEN * self._longest]
+        if len(beginning) < len(text) and not parameters.truncate_prompt_tokens:
+            # The rest of a text whose beginning is too long need not be tokenized.
+            count = len(self._encoded(beginning, special, scores))
+            if count > self._longest + _MOST_CUT:
+                self._count(name, count, parameters)
+        encoding = self._encoded(text, special, scores)
         count = self._count(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         if is_cut:
@@ -189,6 +210,17 @@ class PromptReader:
             return self._decoded(tokens, parameters, scores)
         starts = (begin for begin, _ in encoding.offsets) if scores else ()
         return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
+
+    def _encoded(self, text: str, special: bool, scores: bool) -> Encoding:
+        """Return the tokens of a text, with offsets if `scores`; the GIL is released if it is long.
+
+        `encode_batch` and its threads would only delay a short text.
+        """
+        if len(text) <= LONG:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=special)
+        return encoding
 
     def _decoded(
         self, tokens: list[int], parameters: GenerationParameters, scores: bool

@@ -14,7 +14,6 @@ that a draft model has drawn is accepted by rejection sampling (Leviathan et al.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -155,10 +154,8 @@ def _restrict(line: torch.Tensor, row: SampledRow) -> None:
         kept = line[allowed]
         line.fill_(-math.inf)
         line[allowed] = kept
-    generated = row.tokens[row.prompt :] if parameters.banned else ()
-    for *before, last in parameters.banned:
-        if len(before) <= len(generated) and [*generated[len(generated) - len(before) :]] == before:
-            line[last] = -math.inf
+    if parameters.forbidden is not None:
+        line[parameters.forbidden(row.tokens[row.prompt :])] = -math.inf
 
 
 def _penalise(line: torch.Tensor, row: SampledRow) -> None:
@@ -335,22 +332,25 @@ def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]
 
 
 class Grammars:
-    """A factory of matchers for one tokenizer. Its library is imported at the first use."""
+    """A factory of matchers for one tokenizer.
+
+    Its library reads a large vocabulary for seconds, with the GIL held. A factory is therefore
+    created before there are streams.
+    """
 
     def __init__(self, tokenizer_text: str, vocabulary: int, ends: tuple[int, ...]) -> None:
-        self._text = tokenizer_text
-        self._vocabulary = vocabulary
-        self._ends = ends
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
         import llguidance
 
+        self._ends, self._tokenizer, self._error = ends, None, ""
         wrapped: Any = llguidance.LLTokenizer  # its type hints lack the list of ends
-        return wrapped(self._text, n_vocab=self._vocabulary, eos_token=list(self._ends))
+        try:
+            if ends:
+                self._tokenizer = wrapped(tokenizer_text, n_vocab=vocabulary, eos_token=[*ends])
+        except ValueError as error:
+            self._error = str(error)
 
-    def matcher(self, grammar: tuple[str, str]) -> Any:
-        """Return a new matcher of a grammar (kind, text).
+    def matcher(self, grammar: tuple[str, str], frame: str = "") -> Any:
+        """Return a new matcher of a grammar (kind, text), which is `body` in the grammar `frame`.
 
         Raises:
             InvalidArgument: The text is not a grammar of its kind.
@@ -367,16 +367,29 @@ class Grammars:
             "grammar": _lark,
         }
         try:
-            made = matcher(self._tokenizer, compilers[kind](text))
+            if self._error:
+                raise ValueError(self._error)
+            made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
             if not made.get_error():
                 made.compute_bitmask()  # finds grammars that allow no text
             error = made.get_error() or _unsupported(made.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
-            name = "response_format" if kind == "json_schema" else kind
+            name = "response_format" if kind == "json_schema" else kind or "tools"
             raise InvalidArgument(f"{name}: cannot be compiled: {_reason(error)}")
         return made
+
+
+def _framed(frame: str, body: str) -> str:
+    """Return a grammar whose rule `body` is another grammar."""
+    if not (frame and body):
+        return frame or body
+    found = {"lark_grammar": body}
+    if body.lstrip().startswith("{"):
+        (found,) = json.loads(body)["grammars"]
+    outer = {"name": "frame", "lark_grammar": frame}
+    return json.dumps({"grammars": [outer, {**found, "name": "body"}]})
 
 
 # White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white

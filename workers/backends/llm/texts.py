@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Unavailable
+from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
 from shmserve.workers.backends import ResponseStream
 from shmserve.workers.backends.llm.answers import Answer
 from shmserve.workers.backends.llm.engine import Emitted
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.prompts import PromptReader
+from shmserve.workers.backends.llm.prompts import LONG, PromptReader
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import TokenTexts
 from shmserve.workers.batch.response_stream import MOST_WAIT_S
@@ -28,7 +29,6 @@ from shmserve.workers.links.scheduler import InstanceLink
 logger = logging.getLogger(__name__)
 
 _MOST_WAIT_NS = int(MOST_WAIT_S * 1e9)
-_LONG = 1 << 14  # characters that are read in less than 10 ms
 
 
 class Texts:
@@ -43,11 +43,13 @@ class Texts:
         reader: The reader of requests.
     """
 
-    def __init__(self, checkpoint: Checkpoint, link: InstanceLink, max_model_len: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, link: InstanceLink, settings: EngineSettings
+    ) -> None:
         self.prompts: dict[int, Prompt] = {}
         self._texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
-        self.reader = PromptReader(checkpoint, max_model_len, self._texts)
+        self.reader = PromptReader(checkpoint, settings, self._texts)
         # Long prompts and grammars are read beside the texts of others.
         self._aside = ThreadPoolExecutor(1, "long prompts")
         self._answers: dict[int, Answer] = {}
@@ -94,7 +96,7 @@ class Texts:
         self, stream: ResponseStream, given: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
-        if sum(len(each) for each in given.values() if isinstance(each, str)) > _LONG:
+        if sum(len(each) for each in given.values() if isinstance(each, str)) > LONG:
             self._aside.submit(self._read, stream, given, resumed)
         else:
             self._read(stream, given, resumed)
@@ -109,7 +111,7 @@ class Texts:
             stream.fail_raised(error)
             return
         begin = partial(self._begin, stream, prompt, echo, resumed)
-        if prompt.parameters.grammar[0]:
+        if prompt.parameters.grammar[0] or prompt.frame:
             self._aside.submit(self._compile, prompt, stream, begin)
         elif threading.current_thread() is self._thread:
             begin()
@@ -150,6 +152,9 @@ class Texts:
         for each in news:
             answer = self._answers.get(each.prompt.key)
             if answer is None or answer.prompt is not each.prompt:
+                continue
+            if not each.tokens:
+                answer.encode_prompt()
                 continue
             sample = answer.samples[each.sample]
             if sample.over:

@@ -1,9 +1,10 @@
-"""OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions and /v1/embeddings.
+"""OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses and more.
 
 Each prompt of a request becomes an inference request of the model. The other members of the body
 become the input `sampling_parameters`, and the responses of the model become choices.
 
     bodies.py       the bodies of requests, and of errors
     generation.py   completions and chats
+    responses.py    the Responses API
     embeddings.py   embeddings, and the list of models
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -12,6 +13,7 @@ from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError,
 from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
+from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
@@ -22,6 +24,8 @@ from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSetti
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
 TEXT = "text_output"
+# The output with the content, the reasoning and the tool calls of a text, as JSON.
+MESSAGE = "message"
 
 _OUTPUTS = (TEXT, "index", "finish_reason", "usage")
 _MOST_PROMPTS = 1024
@@ -90,12 +94,27 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
         InvalidArgument: The body is not a JSON object.
     """
     try:
-        body = await read_json(gateway, request, required=True)
+        body = await read_json(
+            gateway, request, required=True, check=partial(check_prompts, gateway)
+        )
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
     if type(body) is not dict:
         raise InvalidArgument(f"the body is {_kind(body)}, and has to be a JSON object")
     return body
+
+
+async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") -> None:
+    """Check the prompts of a large body, for `model` or the model that the body names.
+
+    Raises:
+        InvalidArgument: A prompt is too long.
+    """
+    found = ((each.name, _engine_settings(each)) for each in gateway.models.all())
+    longest = {name: settings.max_model_len for name, settings in found if settings is not None}
+    error = await find_long_prompt(pieces, longest, model) if longest else ""
+    if error:
+        raise InvalidArgument(error)
 
 
 async def model_of(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
@@ -160,7 +179,9 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     prompt = tensor("messages", "BYTES", [orjson.dumps(conversation).decode()])
     parameters = {"add_special_tokens": False, "echo": False, **given, "max_tokens": most}
     parameters.pop("max_completion_tokens", None)
-    return _text_request(model, [prompt], parameters)
+    made = _text_request(model, [prompt], parameters)
+    parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
+    return made._replace(details=(*made.details, MESSAGE)) if parsed else made
 
 
 async def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
@@ -199,14 +220,18 @@ def _prompts(model: GatewayModel, given: Any) -> list[InferInput]:
     return made
 
 
+def _engine_settings(model: GatewayModel) -> EngineSettings | None:
+    engine = orjson.loads(model.config).get("parameters", {}).get(PARAMETER)
+    return None if engine is None else EngineSettings.read(engine["string_value"])
+
+
 def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model never takes so many prompts at a time."""
-    config = orjson.loads(model.config)
-    engine = config.get("parameters", {}).get(PARAMETER)
-    if engine is None:
+    settings = _engine_settings(model)
+    if settings is None:
         return
-    settings = EngineSettings.read(engine["string_value"])
-    instances = sum(group["count"] for group in config["instance_group"])
+    groups = orjson.loads(model.config)["instance_group"]
+    instances = sum(group["count"] for group in groups)
     most = settings.max_batch_size * instances + settings.max_waiting_requests
     if count > most:
         raise InvalidArgument(

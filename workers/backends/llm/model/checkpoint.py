@@ -6,6 +6,7 @@ The page checkpoints.md of the guide lists the files and fields of a folder, wit
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +14,24 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architecture
 from shmserve.workers.backends.llm.model.quantised import Quantisation, Stored
 
+logger = logging.getLogger(__name__)
+
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Settings of generation_config.json that neither this server nor vLLM supports.
+_WITHOUT_EFFECT = (
+    "bad_words_ids begin_suppress_tokens constraints encoder_no_repeat_ngram_size epsilon_cutoff "
+    "eta_cutoff exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
+    "guidance_scale min_length min_new_tokens no_repeat_ngram_size num_beams penalty_alpha "
+    "sequence_bias stop_strings suppress_tokens top_h typical_p"
+)
+_LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+_SPACE = "\u2581"
 _MOST_NAMED = 8  # weights in one message
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Files of older folders whose config.json has no quantization_config.
@@ -62,23 +74,18 @@ class Checkpoint:
         quantisation = Quantisation.of(_quantisation(path, config, problems), problems)
         defaults = _json(path / "generation_config.json", problems, optional=True)
         preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
-        said = {**preset, **config, **defaults}.get("eos_token_id")
-        ends = _token_ids(said)
+        ends = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         if architecture is not None:
             _check_weights(architecture, quantisation, stored, problems)
-            if any(end >= architecture.vocabulary for end in ends):
-                problems.append(
-                    f"eos_token_id: {ends} is not within the vocabulary of "
-                    f"{architecture.vocabulary} (config.json: vocab_size)"
-                )
+        templates = _templates(path, settings, problems)
         if problems:
             raise InvalidArgument(f"the folder of the model is wrong: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
         special = _special(settings)
-        end = tokenizer.token_to_id(special.get("eos_token", ""))
-        if end is not None and end < architecture.vocabulary:
-            ends = tuple(dict.fromkeys((*ends, end)))
-        templates = _templates(path, settings)
+        ends += _token_ids(tokenizer.token_to_id(special.get("eos_token", "")))
+        # The model never generates the tokens that it lacks.
+        ends = tuple(dict.fromkeys(each for each in ends if each < architecture.vocabulary))
+        _warn(defaults)
         return cls(
             architecture, tokenizer, stored, quantisation, ends, defaults, templates, special
         )
@@ -146,8 +153,12 @@ def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tok
     settings |= more[0]
     try:
         tokenizer = Tokenizer.from_file(str(file))
+        if tokenizer.padding:
+            settings.setdefault("pad_token", tokenizer.padding["pad_token"])
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if str(settings.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer":
+            _as_llama(tokenizer, settings)
         _add_tokens(tokenizer, settings, more[1])
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
@@ -156,26 +167,46 @@ def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tok
     return tokenizer
 
 
+def _as_llama(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+    """Replace the treatment of spaces, except in byte-level tokenizers.
+
+    The class LlamaTokenizer of transformers has its own, whatever tokenizer.json contains, and
+    default special tokens.
+    """
+    if not isinstance(tokenizer.model, models.BPE) or "ByteLevel" in repr(tokenizer.decoder):
+        return
+    for name, text in _LLAMA.items():
+        settings.setdefault(name, text)
+    prefixed = settings.get("add_prefix_space") is not False
+    scheme = ("always" if settings.get("legacy") else "first") if prefixed else "never"
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
+    tokenizer.decoder = decoders.Sequence([*parts, *[decoders.Strip(" ", 1)] * prefixed])
+
+
 def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int]) -> None:
     """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
-    known = tokenizer.get_added_tokens_decoder()
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    named = [
-        _added(each)
-        for each in (
-            *(settings[name] for name in _special(settings)),
-            *(more.values() if isinstance(more, dict) else more),
-        )
-    ]
-    special = {each.content for each in named}
+    if isinstance(more, dict):
+        settings |= more
+        more = []
+    named = {_content(each): each for each in (*map(settings.get, _special(settings)), *more)}
+    listed = tokenizer.get_added_tokens_decoder()
+    known = {each.content: each for each in listed.values()}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
-        number: {"content": text, "special": text in special}
+        number: {"content": text, "special": text in named}
         for text, number in added.items()
-        if text not in {each.content for each in known.values()}
+        if number not in listed
     }
     tokens = {int(number): _added(each) for number, each in declared.items()}
     tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])
-    tokenizer.add_special_tokens(named)
+    known |= {each.content: each for each in tokens.values()}
+    tokenizer.add_special_tokens([known.get(text) or _added(each) for text, each in named.items()])
+
+
+def _content(token: Any) -> str:
+    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def _added(given: Any) -> AddedToken:
@@ -199,11 +230,11 @@ def _stored(path: Path, problems: list[str]) -> dict[str, Stored]:
 
     Files of the model without its head lack the prefix `model.`.
     """
-    if (path / _INDEX).exists():
+    if (path / _SINGLE).exists():
+        shards = [_SINGLE]
+    elif (path / _INDEX).exists():
         mapped = _json(path / _INDEX, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in mapped.values()})
-    elif (path / _SINGLE).exists():
-        shards = [_SINGLE]
     else:
         problems.append(f"{_SINGLE} is missing")
         return {}
@@ -252,24 +283,36 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
+def _warn(defaults: dict[str, Any]) -> None:
+    """Log the settings of generation_config.json that change texts in transformers only."""
+    for name in _WITHOUT_EFFECT.split():
+        if defaults.get(name) not in (None, 0, 1, [], {}, False):
+            logger.warning("generation_config.json: %s has no effect, as in vLLM", name)
+
+
 def _token_ids(given: Any) -> tuple[int, ...]:
     ids = given if isinstance(given, list) else [given]
-    return tuple(each for each in ids if isinstance(each, int))
+    return tuple(each for each in ids if type(each) is int and each >= 0)
 
 
-def _templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
+def _templates(path: Path, settings: dict[str, Any], problems: list[str]) -> dict[str, str]:
     """Return the chat templates by name.
 
     Files precede tokenizer_config.json, and chat_template.json is the last choice.
     """
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
-    found = {
-        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()
-    }
+    found: dict[str, str] = {}
+    for name, file in files.items():
+        try:
+            found[name] = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            pass
+        except ValueError:
+            problems.append(f"{file.name} is not UTF-8 text")
     given = settings.get("chat_template")
     if not found and not given:
-        given = _json(path / "chat_template.json", [], optional=True).get("chat_template")
+        given = _json(path / "chat_template.json", problems, optional=True).get("chat_template")
     if not found and isinstance(given, list):
         return {str(each.get("name")): str(each.get("template")) for each in given}
     return found or ({"default": str(given)} if given else {})
@@ -279,7 +322,6 @@ def _special(settings: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens in tokenizer_config.json."""
     found: dict[str, str] = {}
     for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
+        if name.endswith("_token") and isinstance(value, (str, dict)):
+            found[name] = _content(value)
     return found

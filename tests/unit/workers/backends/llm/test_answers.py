@@ -373,7 +373,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a", "json_schema": {"not": {"type": "null"}}}, 'keys: ["not"]'),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0 generates nothing"),
         ({"text_input": "a" * (2 << 20)}, "context: 2097156 bytes are above"),
-        ({"text_input": "a " * 20_000}, "context: 40000 tokens and one more"),
+        ({"text_input": "a " * 20_000}, "tokens and one more are above 512"),
     ],
 )
 def test_what_is_wrong_ends_the_request_and_nothing_else(
@@ -468,6 +468,14 @@ def test_a_text_ends_with_its_grammar(scheduler: Scheduler, more: dict[str, Any]
     scheduler.run()
     assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
     assert re.fullmatch("[0-9]{3}", scheduler.text(1))
+
+
+def test_tokens_that_no_grammar_allows_are_no_end(scheduler: Scheduler) -> None:
+    (letter,) = TOKENIZER.encode("q").ids
+    settings: dict[str, Any] = {"regex": "[0-9]{3}", "allowed_token_ids": [letter]}
+    scheduler.add(1, input_ids=PROMPT, temperature=0, **settings)
+    scheduler.run()
+    assert scheduler.errors[1][0] == "INVALID_ARG"
 
 
 def test_a_grammar_that_fails_ends_its_request_with_an_error(

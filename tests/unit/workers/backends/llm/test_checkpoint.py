@@ -16,9 +16,12 @@ from shmserve.ipc.model_spec import InstanceGroup, ModelSpec
 from shmserve.workers.backends.llm import LlmBackend, engine_file
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
+from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
+
+TRAINED = "original_max_position_embeddings"
 
 Folder = Callable[..., Path]
 
@@ -36,14 +39,12 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     del drawn["model.norm.weight"]
     drawn["lm_head.weight"] = torch.zeros(320, 31)
     save_weights(path, drawn)
-    edit(path, "generation_config.json", eos_token_id=[0, 400])
     (path / "tokenizer_config.json").write_text("{")
     with pytest.raises(InvalidArgument) as raised:
         Checkpoint.open(path)
     for part in (
         "weights are missing: model.norm.weight",
         "lm_head.weight has [320, 31], not [320, 32]",
-        "eos_token_id: (0, 400) is not within the vocabulary",
         "tokenizer_config.json is not JSON",
     ):
         assert part in raised.value.message
@@ -55,11 +56,16 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is none of LlamaForCausalLM"),
         ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive whole number"),
-        ({"num_key_value_heads": 3}, "4 heads do not share 3 key-value heads"),
+        ({"head_dim": 7}, "head_dim: 7 is not an even number"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: 3 does not divide num_attention_heads, 4",
+        ),
         ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: 'longrope' is none of default"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: yarn needs factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: linear needs factor"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not 'silu'"),
+        ({"is_causal": False}, "is_causal: False is not True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not 1.0"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type: gpt2 is none of llama, mist"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supp"),
@@ -86,6 +92,44 @@ def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], mess
     assert message in raised.value.message
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "expected"),
+    [
+        ("llama", {"max_position_embeddings": ...}, {"positions": 2048}),
+        ("qwen2", {"max_position_embeddings": ...}, {"positions": 32768}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, {"positions": 1024}),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4}}, {"positions": 2048}),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED: 128}},
+            {"positions": 512},
+        ),
+        (
+            "llama",
+            {TRAINED: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
+            {"positions": 1024},
+        ),
+        ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
+        ("qwen3", {"head_dim": None}, {"head_dim": 8}),
+        ("llama", {"num_key_value_heads": None}, {"kv_heads": 4}),
+        ("mistral", {"sliding_window": 512}, {"family": "mistral"}),
+        ("llama", {"sliding_window": 4, "use_sliding_window": True}, {"family": "llama"}),
+        ("qwen2", {"sliding_window": 4, "use_sliding_window": False}, {"family": "qwen2"}),
+        ("qwen2", {"sliding_window": None, "use_sliding_window": True}, {"family": "qwen2"}),
+        ("mistral", {"attention_bias": True, "sliding_window": None}, {"qkv_bias": False}),
+        ("llama", {"hidden_act": "swish"}, {"family": "llama"}),
+    ],
+)
+def test_fields_have_the_effects_and_defaults_of_transformers(
+    family: str, more: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    given = {name: each for name, each in config(family, **more).items() if each is not ...}
+    problems: list[str] = []
+    found = Architecture.of(given, problems)
+    assert found is not None, problems
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
 def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as raised:
         Checkpoint.open(tmp_path)
@@ -98,15 +142,15 @@ def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
     found = Checkpoint.open(path)
     assert (found.ends, found.defaults["temperature"]) == ((0, 2), 0.5)
-    assert ChatTemplate(found.templates, found.special).render(
-        '[{"role": "user", "content": "a"}]'
-    ) == "<|user|>a<|end|><|model|>"  # fmt: skip
+    said = {"messages": [{"role": "user", "content": "ä"}]}
+    rendered = ChatTemplate(found.templates, found.special).render(said)
+    assert rendered == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own = Checkpoint.open(path)
-    assert ChatTemplate(own.templates, {}).render('[{"role": "user", "content": "ä"}]') == '"ä"'
+    assert ChatTemplate(own.templates, {}).render(said) == '"ä"'
     outside = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
     with pytest.raises(InvalidArgument, match="chat template does not take them"):
-        outside.render('[{"role": "user", "content": "a"}]')
+        outside.render(said)
 
 
 def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
