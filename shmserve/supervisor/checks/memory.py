@@ -186,7 +186,7 @@ class DeviceList(NamedTuple):
     driver: str = ""
     named: tuple[str, ...] = ()
     partitions: int = 0
-    torch: str = ""
+    torch: str | None = ""  # its version; None where it is not installed
 
 
 def gather_devices(config: ServerConfig) -> DeviceList:
@@ -205,11 +205,11 @@ def gather_devices(config: ServerConfig) -> DeviceList:
     )
 
 
-def _torch_version() -> str:
+def _torch_version() -> str | None:
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
-        return ""
+        return None
 
 
 def _named(information: Path) -> str:
@@ -227,7 +227,7 @@ def judge_devices(devices: DeviceList) -> Verdict:
         return wrong(f"{found}; this user may not open {', '.join(devices.closed)}", fix)
     if devices.kind == "cuda" and not devices.driver:
         return wrong(f"{found}, and no driver", "load the module nvidia (modprobe nvidia)")
-    if not devices.torch:
+    if devices.torch is None:
         return warning(f"{found}, which models use by torch", how_to_install("torch", "torch"))
     if devices.kind == "cuda" and devices.torch.endswith("+cpu"):
         fix = "a torch built for CUDA (https://pytorch.org/get-started)"

@@ -69,7 +69,7 @@ def test_both_clients_ask_the_control_plane() -> None:
         with pytest.raises(Unavailable, match="explicit model load"):
             server.load("double")
         assert asyncio.run(ask(server.run_dir)) == [0, 2, 4, 6, 8]
-        with pytest.raises(InvalidArgument, match="'timeuot'.*did you mean 'timeout'"):
+        with pytest.raises(InvalidArgument, match=r"'timeuot'.*did you mean 'timeout'"):
             server.infer("double", x=X, timeuot=3)
         with pytest.raises(InvalidArgument, match="'y' for model 'double', allowed are: x"):
             server.infer("double", y=X)
@@ -78,9 +78,9 @@ def test_both_clients_ask_the_control_plane() -> None:
 
 
 def test_the_error_of_a_model_is_raised() -> None:
-    with pytest.raises(Internal, match="RuntimeError: the weights are gone"):
-        with shmserve.serve(Broken):
-            raise AssertionError("entered")
+    gone = "RuntimeError: the weights are gone"
+    with pytest.raises(Internal, match=gone), shmserve.serve(Broken):
+        raise AssertionError("entered")
     with pytest.raises(ShmserveError, match="no_such"), shmserve.serve("no_such.py:Class"):
         raise AssertionError("entered")
 
