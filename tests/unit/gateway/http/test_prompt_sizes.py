@@ -40,13 +40,13 @@ def test_a_prompt_that_no_model_takes_is_found(body: Any, found: str) -> None:
 
 
 def test_another_process_parses_while_others_are_served() -> None:
-    body = json.dumps({"prompt": [123] * 5_000_000}).encode()
+    body = json.dumps({"prompt": [123] * 1_000_000}).encode()
     gaps = []
 
     async def served() -> None:
         last = time.thread_time()
         while True:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
             gaps.append(time.thread_time() - last)
             last = time.thread_time()
 
@@ -56,7 +56,7 @@ def test_another_process_parses_while_others_are_served() -> None:
         other.cancel()
         return found
 
-    assert "5000000 tokens are above 100" in asyncio.run(both())
+    assert "1000000 tokens are above 100" in asyncio.run(both())
     assert max(gaps) < 0.02  # of computing: others may have the processor
 
 
