@@ -53,7 +53,8 @@ class GatewayModel:
         self.decoupled = published.config.decoupled
         engine = published.config.parameters.get(PARAMETER)
         reasoning = EngineSettings.read(engine).reasoning_parser if engine else ""
-        self.reasons = reasoning not in ("", "none")  # texts may have reasoning to split
+        # Texts may have reasoning to split. An engine of vLLM has the output only with a parser.
+        self.reasons = reasoning not in ("", "none") or published.config.backend == "vllm"
 
 
 _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors
