@@ -37,52 +37,36 @@ class Method(NamedTuple):
 
     Attributes:
         values: The data types of q by name.
-        scales: The possible names of s.
-        zeros: The name of z.
-        groups: The name of the group of each column.
+        roles: The possible names of "scales", "zeros" and "groups", the group of each column.
         settings: The supported values of settings.
     """
 
     values: Mapping[str, tuple[str, ...]]
-    scales: tuple[str, ...]
-    zeros: str = ""
-    groups: str = ""
+    roles: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, tuple[Any, ...]] = {}
-
-    @property
-    def roles(self) -> dict[str, tuple[str, ...]]:
-        """Return the possible names of each role."""
-        return {
-            "values": tuple(self.values),
-            "scales": self.scales,
-            "zeros": (self.zeros,),
-            "groups": (self.groups,),
-        }
 
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _PACKED = {"qweight": ("I32",)}
+_QROLES = {"scales": ("scales",), "zeros": ("qzeros",)}
 _METHODS = {
-    "fp8": Method({"weight": _FLOATS}, ("weight_scale_inv", "weight_scale")),
+    "fp8": Method({"weight": _FLOATS}, {"scales": ("weight_scale_inv", "weight_scale")}),
     "compressed-tensors": Method(
         {"weight_packed": ("I32",), "weight": ("I8", *_FLOATS)},
-        ("weight_scale",),
-        "weight_zero_point",
-        "weight_g_idx",
+        {
+            "scales": ("weight_scale",),
+            "zeros": ("weight_zero_point",),
+            "groups": ("weight_g_idx",),
+        },
         {"format": (*_FORMATS, "mixed-precision", "dense")},
     ),
     "gptq": Method(
         _PACKED,
-        ("scales",),
-        "qzeros",
-        "g_idx",
+        {**_QROLES, "groups": ("g_idx",)},
         dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2")),
     ),
     "awq": Method(
-        _PACKED,
-        ("scales",),
-        "qzeros",
-        settings=dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm",)),
+        _PACKED, _QROLES, dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm",))
     ),
 }
 
@@ -148,7 +132,7 @@ class Quantisation:
             found["values"] = stored[name]
         if end == "weight" and self.method:
             method = _METHODS[self.method]
-            for role, ends in method.roles.items():
+            for role, ends in {"values": tuple(method.values), **method.roles}.items():
                 for each in ends:
                     if prefix + each in stored:
                         found.setdefault(role, stored[prefix + each])
@@ -168,7 +152,11 @@ class Quantisation:
         if values.dtype not in allowed:
             supported = ", ".join(allowed)
             return f"{values.name} is {values.dtype}, supported for {self.method}: {supported}"
-        lacks = [" or ".join(method.roles[role]) for role in self.required if role not in parts]
+        lacks = [
+            " or ".join(ends)
+            for role, ends in method.roles.items()
+            if role in self.required and role not in parts
+        ]
         return f"{values.name} has no {' and no '.join(lacks)}" if lacks else ""
 
     def dequantised(
