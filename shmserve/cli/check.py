@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
 import os
 import secrets
 import time
@@ -44,6 +45,7 @@ from shmserve.supervisor.main import hold_signals, run_composed
 from shmserve.supervisor.supervisor import Supervisor
 
 _PATIENCE_S = 60.0
+_OF_TEXT = ("llm", "vllm")  # backends that receive a prompt
 _MADE_UP = (
     "\nit was asked with zeros and empty texts: --input NAME=VALUE, or a sample of `model_warmup`, "
     "asks with others"
@@ -59,41 +61,55 @@ Parses and validates the repository DIR (or a path/model.py:Class), loads each m
 once, holds its outputs against its configuration, and prints a line a model. It is asked with each
 sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
 every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
-in it, as one text. Exit status: 0 all is well, 2 something is not."""
+in it, as one text. --on-cpu loads instances of KIND_GPU on the CPU; --json prints one JSON object.
+Exit status: 0 all models answer, or refuse made-up inputs; 1 outputs differ from a configuration;
+2 a model does not load, or does not answer inputs that were given."""
+
+# The outcomes of a check, with their exit statuses.
+_STATUSES = {"ok": 0, "refused": 0, "differs": 1, "FAILED": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    """The outcome for a model, and its message."""
+
+    outcome: str
+    text: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own flag to its parser."""
     parser.add_argument("--input", action="append", default=[])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--on-cpu", action="store_true")
 
 
 def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """Check the repositories that the flags name, and print a line for each model.
 
     Returns:
-        0 if all models pass, 2 otherwise, 128 + N if signal N interrupts the check.
+        The largest status of the models' outcomes; 128 + N if signal N interrupts the check.
     """
-    config = from_flags(parsed, os.environ)
+    config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
     values = {name: load(name, text) for name, text in map(split_input, args.input)}
     with written_to(config.log.log_file):
-        return _checked(config, values)
+        return _checked(config, values, as_json=args.json)
 
 
-def _checked(config: ServerConfig, values: dict[str, Any]) -> int:
+def _checked(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> int:
     logs.configure("check", config.log)
     name_process("check")
     alone = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )
     signals = hold_signals()
-    return run_composed(
-        alone, RunDirectory(alone.run_dir), Listeners(), signals, partial(_check, values=values)
-    )
+    task = partial(_check, values=values, as_json=as_json)
+    return run_composed(alone, RunDirectory(alone.run_dir), Listeners(), signals, task)
 
 
-async def _check(supervisor: Supervisor, values: dict[str, Any]) -> int:
+async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool = False) -> int:
     supervisor.open()
-    work = asyncio.ensure_future(_report(supervisor, values))
+    work = asyncio.ensure_future(_report(supervisor, values, as_json))
     stop = asyncio.ensure_future(supervisor.signalled())
     await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
     interrupted = not work.done()
@@ -103,16 +119,16 @@ async def _check(supervisor: Supervisor, values: dict[str, Any]) -> int:
     return 128 + stop.result() if interrupted else work.result()
 
 
-async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
+async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool) -> int:
     """Load and try all models, print a line for each, and return the exit status."""
     with supervisor.progress:
         await supervisor.models.start()
-    bad = 0
+    found: list[dict[str, Any]] = []
     unused = set(values)
     rows = await supervisor.models.index(ready=False)
     for row in rows:
         failure = row.get("reason", "" if "version" in row else _GONE)
-        seconds = 0.0
+        verdict, seconds = _Verdict("FAILED", failure), 0.0
         if not failure:
             began = time.monotonic()
             try:
@@ -120,25 +136,31 @@ async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
                 version = supervisor.registry.models[row["name"]].shown[where["version"]]
                 model = _Model(where, version.spec.model_dir, values)
                 unused -= model.signature.inputs.keys()
-                failure = await asyncio.to_thread(model.failure)
+                verdict = await asyncio.to_thread(model.verdict)
             except ShmserveError as error:
-                failure = error.message
+                verdict = _Verdict("FAILED", error.message)
             seconds = time.monotonic() - began
-        bad += bool(failure)
         name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
-        print(f"{name:<32} {_verdict(failure, seconds)}", flush=True)
-    if not rows:
-        print("no model found", flush=True)
-    for name in sorted(unused):
-        print(f"--input: no model that was loaded has an input '{name}'", flush=True)
-    return 2 if bad or unused or not rows else 0
-
-
-def _verdict(failure: str, seconds: float) -> str:
-    """Return the text beside a model's name, with further lines indented."""
-    if not failure:
-        return f"ok      one batch in {seconds * 1e3:.1f} ms"
-    return "FAILED  " + failure.rstrip("; \n").replace("\n", "\n" + " " * 8)
+        text = verdict.text.rstrip("; \n")
+        times = {"outcome": verdict.outcome, "milliseconds": round(seconds * 1e3, 1)}
+        found.append({"model": name, **times, "message": text})
+        if not as_json:
+            shown = text or f"one batch in {seconds * 1e3:.1f} ms"
+            lines = shown.replace("\n", "\n" + " " * 8)
+            print(f"{name:<32} {verdict.outcome:<7} {lines}", flush=True)
+    status = max((_STATUSES[each["outcome"]] for each in found), default=2)
+    notes = [] if rows else ["no model found"]
+    notes += [f"--input: no model that was loaded has an input '{name}'" for name in sorted(unused)]
+    counts = {key: sum(each["outcome"] == key for each in found) for key in _STATUSES}
+    if as_json:
+        print(json.dumps({"models": found, "summary": counts, "notes": notes}), flush=True)
+    else:
+        if len(found) > 1:
+            summary = ", ".join(f"{count} {key}" for key, count in counts.items() if count)
+            notes.append(f"{len(found)} models: {summary}")
+        for note in notes:
+            print(note, flush=True)
+    return 2 if unused else status
 
 
 class _Model:
@@ -151,8 +173,8 @@ class _Model:
         self._samples = warmup_samples(self._config, model_dir)
         self._values = {n: v for n, v in values.items() if n in self.signature.inputs}
 
-    def failure(self) -> str:
-        """Return the error of the first failing request or invalid response, or "".
+    def verdict(self) -> _Verdict:
+        """Return the outcome of the first request that is refused or differs, or "ok".
 
         Raises:
             ShmserveError: A request does not fit the model.
@@ -160,14 +182,14 @@ class _Model:
         try:
             requests = self._requests()
         except (MemoryError, OverflowError, ValueError):  # ValueError: larger than a message
-            return "not tried: a batch of zeros is too large to be sent"
-        failures = (self._ask(*request) for request in requests)
-        return next(filter(None, failures), "")
+            return _Verdict("refused", "not tried: a batch of zeros is too large to be sent")
+        verdicts = (self._ask(*request) for request in requests)
+        return next((each for each in verdicts if each.outcome != "ok"), _Verdict("ok"))
 
     def _requests(self) -> list[tuple[tuple[TensorRef, ...], bytes, list[Any]]]:
         signature = self.signature
         samples = [sample.tensors for sample in self._samples] or [
-            [_zeros(signature, name) for name in signature.inputs if name not in self._values]
+            [self._made_up(name) for name in signature.inputs if name not in self._values]
         ]
         requests = []
         for sample in samples:
@@ -177,6 +199,13 @@ class _Model:
             requests.append((inputs, *pack_inference(Inference(inputs))))
         return requests
 
+    def _made_up(self, name: str) -> TensorRef:
+        tensor = _zeros(self.signature, name)
+        if self._config.backend not in _OF_TEXT or tensor.datatype != "BYTES":
+            return tensor
+        data = element_count(tensor.shape) * (b"\5\0\0\0" + b"Hello")
+        return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
+
     def _given(self, name: str) -> TensorRef:
         spec = self.signature.inputs[name]
         batch = (-1,) if self.signature.max_batch_size > 0 else ()
@@ -184,14 +213,14 @@ class _Model:
         shape, raw = encode(tensor, self._values[name])
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
-    def _ask(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> str:
-        """Return the error of a request with these inputs or of its outputs, or ""."""
+    def _ask(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
+        """Return the outcome of a request with these inputs."""
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
         text = _ids_are_texts(self._config)
-        made_up = _MADE_UP if inputs else _NO_INPUTS
-        if self._samples or self._values:
-            made_up = ""
+        given = bool(self._samples or self._values)
+        outcome = "FAILED" if given else "refused"
+        made_up = "" if given else _MADE_UP if inputs else _NO_INPUTS
         try:
             dealer.send(
                 Submit(
@@ -212,17 +241,18 @@ class _Model:
                 for message in dealer.receive():
                     match message:
                         case Failed(message=error):
-                            return error + made_up
+                            return _Verdict(outcome, error + made_up)
                         case Responded(code="", schema=b""):  # the end, without a response
-                            return ""
+                            return _Verdict("ok")
                         case Responded(message=error, code=code) if code:
-                            return error + made_up
+                            return _Verdict(outcome, error + made_up)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
-                            return self._misfit(response, fit.batch_size)
+                            misfit = self._misfit(response, fit.batch_size)
+                            return _Verdict("differs" if misfit else "ok", misfit)
                 if not dealer.connected:
-                    return "its scheduler ended"
-            return f"no answer within {_PATIENCE_S:.0f} s"
+                    return _Verdict("FAILED", "its scheduler ended")
+            return _Verdict("FAILED", f"no answer within {_PATIENCE_S:.0f} s")
         finally:
             dealer.close()
 
@@ -238,17 +268,22 @@ class _Model:
         for name, spec in self.signature.outputs.items():
             wanted = (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
             tensor = given.get(name)
+            configured = f"{TO_CONFIG[spec.datatype]} {shape_text(wanted)}"
             if tensor is None:
-                wrong += [f"the model gave no output '{name}'"] if whole else []
-            elif tensor.datatype != spec.datatype or (
-                name not in free and not agree(wanted, tensor.shape)
-            ):
-                wrong.append(
-                    f"the model's output '{name}' is {TO_CONFIG[tensor.datatype]} "
-                    f"{shape_text(tensor.shape)}, where the configuration says "
-                    f"{TO_CONFIG[spec.datatype]} {shape_text(wanted)}"
-                )
-        return "\n".join(wrong)
+                wrong += [(name, configured, "no such output")] if whole else []
+                continue
+            # A scalar is one element; configurations have no scalars.
+            scalar = not tensor.shape and element_count([abs(dim) for dim in wanted]) == 1
+            fits = name in free or scalar or agree(wanted, tensor.shape)
+            if tensor.datatype != spec.datatype or not fits:
+                shape = shape_text(tensor.shape)
+                wrong.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))
+        if not wrong:
+            return ""
+        table = [("output", "configuration", "response"), *wrong]
+        widths = [max(len(row[column]) for row in table) for column in range(2)]
+        lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
+        return "the outputs differ from the configuration:\n" + "\n".join(lines)
 
 
 def _ids_are_texts(config: ModelSpec) -> bool:

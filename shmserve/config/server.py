@@ -5,7 +5,7 @@ from __future__ import annotations
 import grp
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class ServerConfig:
         http_restricted: The restricted APIs of HTTP, by scope.
         grpc_restricted: The restricted protocols of gRPC, by scope.
         flags: The value of each flag, given or default.
+        on_cpu: Whether instances of KIND_GPU run on the CPU (`shmserve check --on-cpu`).
     """
 
     model_repositories: tuple[Path, ...]
@@ -88,6 +89,7 @@ class ServerConfig:
     max_queue_size: int
     request_timeout_us: int
     request_timeout_is_deadline: bool
+    on_cpu: bool = field(default=False, kw_only=True)
     execution_timeout_s: float
     load_timeout_s: float
     http: HttpConfig

@@ -167,6 +167,10 @@ class LoadPlanner:
         """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
+        if self._config.on_cpu:
+            for group in config.instance_group:
+                group.kind = group.KIND_CPU
+                group.ClearField("gpus")
         for name in model_config.merge_duplicates(config):
             logger.warning("model %s: %s is given twice, equally", folder.name, name)
         return model_config.normalise(config, folder.name, self._accelerators.count)

@@ -37,7 +37,9 @@ def links(page: Path) -> list[str]:
 @cache
 def known_flags(verb: str) -> set[str]:
     """The flags of `shmserve VERB`, as its help has them."""
-    if own := {"check": ("--input",), "doctor": ("--json", "--peer")}.get(verb):
+    if own := {"check": ("--input", "--json", "--on-cpu"), "doctor": ("--json", "--peer")}.get(
+        verb
+    ):
         return known_flags("serve") | set(own)
     if verb == "serve":
         return {f"--{name}" for name in FLAGS}
