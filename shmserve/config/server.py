@@ -174,6 +174,8 @@ def _from_flags(
     parsed: Parsed, environment: Mapping[str, str], models_needed: bool, wrong: Collected
 ) -> ServerConfig:
     value: dict[str, Any] = parsed.values
+    if value["reload"]:
+        value = {**value, "model-control-mode": "poll", "repository-poll-secs": 1}
     repositories, files = _models(parsed, models_needed, wrong)
     return ServerConfig(
         **_as_given(value, *_AS_GIVEN),
