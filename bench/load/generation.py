@@ -66,7 +66,9 @@ class Generating:
             for key in range(rows)
         }
         self._rows = rows
-        self._engine = WorkerEngine(Passes(model, cache), None, prompts, lambda news: None)
+        self._engine = WorkerEngine(
+            Passes(model, cache), None, prompts, lambda news: None, lambda *_: None
+        )
 
     def prefill(self) -> float:
         """Compute all prompts, one a step; seconds."""

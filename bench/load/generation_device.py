@@ -54,7 +54,7 @@ def steps(passes: Passes, rows: int) -> tuple[float, float]:
         key: Prompt(key, torch.randint(3, 300, (PROMPT,)).tolist(), parameters, ())
         for key in range(rows)
     }
-    engine = WorkerEngine(passes, None, prompts, lambda news: None)
+    engine = WorkerEngine(passes, None, prompts, lambda news: None, lambda *_: None)
     each = (PROMPT + NEW) // BLOCK
     tables = [list(range(key * each, (key + 1) * each)) for key in range(rows)]
     began = time.perf_counter()

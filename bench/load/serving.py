@@ -74,6 +74,7 @@ class Serving:
             DraftModel(Passes(draft, KvCache(draft.architecture, *sizes, 0))) if draft else None,
             self._prompts,
             lambda news: None,
+            lambda keys, error: None,
         )
         self.counts = GenerationStats()
         self._numbers, self._keys, self._steps = itertools.count(1), itertools.count(), 0

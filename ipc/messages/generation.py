@@ -28,6 +28,7 @@ class Resumed:
         told: The number of characters of text already sent to the client.
         over: The reason why the sample has ended, or "".
         closed: Whether the end was already sent to the client.
+        told_tokens: The number of tokens already sent to the client.
     """
 
     sample: int
@@ -35,6 +36,7 @@ class Resumed:
     told: int
     over: str = ""
     closed: bool = False
+    told_tokens: int = 0
 
 
 @message
@@ -79,6 +81,8 @@ class Prepared:
         whole: Whether the whole prompt is computed even if a prefix is cached.
         drafts: Whether draft tokens may be proposed.
         beams: The beam search, if any.
+        replays: Whether the samples of a resumed request begin again with the same tokens, because
+            the log probabilities of these tokens are wanted.
     """
 
     key: int
@@ -89,6 +93,7 @@ class Prepared:
     whole: bool = False
     drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
+    replays: bool = False
 
 
 @record
@@ -203,12 +208,14 @@ class Told:
         sample: The sample.
         characters: The number of characters of its text sent so far.
         closed: Whether its end was sent.
+        tokens: The number of its tokens sent so far.
     """
 
     key: int
     sample: int
     characters: int
     closed: bool = False
+    tokens: int = 0
 
 
 @message

@@ -78,7 +78,8 @@ class ModelWorker(GenerativeWorker):
         super().__init__(*sizes)
         cache = KvCache(model.architecture, *sizes)
         self._asked: dict[int, Prompt] = {}
-        self.engine = NotingEngine(Passes(model, cache), None, self._asked, lambda news: None)
+        passes = Passes(model, cache)
+        self.engine = NotingEngine(passes, None, self._asked, lambda _: None, lambda *_: None)
         self.engine.bits = {}
         self.known: Any = self.engine._sequences
 

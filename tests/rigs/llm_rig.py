@@ -154,7 +154,7 @@ class Scheduler:
         earlier = {each.sample: each for each in resumed}
         prompt = np.frombuffer(self.prepared[key].prompt, np.int32).tolist()
         for sample in range(self.prepared[key].samples):
-            before = earlier.get(sample)
+            before = None if self.prepared[key].replays else earlier.get(sample)
             if before is None or not before.over:
                 tokens = [] if before is None else np.frombuffer(before.tokens, np.int32).tolist()
                 self.enter(key, sample, [*prompt, *tokens])

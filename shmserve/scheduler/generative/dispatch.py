@@ -60,6 +60,7 @@ class Ongoing:
     Attributes:
         told: The last report of text sent to the client, by sample.
         over: The tokens and the finish reason of samples that have ended.
+        replayed: The tokens of samples that are generated again.
     """
 
     request: ScheduledRequest
@@ -67,6 +68,7 @@ class Ongoing:
     generation: Generation[Ongoing] | None = None
     told: dict[int, Told] = field(default_factory=dict)
     over: dict[int, tuple[array[int], str]] = field(default_factory=dict)
+    replayed: dict[int, array[int]] = field(default_factory=dict)
 
     @property
     def open(self) -> dict[int, array[int]]:
@@ -82,8 +84,9 @@ class Ongoing:
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # its other samples had not begun
         return [
-            Resumed(sample, tokens.tobytes(), told.characters, why, told.closed)
-            for sample, (tokens, why) in samples.items()
+            Resumed(sample, tokens.tobytes(), told.characters, why, told.closed, told.tokens)
+            for sample, (now, why) in samples.items()
+            for tokens in [max(now, self.replayed.get(sample, now), key=len)]
             for told in [self.told.get(sample, Told(0, sample, 0))]
         ]
 
@@ -115,10 +118,16 @@ class GenerativeDispatch(Dispatcher):
 
     @property
     def _waiting(self) -> int:
-        """The number of requests and sequences that have not run yet."""
+        """The number of requests and sequences that wait for others to end.
+
+        Requests that have not been prepared yet do not wait if the instances have room for them.
+        """
+        most = self._engine_settings.max_batch_size
+        engines = [self._engines.get(slot.peer) for slot in self._pool.ready()]
+        room = sum(max(most - each.live, 0) if each is not None else most for each in engines)
         unprepared = sum(each.generation is None for each in self._ongoing.values())
         waiting = sum(each.waiting for each in self._engines.values())
-        return len(self._queue) + unprepared + waiting
+        return max(len(self._queue) + unprepared - room, 0) + waiting
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""
@@ -246,6 +255,13 @@ class GenerativeDispatch(Dispatcher):
             self._executions.cancel(request)
             return
         whole = len(resumed) + len(ongoing.over) == generation.samples
+        if message.replays:
+            ended = {sample: tokens for sample, (tokens, _) in ongoing.over.items()}
+            for sample, tokens in (resumed | ended).items():
+                before = ongoing.replayed.get(sample, tokens)
+                ongoing.replayed[sample] = max(tokens, before, key=len)
+            ongoing.over.clear()
+            whole = False
         ongoing.generation = generation
         self._counts.prompt_tokens.observe(len(generation.prompt))
         if request.timing is None:

@@ -60,6 +60,7 @@ _OUTPUTS = [
     _tensor("text_output", "STRING", -1),
     _tensor("index", "INT32", -1),
     _tensor("token_ids", "INT32", -1),
+    _tensor("prompt_token_ids", "INT32", -1),
     _tensor("finish_reason", "STRING", -1),
     _tensor("logprobs", "STRING", -1),
     _tensor("usage", "STRING", 1),
@@ -121,6 +122,7 @@ class LlmBackend(Backend):
             self._proposer,
             texts.prompts,
             lambda news: texts.put(partial(texts.emitted, news)),
+            texts.failed,
         )
 
         def prepare(message: Prepare, requests: list[WorkerRequest]) -> None:
@@ -217,7 +219,7 @@ def _prepare(
     try:
         with writer.link.lock:
             request = unpacker.request(opened.work)
-            given = given_inputs(request)
+            given = given_inputs(request, texts.reader.most_bytes)
     except Exception as error:
         writer.refuse(opened, client_error(writer.context, error))
         return

@@ -8,99 +8,28 @@ merged into a later response. Otherwise one response has all samples at the end.
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+import orjson
 
 from shmserve.ipc.messages.generation import Hypothesis, Resumed, Told
 from shmserve.workers.backends import Output, Response, ResponseStream
 from shmserve.workers.backends.llm.sampler import TokenLogprobs
 from shmserve.workers.backends.llm.sequences import Prompt
+from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from shmserve.workers.links.scheduler import InstanceLink
 
-_REPLACEMENT = "\ufffd"  # the decoding of an incomplete character
-_MOST_HELD = 16  # tokens; longer invalid sequences are no characters
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-class Detokenizer:
-    """The incremental text of one sequence.
+class ScoredToken(NamedTuple):
+    """The log probabilities of a token, and the index in its text of its first character."""
 
-    Tokens are decoded together with those of the text before them, since a token's text depends on
-    what it follows. A token that leaves a character incomplete is held back.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._tokens: list[int] = []  # tokens of the last text, followed by the pending ones
-        self._read = 0  # the number of tokens of the last text
-        self._before = ""
-
-    def add(self, token: int) -> str:
-        """Append a token, and return the text that is complete now."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if text.endswith(_REPLACEMENT) and len(self._tokens) - self._read < _MOST_HELD:
-            return ""
-        return self._take(text)
-
-    def flush(self) -> str:
-        """Return the text of all tokens held back."""
-        return self._take(self._decode(self._tokens))
-
-    def _take(self, text: str) -> str:
-        new = text[len(self._before) :]
-        del self._tokens[: self._read]
-        self._read = len(self._tokens)
-        self._before = self._decode(self._tokens)
-        return new
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
-        return text
-
-
-class StopStrings:
-    """The stop strings of one sequence. Text that may begin a stop string is held back."""
-
-    def __init__(self, stops: Sequence[str], included: bool) -> None:
-        self._stops = stops
-        self._included = included
-        self._held = ""
-
-    def add(self, text: str) -> tuple[str, bool]:
-        """Append text.
-
-        Return the text outside of stop strings, and whether a stop string was found.
-
-        If there are several stop strings, the one that ends first counts.
-        """
-        if not self._stops:
-            return text, False
-        text = self._held + text
-        found = [(text.find(stop), stop) for stop in self._stops]
-        places = [(begin + len(stop), begin) for begin, stop in found if begin >= 0]
-        if places:
-            end, begin = min(places)
-            self._held = ""
-            return text[: end if self._included else begin], True
-        held = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
-
-    def flush(self) -> str:
-        """Return the text held back."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that begins a stop string."""
-    most = min(len(text), len(stop) - 1)
-    return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)
+    logprobs: TokenLogprobs
+    offset: int
 
 
 class SampleText:
@@ -109,44 +38,50 @@ class SampleText:
     Attributes:
         pending: The text that was not sent yet; `tokens` and `logprobs` belong to it.
         told: The number of characters sent, by this instance and its predecessors.
+        told_tokens: The number of tokens sent, likewise.
         open: Whether the end of the sample was not sent yet.
+        begun: Whether a response with the sample was sent.
     """
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, index: int, echo: str) -> None:
+    def __init__(self, prompt: Prompt, texts: TokenTexts, index: int, echo: str) -> None:
         parameters = prompt.parameters
         self.index = index
         self.count = 0  # number of tokens
         self.over = ""
-        self.told = 0
+        self.told = self.told_tokens = 0
         self.pending = echo
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[ScoredToken] = []
         self.open = True
-        self._told_before = 0  # characters sent by other instances
+        self.begun = False
+        self._told_before = self._tokens_before = 0  # sent by other instances
         self._prompt = prompt
-        self._detokenizer = Detokenizer(tokenizer, parameters.skip_special_tokens)
+        self._echoed = len(echo)
+        skip = parameters.skip_special_tokens
+        self._detokenizer = Detokenizer(texts, skip, prompt.tokens)
         self._stops = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
 
     def resume(self, earlier: Resumed, tokens: Sequence[int]) -> None:
-        """Continue a sample of another instance.
+        """Continue a sample of another instance, which has generated `tokens`.
 
-        That instance may have sent more than was reported, so text that is generated again is not
-        sent again.
+        Text and tokens that were sent are not sent again.
         """
-        self.open, self._told_before = not earlier.closed, earlier.told
+        self.open, self.begun = not earlier.closed, earlier.told_tokens > 0 or earlier.told > 0
+        self._told_before, self._tokens_before = earlier.told, earlier.told_tokens
         self._tell_silently()
         for place, token in enumerate(tokens, 1):
             if not self.over:
                 self.add([token], earlier.over if place == len(tokens) else "", [])
 
     def _tell_silently(self) -> None:
-        """Skip pending text that another instance has sent."""
+        """Skip pending text and tokens that another instance has sent."""
         known = min(len(self.pending), self._told_before - self.told)
         if known > 0:
-            if known == len(self.pending):
-                self.tokens, self.logprobs = [], []
             self.pending = self.pending[known:]
             self.told += known
+        if self.tokens and self.told_tokens < self._tokens_before:
+            self.told_tokens += len(self.tokens)
+            self.tokens, self.logprobs = [], []
 
     def add(self, tokens: Sequence[int], over: str, told: Sequence[TokenLogprobs]) -> bool:
         """Append tokens; return whether a stop string has ended the sample.
@@ -156,13 +91,19 @@ class SampleText:
             over: The finish reason if the last token ends the sample, else "".
             told: The log probabilities of the tokens, if they are wanted.
         """
+        if not self._prompt.parameters.max_tokens:  # only the prompt is scored
+            self.over = "length"
+            return False
         for place, token in enumerate(tokens):
             self.count += 1
             self.tokens.append(token)
-            self.logprobs += told[place : place + 1]
+            if told:
+                offset = self._echoed + self._detokenizer.position
+                self.logprobs.append(ScoredToken(told[place], offset))
             last = over if place == len(tokens) - 1 else ""
             found = self._text(token, last)
-            self._tell_silently()
+            if self._told_before or self._tokens_before:
+                self._tell_silently()
             if found:
                 self.over = "stop"
                 return not last
@@ -187,16 +128,17 @@ class SampleText:
             self.pending += self._stops.flush()
         return found
 
-    def take(self) -> tuple[str, list[int], list[TokenLogprobs]]:
+    def take(self) -> tuple[str, list[int], list[ScoredToken]]:
         """Return and clear the pending text, tokens and log probabilities."""
         taken = self.pending, self.tokens, self.logprobs
         self.told += len(self.pending)
+        self.told_tokens += len(self.tokens)
         self.pending, self.tokens, self.logprobs = "", [], []
         return taken
 
 
 def _likelihood(sample: SampleText) -> float:
-    return sum(each.logprob for each in sample.logprobs) / max(len(sample.logprobs), 1)
+    return sum(each.logprobs.logprob for each in sample.logprobs) / max(len(sample.logprobs), 1)
 
 
 class Answer:
@@ -205,20 +147,19 @@ class Answer:
     def __init__(
         self,
         prompt: Prompt,
-        tokenizer: Tokenizer,
+        texts: TokenTexts,
         stream: ResponseStream,
         link: InstanceLink,
         echo: str,
     ) -> None:
         self.prompt = prompt
         self.stream = stream
-        self._tokenizer = tokenizer
+        self._texts = texts
         self._link = link
         self._echo = echo
         parameters = prompt.parameters
-        self.samples = [
-            SampleText(prompt, tokenizer, index, echo) for index in range(parameters.samples)
-        ]
+        count = parameters.samples
+        self.samples = [SampleText(prompt, texts, index, echo) for index in range(count)]
         self._wanted = {output.name for output in stream.request.schema.outputs}
         self._wanted = self._wanted or {"text_output"}
 
@@ -231,7 +172,7 @@ class Answer:
         """Take the hypotheses of a beam search as samples."""
         for index, found in enumerate(hypotheses[: self.prompt.parameters.n]):
             tokens = np.frombuffer(found.tokens, np.int32).tolist()
-            sample = SampleText(self.prompt, self._tokenizer, index, self._echo)
+            sample = SampleText(self.prompt, self._texts, index, self._echo)
             sample.add(tokens, found.over, [])
             self.samples.append(sample)
 
@@ -268,26 +209,31 @@ class Answer:
             for sample in samples:
                 sample.open = not sample.over
                 if not final:
-                    told = Told(self.prompt.key, sample.index, sample.told, not sample.open)
-                    self._link.post(told)
+                    told = sample.told, not sample.open, sample.told_tokens
+                    self._link.post(Told(self.prompt.key, sample.index, *told))
             self.stream.send(response, final)
         return True
 
     def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
         taken = [sample.take() for sample in samples]
-        tokens = [token for _, each, _ in taken for token in each]
+        new = [token for _, each, _ in taken for token in each]
         made: dict[str, tuple[str, Any]] = {
             "text_output": ("BYTES", [text.encode() for text, _, _ in taken]),
             "index": ("INT32", [sample.index for sample in samples]),
-            "token_ids": ("INT32", tokens),
+            "token_ids": ("INT32", new),
             "finish_reason": ("BYTES", [sample.over.encode() for sample in samples]),
         }
         if "logprobs" in self._wanted:
             told = zip(samples, taken, strict=True)
             texts = [self._logprobs(sample, logprobs) for sample, (_, _, logprobs) in told]
             made["logprobs"] = ("BYTES", texts)
+        if "prompt_token_ids" in self._wanted:
+            tokens = [] if samples[0].begun else self.prompt.tokens
+            made["prompt_token_ids"] = ("INT32", tokens)
+        for sample in samples:
+            sample.begun = True
         if "usage" in self._wanted:
-            made["usage"] = ("BYTES", [self._usage() if final else b""])
+            made["usage"] = ("BYTES", [self._usage(samples) if final else b""])
         kinds = {"BYTES": np.object_, "INT32": np.int32}
         return [
             Output(name, datatype, np.array(values, kinds[datatype]))
@@ -295,35 +241,54 @@ class Answer:
             if name in self._wanted
         ]
 
-    def _usage(self) -> bytes:
-        counts = [sample.count for sample in self.samples]
+    def _usage(self, samples: list[SampleText]) -> bytes:
+        shown = self.samples if self.prompt.parameters.stream else samples
         prompt = self.prompt
-        return json.dumps(
+        return orjson.dumps(
             {
                 "prompt_tokens": len(prompt.tokens),
-                "completion_tokens": sum(counts),
+                "completion_tokens": sum(sample.count for sample in self.samples),
                 "cached_tokens": max(prompt.cached, 0),
-                "samples": counts,
+                "samples": [sample.count for sample in shown],
             }
-        ).encode()
+        )
 
-    def _logprobs(self, sample: SampleText, told: list[TokenLogprobs]) -> bytes:
-        """Return the log probabilities of a response as JSON, first those of the prompt."""
-        found: dict[str, Any] = {"content": [self._logprob(each) for each in told]}
-        parameters = self.prompt.parameters
-        if parameters.prompt_logprobs >= 0 and sample.count == len(told):
-            known = self.prompt.known
-            found["prompt"] = [
-                self._logprob(known[place]) if place in known else None
-                for place in range(len(self.prompt.tokens))
-            ]
-        return json.dumps(found).encode()
+    def _logprobs(self, sample: SampleText, told: list[ScoredToken]) -> bytes:
+        """Return the log probabilities of a response as JSON.
 
-    def _logprob(self, told: TokenLogprobs) -> dict[str, Any]:
-        top = [self._token(token, value) for token, value in told.top]
-        return {**self._token(told.token, told.logprob), "top_logprobs": top}
+        They are those of its text, the prompt included if the text contains it, and those of the
+        prompt if they were requested.
+        """
+        prompt = self.prompt
+        content = list(itertools.starmap(self._logprob, told))
+        found: dict[str, Any] = {"content": content}
+        if prompt.scored >= 0 and not sample.begun:
+            known = [prompt.known.get(place) for place in range(len(prompt.tokens))]
+            if prompt.offsets:
+                pairs = zip(known, prompt.tokens, prompt.offsets, strict=True)
+                found["content"] = [self._echoed(*each) for each in pairs] + content
+            if prompt.parameters.prompt_logprobs >= 0:
+                most = prompt.parameters.prompt_logprobs
+                found["prompt"] = [each and self._logprob(each, most=most) for each in known]
+        return orjson.dumps(found)
+
+    def _echoed(self, told: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
+        if told is not None:
+            return self._logprob(told, offset, self.prompt.parameters.logprobs)
+        first = {**self._token(token, 0.0), "logprob": None, "top_logprobs": None}
+        return {**first, "text_offset": offset}
+
+    def _logprob(
+        self, told: TokenLogprobs, offset: int = 0, most: int | None = None
+    ) -> dict[str, Any]:
+        top = [self._token(token, value) for token, value in told.top[:most]]
+        mine = {**self._token(told.token, told.logprob), "rank": told.rank, "top_logprobs": top}
+        return {**mine, "text_offset": offset}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
-        raw = list(text.encode())
-        return {"token_id": token, "token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
+        raw = self._texts.bytes_of(token)
+        text = raw.decode(errors="replace")
+        if self.prompt.parameters.return_tokens_as_token_ids:
+            text = f"token_id:{token}"
+        value = max(logprob, _LEAST_LOGPROB)
+        return {"token_id": token, "token": text, "logprob": value, "bytes": list(raw)}

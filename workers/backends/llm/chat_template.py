@@ -5,15 +5,17 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import InvalidArgument, clip
 
+# Variables that have to be in the template if a request has them.
+_NEEDED = ("documents", "reasoning_effort")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
 
@@ -48,7 +50,7 @@ class ChatTemplate:
         )
         self._environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         self._environment.filters["tojson"] = _to_json
-        self._compiled: dict[str, tuple[Template, bool]] = {}
+        self._compiled: dict[str, _Compiled] = {}
 
     def render(self, text: str) -> str:
         """Render a JSON list of messages, or an object with `messages` and more.
@@ -69,10 +71,11 @@ class ChatTemplate:
         continued = variables.pop("continue_final_message", None)
         variables.setdefault("add_generation_prompt", not continued)
         try:
-            template, iterates = self._template(name)
-            messages = [_message(each, iterates) for each in variables["messages"]]
+            template = self._template(name)
+            messages = [_message(each, template) for each in variables["messages"]]
             ending = _mark_end(messages[-1]) if continued else ""
-            made = template.render(**{**variables, "messages": messages})
+            _check_used(variables, template)
+            made = template.template.render(**{**variables, "messages": messages})
         except InvalidArgument:
             raise
         except Exception as error:  # templates may raise any error
@@ -89,14 +92,39 @@ class ChatTemplate:
             raise InvalidArgument(f"chat_template: {clip(repr(name))} is none of {allowed}")
         return str(name)
 
-    def _template(self, name: str) -> tuple[Template, bool]:
-        """Return a template, and whether it iterates over the parts of a content."""
+    def _template(self, name: str) -> _Compiled:
         if name not in self._compiled:
             source = self.sources[name]
-            loops = self._environment.parse(source).find_all(nodes.For)
-            iterates = any(_names_content(loop.iter) for loop in loops)
-            self._compiled[name] = self._environment.from_string(source), iterates
+            parsed = self._environment.parse(source)
+            self._compiled[name] = _Compiled(
+                self._environment.from_string(source),
+                any(_names_content(loop.iter) for loop in parsed.find_all(nodes.For)),
+                any(each.value == "developer" for each in parsed.find_all(nodes.Const)),
+                frozenset(meta.find_undeclared_variables(parsed)),
+            )
         return self._compiled[name]
+
+
+class _Compiled(NamedTuple):
+    """A template, and what it knows.
+
+    Attributes:
+        iterates: Whether it iterates over the parts of a content.
+        developer: Whether it knows the role of that name; otherwise that role is "system".
+        variables: The names of its variables.
+    """
+
+    template: Template
+    iterates: bool
+    developer: bool
+    variables: frozenset[str]
+
+
+def _check_used(given: Mapping[str, Any], template: _Compiled) -> None:
+    """Raise InvalidArgument if a template would ignore what a request asks for."""
+    for name in _NEEDED:
+        if given.get(name) and name not in template.variables:
+            raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 
 def _names_content(node: nodes.Node) -> bool:
@@ -122,12 +150,14 @@ def _is_message(given: Any) -> bool:
     return isinstance(given, dict) and "role" in given
 
 
-def _message(given: dict[str, Any], iterates: bool) -> dict[str, Any]:
+def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     """Return a message for a template: without nulls, and with its reasoning by all names.
 
     The text parts of its content are joined, unless the template iterates over them.
     """
     message = {name: value for name, value in given.items() if value is not None}
+    if message["role"] == "developer" and not template.developer:
+        message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -138,7 +168,7 @@ def _message(given: dict[str, Any], iterates: bool) -> dict[str, Any]:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
-    if iterates:
+    if template.iterates:
         return message
     return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
 

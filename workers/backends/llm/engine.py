@@ -21,6 +21,7 @@ from shmserve.workers.backends.llm.sampler import (
     TokenLogprobs,
     allowed_tokens,
     candidates,
+    failure,
     logprobs,
     process,
     verify,
@@ -59,12 +60,14 @@ class WorkerEngine:
     Attributes:
         prompts: The prepared requests by key.
         emit: Receives the tokens that a step has added.
+        fail: Ends the requests of these keys with an error.
     """
 
     passes: Passes
     proposer: Proposer | None
     prompts: Mapping[int, Prompt]
     emit: Callable[[list[Emitted]], None]
+    fail: Callable[[set[int], Exception], None]
     _sequences: dict[int, TokenSequence] = field(default_factory=dict)
     _last: int = 0
 
@@ -135,6 +138,11 @@ class WorkerEngine:
             masks: list[torch.Tensor] = []
             if row.samples and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
+                error = failure(sequence.matcher)
+                if error is not None:
+                    self.fail({sequence.prompt.key}, error)
+                    del self._sequences[row.sequence]  # the scheduler is notified by the result
+                    continue
             planned.append(Planned(sequence, row, proposal, masks))
         return planned
 
@@ -158,8 +166,7 @@ class WorkerEngine:
     @staticmethod
     def _tells_prompt(each: Planned) -> bool:
         prompt = each.sequence.prompt
-        wants = prompt.parameters.prompt_logprobs >= 0
-        return wants and each.row.start < len(prompt.tokens) - 1
+        return prompt.scored >= 0 and each.row.start < len(prompt.tokens) - 1
 
     # --- results
 
@@ -229,7 +236,7 @@ class WorkerEngine:
         last = min(row.start + row.count, len(prompt.tokens) - 1)
         targets = prompt.tokens[row.start + 1 : last + 1]
         rows = logits[each.logits : each.logits + len(targets)]
-        told = logprobs(rows, targets, prompt.parameters.prompt_logprobs)
+        told = logprobs(rows, targets, prompt.scored)
         for place, one in enumerate(told, row.start + 1):
             prompt.known.setdefault(place, one)
         return row.count - row.samples

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _MOST_STOPS = 64
 # The range of each number; integer bounds mean an integer.
 _RANGES: Mapping[str, tuple[float, float]] = {
-    "max_tokens": (1, 1 << 24),
+    "max_tokens": (0, 1 << 24),
     "min_tokens": (0, 1 << 24),
     "n": (1, 128),
     "best_of": (0, 128),
@@ -127,6 +127,8 @@ class GenerationParameters:
     use_beam_search: bool = False
     stream: bool = False
     echo: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     early_stopping: str = "false"
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -239,6 +241,8 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
     least, most = values.get("min_tokens", 0), values.get("max_tokens", 16)
     if least > most:
         found.append(f"min_tokens: {least} is more than max_tokens {most}")
+    if not most and not (values.get("echo") or values.get("prompt_logprobs", -1) >= 0):
+        found.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
     if not values.get("top_p", 1.0):
         found.append("top_p: 0.0 is not a number above 0, up to 1")
     count, best_of = values.get("n", 1), values.get("best_of", 0)
@@ -250,6 +254,10 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
         return found
     if values.get("stream"):
         found.append("stream: a beam search has its texts at its end, stream has to be false")
+    if values.get("logprobs", -1) >= 0:
+        found.append("logprobs: a beam search has none")
+    if not most:
+        found.append("max_tokens: 0 is too small for a beam search")
     if max(count, best_of) < 2:
         found.append(f"n: {count} is not the width of a beam search, which is 2 to 128")
     return found

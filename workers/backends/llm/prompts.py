@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,22 +20,40 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
+from shmserve.workers.backends.llm.token_texts import TokenTexts
 
 _INPUTS = ("text_input", "input_ids", "messages")
+_BYTES_A_CHARACTER = 4
+_LEAST_LIMIT = 1 << 20  # bytes
 
 
-def given_inputs(request: Request) -> dict[str, Any]:
+def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
     """Return the inputs of a request as values of Python that do not refer to its memory.
 
+    Args:
+        request: The request.
+        most_bytes: The maximum size of a prompt that is not truncated. Texts are copied with the
+            GIL held, which delays all streams of the model.
+
     Raises:
-        InvalidArgument: A text is not UTF-8.
+        InvalidArgument: A text is not UTF-8, or too long.
     """
     found: dict[str, Any] = {}
+    settings = request.inputs.get("sampling_parameters")
+    data = b"" if settings is None else settings.numpy().ravel().tolist()[0]
+    if "truncate_prompt_tokens" in request.schema.parameters or b"truncate_prompt_tok" in data:
+        most_bytes = sys.maxsize
     for name, tensor in request.inputs.items():
-        values = tensor.numpy().ravel().tolist()
+        size = memoryview(tensor.raw).nbytes
+        if name in _INPUTS and size > most_bytes:
+            raise InvalidArgument(
+                f"{name}: {PROMPT_TOO_LONG}: {size} bytes are above any prompt's {most_bytes}"
+            )
         if name == "input_ids":
-            found[name] = values
-        elif tensor.datatype == "BYTES":
+            found[name] = tensor.numpy().ravel().copy()
+            continue
+        values = tensor.numpy().ravel().tolist()
+        if tensor.datatype == "BYTES":
             try:
                 found[name] = values[0].decode()
             except UnicodeDecodeError:
@@ -43,30 +63,52 @@ def given_inputs(request: Request) -> dict[str, Any]:
     return found
 
 
-class PromptReader:
-    """A reader of requests for one model."""
+class PromptText(NamedTuple):
+    """The tokens of a prompt, its text if responses repeat it, and each token's index in it."""
 
-    def __init__(self, checkpoint: Checkpoint, max_model_len: int) -> None:
+    tokens: list[int]
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
+class PromptReader:
+    """A reader of requests for one model; safe to use in any thread.
+
+    Attributes:
+        most_bytes: No prompt of more bytes fits the model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, max_model_len: int, texts: TokenTexts) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
+        self._texts = texts
         self._longest = max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
         self._vocabulary = checkpoint.architecture.vocabulary
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {each.content: token for token, each in added if each.special}
-        self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
+        pieces = self._tokenizer.get_vocab()
+        # Tokenizers may have more tokens than the model.
+        largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
+        self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
+        widest = max(map(len, pieces), default=1)
+        # A normaliser may shorten a text; JSON is longer than the messages in it.
+        self.most_bytes = max(_BYTES_A_CHARACTER * widest * max_model_len, _LEAST_LIMIT)
 
     def read(
         self, request: Request, given: Mapping[str, Any], resumed: list[Resumed]
     ) -> tuple[Prompt, str]:
         """Return the prompt of a request, and the text that its response repeats.
 
+        The grammar of the prompt, if any, is not compiled; see `compile`.
+
         Raises:
             InvalidArgument: An input or a parameter is wrong.
         """
-        settings = _settings(request, given)
+        settings, echoes = _settings(request, given)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
-        tokens, text = self._tokens(given, parameters)
+        scores = echoes and parameters.logprobs >= 0 and "messages" not in given
+        tokens, text, offsets = self._prompt_text(given, parameters, scores)
         most = min(parameters.max_tokens, self._longest - len(tokens))
         parameters = replace(
             parameters,
@@ -76,11 +118,26 @@ class PromptReader:
             # The best samples are found by their probabilities.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
-        ends = () if parameters.ignore_eos else self._checkpoint.ends
-        grammar = self._grammars.matcher(parameters.grammar) if parameters.grammar[0] else None
+        # A grammar ends with an end token.
+        ignores = parameters.ignore_eos and not parameters.grammar[0]
+        ends = () if ignores else self._checkpoint.ends
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
-        prompt = Prompt(request.work.key, tokens, parameters, ends, grammar, before)
-        return prompt, text if parameters.echo and "messages" not in given else ""
+        prompt = Prompt(request.work.key, tokens, parameters, ends)
+        prompt.scored = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
+        if max(prompt.scored, parameters.logprobs) >= 0:
+            prompt.replayed = before
+        else:
+            prompt.resumed = before
+        prompt.offsets = offsets
+        return prompt, text
+
+    def compile(self, prompt: Prompt) -> None:
+        """Set the grammar of a prompt, which may take seconds without the GIL.
+
+        Raises:
+            InvalidArgument: It is no grammar, or one that allows no text.
+        """
+        prompt.grammar = self._grammars.matcher(prompt.parameters.grammar)
 
     def _banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of forbidden words, without and with a space before each.
@@ -103,51 +160,83 @@ class PromptReader:
         found = [self._special[stop] for stop in stops if stop in self._special]
         return [token for token in found if token < self._vocabulary]
 
-    def _tokens(
-        self, given: Mapping[str, Any], parameters: GenerationParameters
-    ) -> tuple[list[int], str]:
-        """Return the tokens and the text of the prompt."""
+    def _prompt_text(
+        self, given: Mapping[str, Any], parameters: GenerationParameters, scores: bool
+    ) -> PromptText:
+        """Return the prompt; `scores`: the offsets of its tokens are wanted."""
         named = [name for name in _INPUTS if name in given]
         if len(named) != 1:
             found = " and ".join(named) or "none"
             raise InvalidArgument(f"the prompt is one of {', '.join(_INPUTS)}: {found} is given")
-        source = given[named[0]]
-        if named[0] == "input_ids":
-            tokens = source
-            wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
-            if wrong:
-                most = self._vocabulary - 1
-                raise InvalidArgument(
-                    f"input_ids: {wrong[0]} is not a token, these are 0 to {most}"
-                )
-            text = self._tokenizer.decode(tokens) if parameters.echo else ""
-        else:
-            chat = named[0] == "messages"
-            text = self._chat.render(source) if chat else source
-            special = parameters.add_special_tokens
-            tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
-            most = max(tokens, default=0)
-            if most >= self._vocabulary:
-                token = clip(repr(self._tokenizer.id_to_token(most)))
-                raise InvalidArgument(
-                    f"{named[0]}: the token {token} is {most}, and the model has tokens up to "
-                    f"{self._vocabulary - 1} (config.json: vocab_size)"
-                )
-        if parameters.truncate_prompt_tokens:
-            most = parameters.truncate_prompt_tokens
-            tokens = tokens[-(most if most > 0 else max(self._longest - 1, 1)) :]
-        if not tokens:
-            raise InvalidArgument(f"{named[0]}: the prompt is empty, it needs a token")
-        if len(tokens) >= self._longest:
+        (name,) = named
+        if name == "input_ids":
+            count = self._count(name, len(given[name]), parameters)
+            tokens: list[int] = given[name][-count:].tolist()
+            self._check(name, tokens)
+            return self._decoded(tokens, parameters, scores)
+        chat = name == "messages"
+        text = self._chat.render(given[name]) if chat else given[name]
+        special = parameters.add_special_tokens
+        # Both methods release the GIL, unlike `encode`.
+        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=special)
+        count = self._count(name, len(encoding), parameters)
+        is_cut = count < len(encoding)
+        if is_cut:
+            encoding.truncate(count, direction="left")
+        tokens = encoding.ids
+        self._check(name, tokens)
+        if chat or not parameters.echo:
+            return PromptText(tokens)
+        if is_cut:
+            return self._decoded(tokens, parameters, scores)
+        starts = (begin for begin, _ in encoding.offsets) if scores else ()
+        return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
+
+    def _decoded(
+        self, tokens: list[int], parameters: GenerationParameters, scores: bool
+    ) -> PromptText:
+        """Return a prompt whose text is the decoding of its tokens."""
+        if not parameters.echo:
+            return PromptText(tokens)
+        skip = parameters.skip_special_tokens
+        text = self._texts.decode(tokens[: self._texts.complete(tokens)], skip)
+        return PromptText(tokens, text, self._texts.offsets(tokens, text, skip) if scores else ())
+
+    def _count(self, name: str, count: int, parameters: GenerationParameters) -> int:
+        """Return the number of last tokens of a prompt to use."""
+        most = parameters.truncate_prompt_tokens
+        if most:
+            count = min(count, most if most > 0 else max(self._longest - 1, 1))
+        if not count:
+            raise InvalidArgument(f"{name}: the prompt is empty, it needs a token")
+        if count + min(parameters.max_tokens, 1) > self._longest:
             raise InvalidArgument(
-                f"{named[0]}: {PROMPT_TOO_LONG}: {len(tokens)} tokens and one more are above "
-                f"{self._longest}"
+                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more are above {self._longest}"
             )
-        return tokens, text
+        return count
+
+    def _check(self, name: str, tokens: list[int]) -> None:
+        most = self._vocabulary - 1
+        wrong = next((token for token in tokens if not 0 <= token <= most), None)
+        if wrong is None:
+            return
+        if name == "input_ids":
+            raise InvalidArgument(f"input_ids: {wrong} is not a token, these are 0 to {most}")
+        token = clip(repr(self._tokenizer.id_to_token(wrong)))
+        raise InvalidArgument(
+            f"{name}: the token {token} is {wrong}, and the model has tokens up to {most} "
+            "(config.json: vocab_size)"
+        )
 
 
-def _settings(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs."""
+def _settings(request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs.
+
+    Returns:
+        The parameters, and whether `echo` is one of them. Log probabilities then include the
+        prompt's. `exclude_input_in_output` and the default of /v2 only concern the text.
+    """
     found = {**request.schema.parameters}
     text = given.get("sampling_parameters") or found.pop("sampling_parameters", None)
     if text:
@@ -161,9 +250,11 @@ def _settings(request: Request, given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = given[name]
     if "messages" in given:
         found.setdefault("add_special_tokens", False)  # the template writes them
+    echoes = found.get("echo") in (True, "true")
     if found.get("exclude_input_in_output") is not None:
+        echoes = False
         found["echo"] = not found["exclude_input_in_output"]
-    elif "echo" not in found:
+    elif found.get("echo") is None:
         # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
         found["echo"] = not found.get("stream", False)
-    return found
+    return found, echoes

@@ -15,6 +15,7 @@ that a draft model has drawn is accepted by rejection sampling (Leviathan et al.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,11 +64,15 @@ class SampledRow:
 
 
 class TokenLogprobs(NamedTuple):
-    """The log probability of a token in the model's own distribution, and the likeliest tokens."""
+    """The log probability of a token in the model's own distribution, and the likeliest tokens.
+
+    Its `rank` is 1 if no token is likelier.
+    """
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 1
 
 
 def _mixed(value: int) -> int:
@@ -130,10 +135,13 @@ def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
             _restrict(line, row)
         if parameters.penalised:
             _penalise(line, row)
-        if row.generated < parameters.min_tokens:
-            line[[*row.ends, *parameters.stop_token_ids]] = -math.inf
         if row.allowed is not None:
             _mask(line, row.allowed)
+        if row.generated < parameters.min_tokens:
+            ends = [*row.ends, *parameters.stop_token_ids]
+            before, line[ends] = line[ends], -math.inf
+            if row.allowed is not None and line.max() == -math.inf:
+                line[ends] = before  # the grammar has ended
 
 
 def _restrict(line: torch.Tensor, row: SampledRow) -> None:
@@ -306,10 +314,13 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
     found = logits.log_softmax(-1)
     mine = found.gather(1, torch.tensor(tokens, device=found.device).unsqueeze(1)).squeeze(1)
     best = found.topk(min(top, found.shape[1]))
-    listed = zip(tokens, mine.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    ranks = (found > mine.unsqueeze(1)).sum(1) + 1
+    columns = (mine, best.indices, best.values, ranks)
     return [
-        TokenLogprobs(token, value, list(zip(ids, values, strict=True)))
-        for token, value, ids, values in listed
+        TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
+        for token, value, ids, values, rank in zip(
+            tokens, *(each.tolist() for each in columns), strict=True
+        )
     ]
 
 
@@ -351,20 +362,64 @@ class Grammars:
             raise InvalidArgument("response_format: the model has no token that ends a text")
         matcher: Any = llguidance.LLMatcher
         compilers = {
-            "json_schema": matcher.grammar_from_json_schema,
+            "json_schema": _json_grammar,
             "regex": matcher.grammar_from_regex,
             "grammar": _lark,
         }
         try:
             made = matcher(self._tokenizer, compilers[kind](text))
-            error = made.get_error()
+            if not made.get_error():
+                made.compute_bitmask()  # finds grammars that allow no text
+            error = made.get_error() or _unsupported(made.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
             name = "response_format" if kind == "json_schema" else kind
-            reason = clip(error.splitlines()[0], 200)
-            raise InvalidArgument(f"{name}: cannot be compiled: {reason}")
+            raise InvalidArgument(f"{name}: cannot be compiled: {_reason(error)}")
         return made
+
+
+# White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white
+# space would otherwise write nothing else.
+_WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+
+
+def _json_grammar(text: str) -> Any:
+    """Return the grammar of a JSON schema.
+
+    Formats without an implementation are annotations. `x-guidance` may have other options.
+    """
+    import llguidance
+
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        return llguidance.LLMatcher.grammar_from_json_schema(text)
+    options = {"whitespace_pattern": _WHITE_SPACE, **schema.get("x-guidance", {})}
+    schema["x-guidance"] = {**options, "lenient": True}
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def _unsupported(warnings: list[str]) -> str:
+    """Return the warnings of a lenient compilation about keys that restrict texts.
+
+    Python's sets have `uniqueItems`, which is left to the client.
+    """
+    found = [each for each in warnings if not each.startswith("Unknown format: ")]
+    return "; ".join(each for each in found if each != 'Unimplemented keys: ["uniqueItems"]')
+
+
+def _reason(error: str) -> str:
+    first = error.splitlines()[0]
+    return "it allows no text" if first.startswith("NoExtension") else clip(first, 200)
+
+
+def failure(matcher: Any) -> InvalidArgument | None:
+    """Return the error of a matcher that can restrict the next tokens no more, or None."""
+    if not matcher.is_error():
+        return None
+    return InvalidArgument(
+        f"response_format: the grammar has failed: {_reason(matcher.get_error())}"
+    )
 
 
 def _lark(text: str) -> Any:

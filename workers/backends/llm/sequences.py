@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,12 @@ class Prompt:
     Attributes:
         grammar: The matcher that is copied for each sequence, or None.
         resumed: The tokens that each sample generated on another instance.
+        replayed: The same, if their log probabilities are wanted; they are generated again.
+        scored: The number of likeliest tokens to report for each token of the prompt; -1: no log
+            probabilities.
         known: The log probabilities of the prompt's tokens by position.
+        offsets: The index of each token in the text of the prompt, if its log probabilities belong
+            to those of the text.
         cached: The number of tokens that were not computed; -1 if that is not known yet.
     """
 
@@ -27,6 +33,9 @@ class Prompt:
     ends: tuple[int, ...]
     grammar: Any = None
     resumed: dict[int, list[int]] = field(default_factory=dict)
+    replayed: dict[int, list[int]] = field(default_factory=dict)
+    scored: int = -1
+    offsets: Sequence[int] = ()
     known: dict[int, TokenLogprobs] = field(default_factory=dict)
     cached: int = -1
 
@@ -36,7 +45,8 @@ class Prompt:
         matcher = self.grammar.deep_copy() if self.grammar is not None else None
         if matcher is not None:
             matcher.consume_tokens(earlier)
-        return TokenSequence(number, self, sample, [*self.tokens, *earlier], [], matcher)
+        tokens, replayed = [*self.tokens, *earlier], self.replayed.get(sample, [])
+        return TokenSequence(number, self, sample, tokens, [], matcher, replayed=replayed)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +55,7 @@ class TokenSequence:
 
     Attributes:
         matcher: The state of its grammar.
+        replayed: The tokens after the prompt that are known.
         drafted: The number of tokens whose keys and values the draft model has in these blocks.
     """
 
@@ -55,14 +66,15 @@ class TokenSequence:
     table: list[int]
     matcher: Any = None
     drafted: int = 0
+    replayed: list[int] = field(default_factory=list)
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
         """Return a sequence with the same tokens, followed by `token` unless that is -1."""
         tokens = [*self.tokens, token] if token >= 0 else self.tokens[:]
         matcher = self.matcher.deep_copy() if self.matcher is not None else None
-        return TokenSequence(
-            number, self.prompt, sample, tokens, self.table[:], matcher, self.drafted
-        )
+        prompt, table = self.prompt, self.table[:]
+        replayed = prompt.replayed.get(sample, [])
+        return TokenSequence(number, prompt, sample, tokens, table, matcher, self.drafted, replayed)
 
     def place(self, row: Row, block_size: int) -> None:
         """Take the blocks of a row."""
@@ -82,6 +94,9 @@ class TokenSequence:
         """Append tokens until the sequence ends; return those taken, and the finish reason."""
         parameters, ends = self.prompt.parameters, self.prompt.ends
         first = len(self.prompt.tokens)
+        if self.replayed:
+            known = self.replayed[len(self.tokens) - first :][: len(tokens)]
+            tokens = [*known, *tokens[len(known) :]]
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             over = ""

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,14 @@ from shmserve.workers.backends.llm.engine import Emitted
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.prompts import PromptReader
 from shmserve.workers.backends.llm.sequences import Prompt
+from shmserve.workers.backends.llm.token_texts import TokenTexts
 from shmserve.workers.batch.response_stream import MOST_WAIT_S
 from shmserve.workers.links.scheduler import InstanceLink
 
 logger = logging.getLogger(__name__)
 
 _MOST_WAIT_NS = int(MOST_WAIT_S * 1e9)
+_LONG = 1 << 14  # characters that are read in less than 10 ms
 
 
 class Texts:
@@ -37,13 +40,16 @@ class Texts:
 
     Attributes:
         prompts: The prompt of each prepared request by key. The engine's thread reads it.
+        reader: The reader of requests.
     """
 
     def __init__(self, checkpoint: Checkpoint, link: InstanceLink, max_model_len: int) -> None:
         self.prompts: dict[int, Prompt] = {}
-        self._tokenizer = checkpoint.tokenizer
+        self._texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
-        self._reader = PromptReader(checkpoint, max_model_len)
+        self.reader = PromptReader(checkpoint, max_model_len, self._texts)
+        # Long prompts and grammars are read beside the texts of others.
+        self._aside = ThreadPoolExecutor(1, "long prompts")
         self._answers: dict[int, Answer] = {}
         # Key -> the time (monotonic ns) since which the client has read no response, oldest first.
         self._held: dict[int, int] = {}
@@ -58,6 +64,7 @@ class Texts:
 
     def close(self) -> None:
         """End the thread after the jobs that were put before."""
+        self._aside.shutdown(wait=False, cancel_futures=True)
         self._inbox.put(None)
         self._thread.join()
 
@@ -87,16 +94,44 @@ class Texts:
         self, stream: ResponseStream, given: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
-        key = stream.request.work.key
+        if sum(len(each) for each in given.values() if isinstance(each, str)) > _LONG:
+            self._aside.submit(self._read, stream, given, resumed)
+        else:
+            self._read(stream, given, resumed)
+
+    def _read(
+        self, stream: ResponseStream, given: Mapping[str, Any], resumed: list[Resumed]
+    ) -> None:
+        """Read a request in any thread."""
         try:
-            prompt, echo = self._reader.read(stream.request, given, resumed)
+            prompt, echo = self.reader.read(stream.request, given, resumed)
         except Exception as error:
             stream.fail_raised(error)
             return
-        answer = Answer(prompt, self._tokenizer, stream, self._link, echo)
+        begin = partial(self._begin, stream, prompt, echo, resumed)
+        if prompt.parameters.grammar[0]:
+            self._aside.submit(self._compile, prompt, stream, begin)
+        elif threading.current_thread() is self._thread:
+            begin()
+        else:
+            self.put(begin)
+
+    def _compile(self, prompt: Prompt, stream: ResponseStream, begin: Callable[[], None]) -> None:
+        try:
+            self.reader.compile(prompt)
+        except Exception as error:
+            stream.fail_raised(error)
+        else:
+            self.put(begin)
+
+    def _begin(
+        self, stream: ResponseStream, prompt: Prompt, echo: str, resumed: list[Resumed]
+    ) -> None:
+        key = prompt.key
+        answer = Answer(prompt, self._texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for each in resumed:
-                answer.samples[each.sample].resume(each, prompt.resumed[each.sample])
+                answer.samples[each.sample].resume(each, prompt.resumed.get(each.sample, []))
         self._answers[key] = answer
         self._held.pop(key, None)
         self.prompts[key] = prompt
@@ -104,7 +139,7 @@ class Texts:
         self._link.send(_prepared(prompt, stream.request.work.priority))
         # Last, because it may call the function immediately.
         stream.on_cancel(partial(self.put, partial(self._cancel, key)))
-        if resumed:
+        if prompt.resumed:
             self._respond(key)
 
     # --- tokens
@@ -189,10 +224,11 @@ def _prepared(prompt: Prompt, priority: int) -> Prepared:
     return Prepared(
         prompt.key,
         np.array(prompt.tokens, np.int32).tobytes(),
-        parameters.max_tokens,
+        max(parameters.max_tokens, 1),
         parameters.samples or 1,
         parameters.priority or priority,
-        parameters.prompt_logprobs >= 0,
-        not beams,
+        prompt.scored >= 0,
+        not (beams or prompt.replayed),
         beams,
+        bool(prompt.replayed),
     )

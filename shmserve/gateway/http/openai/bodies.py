@@ -17,7 +17,7 @@ from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
 
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
@@ -31,7 +31,7 @@ _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens.
+    With `usage`, a stream ends with the numbers of tokens. `details` are further outputs.
     """
 
     model: GatewayModel
@@ -40,10 +40,13 @@ class TextRequest(NamedTuple):
     samples: int
     stream: bool
     usage: bool
+    details: tuple[str, ...] = ()
 
     def requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
-        names = [*_OUTPUTS, *(["logprobs"] if wants_logprobs(self.parameters) else [])]
+        names = [*_OUTPUTS, *self.details]
+        if wants_logprobs(self.parameters) and "logprobs" not in names:
+            names.append("logprobs")
         text = orjson.dumps(self.parameters).decode()
         return [
             InferRequest(
@@ -54,6 +57,14 @@ class TextRequest(NamedTuple):
             )
             for prompt in self.prompts
         ]
+
+
+def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
+    """Return the outputs that few requests want."""
+    found: tuple[str, ...] = ()
+    if parameters.get("return_token_ids") is True:
+        found = ("token_ids", "prompt_token_ids")
+    return (*found, "logprobs") if parameters.get("prompt_logprobs") is not None else found
 
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
@@ -126,7 +137,7 @@ async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
     given = carried(body, COMPLETION, gateway.settings.refuse_unknown_fields)
     model = await _generating(gateway, given)
-    prompts = _prompts(given.get("prompt"))
+    prompts = _prompts(model, given.get("prompt"))
     return _text_request(model, prompts, {**given, "echo": checked(given, "echo", bool, False)})
 
 
@@ -142,6 +153,8 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
             raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
     limits = (given.get("max_completion_tokens"), given.get("max_tokens"), _UNLIMITED)
     most = next(limit for limit in limits if limit is not None)
+    if given.get("top_logprobs") and not wants_logprobs(given):
+        raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
     variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
     conversation = {"messages": messages, **variables} if variables else messages
     prompt = tensor("messages", "BYTES", [orjson.dumps(conversation).decode()])
@@ -169,10 +182,10 @@ def _text_request(
         if name not in ("model", "prompt", "messages", "stream_options")
     }
     usage = checked(options, "include_usage", bool, False)
-    return TextRequest(model, prompts, given, samples, stream, usage)
+    return TextRequest(model, prompts, given, samples, stream, usage, _details(given))
 
 
-def _prompts(given: Any) -> list[InferInput]:
+def _prompts(model: GatewayModel, given: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
     tokens = type(given) is list and given and all(type(each) is int for each in given)
     found = [given] if tokens or type(given) is not list else given
@@ -181,7 +194,26 @@ def _prompts(given: Any) -> list[InferInput]:
     made = [_prompt(each) for each in found]
     if not made:
         raise InvalidArgument("prompt: the list is empty; a prompt is needed")
+    if len(made) > 1:
+        _check_capacity(model, len(made))
     return made
+
+
+def _check_capacity(model: GatewayModel, count: int) -> None:
+    """Raise InvalidArgument if a model never takes so many prompts at a time."""
+    config = orjson.loads(model.config)
+    engine = config.get("parameters", {}).get(PARAMETER)
+    if engine is None:
+        return
+    settings = EngineSettings.read(engine["string_value"])
+    instances = sum(group["count"] for group in config["instance_group"])
+    most = settings.max_batch_size * instances + settings.max_waiting_requests
+    if count > most:
+        raise InvalidArgument(
+            f"prompt: {count} prompts are more than the {most} that the model takes at a time "
+            f"(max_batch_size {settings.max_batch_size}, "
+            f"max_waiting_requests {settings.max_waiting_requests})"
+        )
 
 
 def _prompt(given: Any) -> InferInput:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ class Delta(NamedTuple):
         logprobs: The probabilities of the tokens, if they were requested.
         finish_reason: The reason why the sample ended, in its last part.
         usage: The numbers of tokens, in the last part of all.
+        more: Further members of the choice, or of the response to a chat.
     """
 
     sample: int
@@ -51,6 +52,7 @@ class Delta(NamedTuple):
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
+    more: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 class Form(NamedTuple):
@@ -78,16 +80,49 @@ class Form(NamedTuple):
             return {"content": found, "refusal": None}
         offsets = []
         for each in found:
-            offsets.append(offset)
+            offsets.append(each.get("text_offset", offset))
             offset += len(each["token"])
         return {
             "tokens": [each["token"] for each in found],
             "token_logprobs": [each["logprob"] for each in found],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in found
-            ],
+            "top_logprobs": list(map(_likeliest, found)),
             "text_offset": offsets,
         }
+
+
+def _likeliest(token: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the likeliest tokens at a position and the token itself, by their texts."""
+    if token["top_logprobs"] is None:
+        return None
+    found: dict[str, Any] = {}
+    known = set()
+    for each in [*token["top_logprobs"], token]:
+        text, key = each["token"], each.get("token_id", each["token"])
+        if text in found and key not in known:  # parts of characters look the same
+            text = bytes(each.get("bytes") or ()).decode(errors="backslashreplace")
+        known.add(key)
+        found.setdefault(text, each["logprob"])
+    return found
+
+
+def _prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+    """Return the log probabilities of a prompt in the form of vLLM."""
+    found: list[dict[str, Any] | None] = []
+    for token in prompt:
+        if token is None:
+            found.append(None)
+            continue
+        top = [{**each, "rank": rank} for rank, each in enumerate(token["top_logprobs"], 1)]
+        ranked = {
+            str(each["token_id"]): {
+                "logprob": each["logprob"],
+                "rank": each["rank"],
+                "decoded_token": each["token"],
+            }
+            for each in (token, *top)
+        }
+        found.append(ranked)
+    return found
 
 
 COMPLETION = Form("cmpl", "text_completion", "text_completion", chat=False)
@@ -100,6 +135,7 @@ class _Sample:
     finish_reason: str = ""
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -110,6 +146,7 @@ class Choices:
     model: str
     samples: int
     _found: dict[int, _Sample] = field(default_factory=dict)
+    _prompt: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
 
     def __post_init__(self) -> None:
@@ -127,6 +164,8 @@ class Choices:
             "logprobs": self.form.logprobs(content, len(sample.text)),
             "finish_reason": delta.finish_reason or None,
         }
+        if delta.more:
+            choice |= self._add_more(sample, delta.more)
         sample.begun = True
         sample.text += delta.text
         sample.finish_reason = delta.finish_reason
@@ -135,6 +174,16 @@ class Choices:
         if delta.usage is not None:
             self._count(delta.usage)
         return choice
+
+    def _add_more(self, sample: _Sample, given: dict[str, Any]) -> dict[str, Any]:
+        """Add further members, and return those of a choice of a chunk."""
+        more = dict(given)
+        if self.form.chat:
+            prompt = more.keys() & {"prompt_token_ids", "prompt_logprobs"}
+            self._prompt |= {name: more.pop(name) for name in prompt}
+        tokens = sample.more.get("token_ids", []) + more.get("token_ids", [])
+        sample.more |= {**more, "token_ids": tokens} if "token_ids" in more else more
+        return more
 
     def _count(self, usage: dict[str, Any]) -> None:
         self._usage["prompt"] += usage["prompt_tokens"]
@@ -149,14 +198,18 @@ class Choices:
                 **self.form.content(sample.text),
                 "logprobs": self.form.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.finish_reason or None,
+                **sample.more,
             }
             for index, sample in sorted(self._found.items())
         ]
-        return {**self._head(self.form.whole), "choices": choices, "usage": self.usage()}
+        head = {**self._head(self.form.whole), **self._prompt}
+        return {**head, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
-        return orjson.dumps({**self._head(self.form.chunk), "choices": list(choices)})
+        head = {**self._head(self.form.chunk), **self._prompt}
+        self._prompt = {}
+        return orjson.dumps({**head, "choices": list(choices)})
 
     def last(self) -> bytes:
         """Return the chunk with the numbers of tokens as JSON."""
@@ -305,10 +358,29 @@ class _Generation:
         indexes = found.get("index", range(len(texts)))
         loads = partial(map, lambda text: orjson.loads(text) if text else None)
         columns = (map(bytes.decode, reasons), loads(logprobs), loads(usages[: len(texts)]))
-        return [
+        deltas = [
             Delta(int(index), text.decode(), *rest)
             for index, text, *rest in zip(indexes, texts, *columns, strict=True)
         ]
+        return list(self._with_more(deltas, found)) if self._text_request.details else deltas
+
+    def _with_more(self, deltas: list[Delta], found: dict[str, list[Any]]) -> Iterator[Delta]:
+        """Add the members that few requests want: tokens, and the prompt's log probabilities."""
+        tokens, prompt = found.get("token_ids"), found.get("prompt_token_ids")
+        counts = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
+        for index, delta in enumerate(deltas):
+            more: dict[str, Any] = {}
+            if tokens is not None:
+                count = counts[index] if counts else len(tokens)
+                more["token_ids"], tokens = tokens[:count], tokens[count:]
+            if prompt:
+                more["prompt_token_ids"] = prompt
+            logprobs = delta.logprobs
+            if logprobs is not None and "prompt" in logprobs:
+                more["prompt_logprobs"] = _prompt_logprobs(logprobs["prompt"])
+            if not bodies.wants_logprobs(self._text_request.parameters):
+                logprobs = None
+            yield delta._replace(logprobs=logprobs, more=more)
 
     def _values(self, tensor: Any) -> list[Any]:
         data = output_bytes(self._gateway, tensor)

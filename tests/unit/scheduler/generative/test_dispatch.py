@@ -187,6 +187,20 @@ def test_a_cancelled_request_leaves_nothing_whenever_it_is(turns: int) -> None:
     assert not llm.worker.known
 
 
+def test_a_burst_fills_the_batch_and_the_queue() -> None:
+    settings = engine_settings(max_waiting_requests=4, max_batch_size=2)
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    numbers = submit(rig, 8)
+    assert ended(rig) == dict.fromkeys(numbers[6:], "UNAVAILABLE")
+    llm.turn()
+    (more,) = submit(rig)
+    assert ended(rig) == {more: "UNAVAILABLE"}
+    while llm.turn():
+        pass
+    assert ended(rig) == dict.fromkeys(numbers[:6], "")
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("turns", range(1, 14))
 def test_what_a_dead_instance_had_goes_on_where_it_was(turns: int, samples: int) -> None:

@@ -13,13 +13,15 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architecture
 from shmserve.workers.backends.llm.model.quantised import Quantisation, Stored
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+_SPACE = "\u2581"
 _MOST_NAMED = 8  # weights in one message
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Files of older folders whose config.json has no quantization_config.
@@ -146,8 +148,12 @@ def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tok
     settings |= more[0]
     try:
         tokenizer = Tokenizer.from_file(str(file))
+        if tokenizer.padding:
+            settings.setdefault("pad_token", tokenizer.padding["pad_token"])
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if str(settings.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer":
+            _as_llama(tokenizer, settings)
         _add_tokens(tokenizer, settings, more[1])
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
@@ -156,26 +162,46 @@ def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tok
     return tokenizer
 
 
+def _as_llama(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+    """Replace the treatment of spaces, except in byte-level tokenizers.
+
+    The class LlamaTokenizer of transformers has its own, whatever tokenizer.json contains, and
+    default special tokens.
+    """
+    if not isinstance(tokenizer.model, models.BPE) or "ByteLevel" in repr(tokenizer.decoder):
+        return
+    for name, text in _LLAMA.items():
+        settings.setdefault(name, text)
+    prefixed = settings.get("add_prefix_space") is not False
+    scheme = ("always" if settings.get("legacy") else "first") if prefixed else "never"
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
+    tokenizer.decoder = decoders.Sequence([*parts, *[decoders.Strip(" ", 1)] * prefixed])
+
+
 def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int]) -> None:
     """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
-    known = tokenizer.get_added_tokens_decoder()
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    named = [
-        _added(each)
-        for each in (
-            *(settings[name] for name in _special(settings)),
-            *(more.values() if isinstance(more, dict) else more),
-        )
-    ]
-    special = {each.content for each in named}
+    if isinstance(more, dict):
+        settings |= more
+        more = []
+    named = {_content(each): each for each in (*map(settings.get, _special(settings)), *more)}
+    listed = tokenizer.get_added_tokens_decoder()
+    known = {each.content: each for each in listed.values()}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
-        number: {"content": text, "special": text in special}
+        number: {"content": text, "special": text in named}
         for text, number in added.items()
-        if text not in {each.content for each in known.values()}
+        if number not in listed
     }
     tokens = {int(number): _added(each) for number, each in declared.items()}
     tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])
-    tokenizer.add_special_tokens(named)
+    known |= {each.content: each for each in tokens.values()}
+    tokenizer.add_special_tokens([known.get(text) or _added(each) for text, each in named.items()])
+
+
+def _content(token: Any) -> str:
+    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def _added(given: Any) -> AddedToken:
@@ -279,7 +305,6 @@ def _special(settings: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens in tokenizer_config.json."""
     found: dict[str, str] = {}
     for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
+        if name.endswith("_token") and isinstance(value, (str, dict)):
+            found[name] = _content(value)
     return found

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
 from shmserve.workers.backends.llm import texts
-from shmserve.workers.backends.llm.answers import Detokenizer, StopStrings
+from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import tokenizer_text
 from tests.unit.workers.backends.llm.conftest import generated, reference
@@ -186,6 +188,55 @@ def test_a_successor_goes_on_where_another_worker_was_lost(scheduler: Scheduler,
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 12])
+def test_a_successor_tells_all_tokens_and_their_logprobs(
+    scheduler: Scheduler, stream: bool, count: int
+) -> None:
+    settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 20, "stream": stream, "n": 2}
+    settings |= {"ignore_eos": True, "logprobs": 1, "echo": True, "exclude_input_in_output": None}
+    scheduler.add(1, **settings, seed=3)
+    scheduler.run()
+    whole = [pieces(scheduler, 1, index) for index in (0, 1)]
+    tokens = [[each["token_id"] for each in content] for _, content in whole]
+    first = [each for each in scheduler.responses[1] if each["index"] == [0]][:count] * stream
+    characters = sum(len(each["text_output"][0]) for each in first)
+    sent = sum(len(each["token_ids"]) for each in first)
+    resumed = [
+        g.Resumed(0, np.array(tokens[0][4 : 4 + 12], np.int32).tobytes(), characters, "", False,
+                  sent),
+        g.Resumed(1, np.array(tokens[1][4:], np.int32).tobytes(), 0, "length"),
+    ]  # fmt: skip
+    scheduler.add(2, resumed, **settings, seed=5)
+    scheduler.run()
+    text, content = pieces(scheduler, 2, 0)
+    told = sum(len(each["logprobs"][0]["content"]) for each in first)
+    known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
+    assert text.startswith(known_text[characters:])
+    known = [*content[: 16 - told]]
+    assert [each["token_id"] for each in known] == tokens[0][told:16]
+    wanted = [each["logprob"] for each in whole[0][1][told:16]]
+    assert [each["logprob"] for each in known] == pytest.approx(wanted, abs=1e-4)
+    assert [each["text_offset"] for each in known] == [
+        each["text_offset"] for each in whole[0][1][told:16]
+    ]
+    assert len(content) == 24 - told
+    ended = pieces(scheduler, 2, 1)
+    assert ended[0] == whole[1][0] and [each["token_id"] for each in ended[1]] == tokens[1]
+    assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
+
+
+def pieces(scheduler: Scheduler, key: int, index: int) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a sample, and what was told of its tokens."""
+    content = [
+        token
+        for each in scheduler.responses[key]
+        if index in each["index"]
+        for token in each["logprobs"][each["index"].index(index)]["content"]
+    ]
+    return scheduler.text(key, index), content
+
+
 def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> None:
     prompt = [*PROMPT, 9, 8, 7, 6, 5]
     scheduler.chunk = 4
@@ -202,6 +253,69 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
         assert found["token_id"] == tokens[place]
         assert found["logprob"] == pytest.approx(wanted[place - 1, tokens[place]].item(), abs=1e-3)
     assert [len(each["top_logprobs"]) for each in told["content"]] == [2] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeated_prompt_is_scored_with_its_text(
+    scheduler: Scheduler, folder: Folder, stream: bool
+) -> None:
+    text = "naïve 😀 fox"
+    tokens = TOKENIZER.encode(text).ids
+    scheduler.chunk = 4
+    settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "echo": True, "n": 2}
+    settings |= {"exclude_input_in_output": None, "stream": stream, "logprobs": 2}
+    scheduler.add(1, max_tokens=5, text_input=text, **settings)
+    scheduler.add(2, max_tokens=5, input_ids=tokens, **settings)
+    scheduler.run()
+    whole = [*tokens, *generated(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
+    with torch.inference_mode():
+        wanted = reference(folder())(torch.tensor([whole])).logits[0].log_softmax(-1)
+    for key in (1, 2):
+        for index in (0, 1):
+            assert scheduler.text(key, index) == TOKENIZER.decode(whole)
+            found = [
+                token
+                for each in scheduler.responses[key]
+                if index in each["index"]
+                for token in each["logprobs"][each["index"].index(index)]["content"]
+            ]
+            assert [each["token_id"] for each in found] == whole
+            assert (found[0]["logprob"], found[0]["top_logprobs"]) == (None, None)
+            for place, each in enumerate(found[1:], 1):
+                mine = wanted[place - 1, whole[place]]
+                assert each["logprob"] == pytest.approx(mine.item(), abs=1e-3)
+                assert each["rank"] == (wanted[place - 1] > mine).sum() + 1
+            characters = text.encode()
+            for each in found[: len(tokens)]:
+                assert characters.startswith(bytes(each["bytes"]))
+                characters = characters[len(each["bytes"]) :]
+            offsets = [each["text_offset"] for each in found]
+            assert offsets[: len(tokens)] == [begin for begin, _ in TOKENIZER.encode(text).offsets]
+            assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
+
+
+def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Scheduler) -> None:
+    settings: dict[str, Any] = {"max_tokens": 0, "logprobs": 1, "echo": True}
+    settings["exclude_input_in_output"] = None
+    scheduler.add(1, input_ids=[5] * 64, **settings)
+    scheduler.add(2, input_ids=[5] * 64, **settings, stream=True)
+    outputs = ["text_output", "token_ids", "finish_reason", "usage"]
+    scheduler.add(3, input_ids=[5] * 512, outputs=outputs, **settings)  # as many as there may be
+    scheduler.run()
+    for key, count in ((1, 64), (2, 64), (3, 512)):
+        (found,) = scheduler.responses[key]
+        assert found["text_output"] == [TOKENIZER.decode([5] * count)]
+        assert found["token_ids"] == [] and found["finish_reason"] == ["length"]
+        assert found["usage"][0]["completion_tokens"] == 0
+        assert key == 3 or len(found["logprobs"][0]["content"]) == count
+
+
+def test_the_text_alone_is_repeated_by_default(scheduler: Scheduler) -> None:
+    settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 2, "logprobs": 0}
+    scheduler.add(1, exclude_input_in_output=None, **settings)
+    assert not scheduler.prepared[1].whole
+    scheduler.run()
+    assert len(scheduler.responses[1][0]["logprobs"][0]["content"]) == 2
 
 
 def test_beams_have_candidates_and_their_texts_are_chosen(
@@ -255,6 +369,11 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
         ({"text_input": "a", "regex": "[a"}, "regex: cannot be compiled"),
         ({"text_input": "a", "json_schema": {"type": 3}}, "response_format: cannot be compiled"),
+        ({"text_input": "a", "json_schema": {"$ref": "#"}}, "it allows no text"),
+        ({"text_input": "a", "json_schema": {"not": {"type": "null"}}}, 'keys: ["not"]'),
+        ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0 generates nothing"),
+        ({"text_input": "a" * (2 << 20)}, "context: 2097156 bytes are above"),
+        ({"text_input": "a " * 20_000}, "context: 40000 tokens and one more"),
     ],
 )
 def test_what_is_wrong_ends_the_request_and_nothing_else(
@@ -306,6 +425,67 @@ def test_a_grammar_holds(
         assert check(scheduler.text(key)), scheduler.text(key)
 
 
+def json_schema(schema: Any) -> dict[str, Any]:
+    """The parameters of a text of a schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def of_property(schema: Any) -> dict[str, Any]:
+    """An object with one property."""
+    made = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
+    return json_schema({**made, "additionalProperties": False})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "string", "maxLength": 3}, "uniqueItems": True,
+         "maxItems": 2},
+        {"type": "string", "format": "path", "maxLength": 5},
+        {"type": "string", "format": "password", "writeOnly": True, "maxLength": 5},
+        {"type": "string", "format": "binary", "contentEncoding": "base64", "maxLength": 5},
+    ],
+)  # fmt: skip
+def test_annotations_of_a_schema_restrict_nothing(scheduler: Scheduler, schema: Any) -> None:
+    scheduler.add(1, input_ids=PROMPT, max_tokens=90, seed=1, **of_property(schema))
+    scheduler.run()
+    assert list(json.loads(scheduler.text(1))) == ["v"]
+
+
+def test_white_space_between_parts_is_bounded(scheduler: Scheduler) -> None:
+    bias = {str(token): 100 for token in range(320) if TOKENIZER.decode([token]) in (" ", "\n")}
+    schema = {"type": "integer", "minimum": 0, "maximum": 9}
+    settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 200, "logit_bias": bias}
+    scheduler.add(1, temperature=0, **settings, **of_property(schema))
+    scheduler.run()
+    assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
+    assert list(json.loads(scheduler.text(1))) == ["v"]
+
+
+@pytest.mark.parametrize("more", [{"min_tokens": 10}, {"ignore_eos": True}])
+def test_a_text_ends_with_its_grammar(scheduler: Scheduler, more: dict[str, Any]) -> None:
+    scheduler.add(1, input_ids=PROMPT, max_tokens=20, temperature=0, regex="[0-9]{3}", **more)
+    scheduler.run()
+    assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
+    assert re.fullmatch("[0-9]{3}", scheduler.text(1))
+
+
+def test_a_grammar_that_fails_ends_its_request_with_an_error(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.add(1, input_ids=PROMPT, max_tokens=20, temperature=0, regex="[0-9]{9}", n=2)
+    scheduler.add(2, max_tokens=8, **GREEDY)
+    scheduler.step()
+    scheduler.step()
+    with monkeypatch.context() as patched:
+        error = InvalidArgument("response_format: the grammar has failed")
+        patched.setattr("shmserve.workers.backends.llm.engine.failure", lambda _: error)
+        scheduler.step()
+    assert scheduler.errors[1] == ("INVALID_ARG", error.message)
+    scheduler.run()
+    assert len(scheduler.tokens(2)) == 8 and scheduler.is_idle
+
+
 TEXTS = ["naïve café — 東京 und Köln 😀👩‍👩‍👧", "the quick brown fox", "🏳️‍🌈" * 3, " a  b\n\tc "]
 
 
@@ -317,7 +497,7 @@ def tokenizer() -> Tokenizer:
 
 def told(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     """The pieces in which tokens are told."""
-    detokenizer = Detokenizer(tokenizer, True)
+    detokenizer = Detokenizer(TokenTexts(tokenizer), True)
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
 

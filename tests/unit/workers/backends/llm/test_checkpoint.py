@@ -16,9 +16,12 @@ from shmserve.ipc.model_spec import InstanceGroup, ModelSpec
 from shmserve.workers.backends.llm import LlmBackend, engine_file
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
+from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
+
+TRAINED = "original_max_position_embeddings"
 
 Folder = Callable[..., Path]
 
@@ -84,6 +87,44 @@ def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], mess
     with pytest.raises(InvalidArgument) as raised:
         Checkpoint.open(path)
     assert message in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "expected"),
+    [
+        ("llama", {"max_position_embeddings": ...}, {"positions": 2048}),
+        ("qwen2", {"max_position_embeddings": ...}, {"positions": 32768}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, {"positions": 1024}),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4}}, {"positions": 2048}),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED: 128}},
+            {"positions": 512},
+        ),
+        (
+            "llama",
+            {TRAINED: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
+            {"positions": 1024},
+        ),
+        ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
+        ("qwen3", {"head_dim": None}, {"head_dim": 8}),
+        ("llama", {"num_key_value_heads": None}, {"kv_heads": 4}),
+        ("mistral", {"sliding_window": 512}, {"family": "mistral"}),
+        ("llama", {"sliding_window": 4, "use_sliding_window": True}, {"family": "llama"}),
+        ("qwen2", {"sliding_window": 4, "use_sliding_window": False}, {"family": "qwen2"}),
+        ("qwen2", {"sliding_window": None, "use_sliding_window": True}, {"family": "qwen2"}),
+        ("mistral", {"attention_bias": True, "sliding_window": None}, {"qkv_bias": False}),
+        ("llama", {"hidden_act": "swish"}, {"family": "llama"}),
+    ],
+)
+def test_fields_have_the_effects_and_defaults_of_transformers(
+    family: str, more: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    given = {name: each for name, each in config(family, **more).items() if each is not ...}
+    problems: list[str] = []
+    found = Architecture.of(given, problems)
+    assert found is not None, problems
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:

@@ -24,13 +24,35 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0}
+OTHER_YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "truncate": False,
+    "attention_factor": 1.3,
+}
+SCALED_YARN = {**OTHER_YARN, "attention_factor": None, "mscale": 0.8, "mscale_all_dim": 0.5}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_scaling": LLAMA3}),
     ("llama", {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 2.0}}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": None, "rope_scaling": YARN}),
     ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "rope_scaling": OTHER_YARN}),
     ("qwen3", {}),
+    ("qwen3", {"architectures": None, "rope_scaling": SCALED_YARN}),
+    (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        },
+    ),
     ("qwen3", {"tie_word_embeddings": False, "shards": 3}),
 ]
 

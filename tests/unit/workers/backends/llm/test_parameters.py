@@ -66,7 +66,7 @@ def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -
     [
         ({"temperature": "hot"}, "temperature: 'hot' is not a number from 0.0 to 100.0"),
         ({"temperature": float("nan")}, "temperature: nan is not a number"),
-        ({"max_tokens": 0}, "max_tokens: 0 is not a whole number from 1"),
+        ({"max_tokens": 0}, "max_tokens: 0 generates nothing"),
         ({"max_tokens": 1.5}, "max_tokens: 1.5 is not a whole number"),
         ({"n": True}, "n: True is not a whole number from 1 to 128"),
         ({"top_p": 0}, "top_p: 0.0 is not a number above 0"),

@@ -1,0 +1,46 @@
+"""Chat templates: what a request asks of a template is used or refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.workers.backends.llm.chat_template import ChatTemplate
+
+ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+
+def rendered(source: str, **given: Any) -> str:
+    made = {"messages": [{"role": "user", "content": "Hi"}], **given}
+    return ChatTemplate({"default": source}, {}).render(json.dumps(made))
+
+
+@pytest.mark.parametrize(
+    ("source", "role"),
+    [
+        (ROLES, "system"),
+        ("{% if messages[0].role == 'developer' %}{% endif %}" + ROLES, "developer"),
+        ('{%- set roles = ["system", "developer"] -%}' + ROLES, "developer"),
+    ],
+)
+def test_developer_is_the_system_where_the_template_does_not_know_it(
+    source: str, role: str
+) -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert rendered(source, messages=messages) == f"{role}:x;"
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "documents"])
+def test_a_variable_that_a_template_does_not_use_is_refused(name: str) -> None:
+    value = "low" if name == "reasoning_effort" else [{"text": "x"}]
+    assert rendered("{{ %s | string | length > 0 }}" % name, **{name: value}) == "True"  # noqa: UP031
+    with pytest.raises(InvalidArgument, match=f"{name}: the model's chat template does not use"):
+        rendered(ROLES, **{name: value})
+    assert rendered(ROLES, **{name: None}) == "user:Hi;"
+
+
+def test_members_of_chat_template_kwargs_are_variables() -> None:
+    source = "{{ enable_thinking is defined and not enable_thinking }}"
+    assert rendered(source, chat_template_kwargs={"enable_thinking": False}) == "True"
+    assert rendered(source) == "False"

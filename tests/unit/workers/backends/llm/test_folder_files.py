@@ -1,0 +1,363 @@
+"""The files of a folder: tokens, texts and prompts are those of transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer
+
+from shmserve.errors import InvalidArgument
+from shmserve.workers.backends.llm.chat_template import ChatTemplate
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from tests.rigs.llm_rig import llm_rig
+from tests.support.hf_folders import (
+    END,
+    config,
+    save_weights,
+    tokenizer_text,
+    weights,
+    write_folder,
+)
+from tests.unit.workers.backends.llm.conftest import generated
+from tests.unit.workers.backends.llm.test_checkpoint import edit
+
+Folder = Callable[..., Path]
+SETTINGS = "tokenizer_config.json"
+SIZE = 320  # tokens of the tokenizer
+MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "model", "content": "é"}]
+
+
+def token(content: str, **more: Any) -> dict[str, Any]:
+    """An added token as files have it."""
+    flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    return {"content": content, **dict.fromkeys(flags, False), **more}
+
+
+def spaced() -> str:
+    """tokenizer.json with U+2581 for spaces, as that of Llama 2."""
+    pieces = ["<unk>", "<s>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"thefox", "th", "the", "▁the", "fo", "fox", "▁fox"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x"), ("▁", "fox")]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", END])
+    return str(tokenizer.to_str())
+
+
+CUT = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+PAD = {
+    "strategy": {"Fixed": 64},
+    "direction": "Left",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": END,
+}
+THINK = {"<think>": SIZE, "</think>": SIZE + 1}
+FILES: dict[str, dict[str, dict[str, Any]]] = {
+    "truncation": {"tokenizer.json": {"truncation": CUT}},
+    "padding": {"tokenizer.json": {"padding": PAD}},
+    "named token": {SETTINGS: {"pad_token": "[PAD]", "sep_token": "the"}},
+    "null token": {SETTINGS: {"bos_token": None, "eos_token": None}},
+    "extra tokens": {SETTINGS: {"additional_special_tokens": ["<x>", "<|user|>", "fox"]}},
+    "extra tokens of transformers 5": {SETTINGS: {"extra_special_tokens": ["<x>", "fox"]}},
+    "extra named tokens": {SETTINGS: {"extra_special_tokens": {"image_token": "<img>"}}},
+    "own named token": {SETTINGS: {"image_token": "<img>"}},
+    "added_tokens_decoder": {
+        SETTINGS: {
+            "added_tokens_decoder": {
+                "0": token(END, lstrip=True, rstrip=True),
+                "320": token("<think>"),
+                "321": token("</think>", special=True),
+            }
+        },
+        "special_tokens_map.json": {"pad_token": "[PAD]"},
+        "added_tokens.json": {"<y>": 322},
+    },
+    "special_tokens_map.json": {
+        "special_tokens_map.json": {
+            "eos_token": "<|user|>",
+            "pad_token": {"content": "[PAD]", "lstrip": True},
+        }
+    },
+    "added_tokens.json": {
+        "added_tokens.json": THINK,
+        "special_tokens_map.json": {"pad_token": "<think>"},
+    },
+    "split_special_tokens": {SETTINGS: {"split_special_tokens": True}},
+    "no effect": {
+        SETTINGS: {
+            "add_bos_token": True,
+            "add_eos_token": True,
+            "add_prefix_space": True,
+            "clean_up_tokenization_spaces": True,
+            "model_max_length": 3,
+            "padding_side": "left",
+            "truncation_side": "left",
+        }
+    },
+    "LlamaTokenizer of bytes": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
+}
+SPACED: dict[str, dict[str, dict[str, Any]]] = {
+    "as it is": {},
+    "LlamaTokenizer": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
+    "legacy": {SETTINGS: {"tokenizer_class": "LlamaTokenizerFast", "legacy": True}},
+    "without prefix": {SETTINGS: {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}},
+}
+TEXTS = (
+    f" the fox , it 's{END}  the <think> x </think> [PAD] <x><y><img> fox",
+    f"<|user|>the fox{END}\n",
+)
+NAMES = ("bos_token", "eos_token", "pad_token", "image_token", "additional_special_tokens")
+SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("spaces", "files"),
+    [*((False, each) for each in FILES), *((True, each) for each in SPACED)],
+)
+def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
+    path = write_folder(tmp_path / "m")
+    if spaces:
+        (path / "tokenizer.json").write_text(spaced())
+    for name, more in (SPACED if spaces else FILES)[files].items():
+        edit(path, name, **more)
+    reference, mine = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
+    for text in TEXTS:
+        for special in (False, True):
+            ids = reference.encode(text, add_special_tokens=special)
+            assert mine.tokenizer.encode(text, add_special_tokens=special).ids == ids
+            shown = reference.decode(ids, skip_special_tokens=special)
+            assert mine.tokenizer.decode(ids, skip_special_tokens=special) == shown
+    reference.chat_template = SHOWN
+    expected = reference.apply_chat_template(MESSAGES, tokenize=False)
+    assert ChatTemplate({"default": SHOWN}, mine.special).render(json.dumps(MESSAGES)) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({}, (0,)),
+        ({"generation_config.json": {"eos_token_id": [2, 1]}}, (2, 1, 0)),
+        ({"generation_config.json": {"eos_token_id": None}}, (0,)),
+        ({SETTINGS: {"eos_token": "<|user|>"}}, (0, 1)),
+        ({SETTINGS: {"eos_token": {"__type": "AddedToken", "content": "<|user|>"}}}, (0, 1)),
+        ({SETTINGS: {"eos_token": None}}, (0,)),
+        ({"special_tokens_map.json": {"eos_token": "<|model|>"}}, (0, 2)),
+        ({SETTINGS: {"eos_token": "[new]"}}, (0,)),  # the model lacks it
+    ],
+)
+def test_ends_are_those_of_the_model_and_of_the_tokenizer(
+    tmp_path: Path, files: dict[str, dict[str, Any]], ends: tuple[int, ...]
+) -> None:
+    path = write_folder(tmp_path / "m")
+    for name, more in files.items():
+        edit(path, name, **more)
+    assert Checkpoint.open(path).ends == ends
+
+
+def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "m")
+    prompt = [9, 8, 7]
+    told = generated(folder(), prompt, max_new_tokens=30)
+    stop = told[12]
+    place = told.index(stop)
+    text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop)
+    edit(path, SETTINGS, additional_special_tokens=[text])
+    with llm_rig(tmp_path / "rig", path) as scheduler:
+        scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=30, stop=[text])
+        scheduler.add(2, text_input=f"a{text}", temperature=0, max_tokens=2, stop="[none]")
+        scheduler.run()
+        assert scheduler.responses[1][-1]["token_ids"] == told[: place + 1]
+        assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
+        assert text not in scheduler.responses[1][-1]["text_output"][0]
+        assert scheduler.responses[2][-1]["finish_reason"] == ["length"]
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "m")
+    edit(path, SETTINGS, pad_token="[PAD]")
+    with llm_rig(tmp_path / "rig", path) as scheduler:
+        regex = {"type": "regex", "regex": "a{3}"}
+        scheduler.add(1, text_input="the", temperature=0, max_tokens=9, response_format=regex)
+        scheduler.prepare(2, text_input="the [PAD]", max_tokens=2)
+        scheduler.run()
+        assert scheduler.responses[1][-1]["text_output"] == ["aaa"]
+        assert "'[PAD]' is 320, and the model has tokens up to 319" in scheduler.errors[2][1]
+
+
+ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+TAGGED = (
+    "{% for m in messages %}{% if m.role == 'model' %}{%- generation -%}{% set a = m.content %}"
+    "{{ a }}{% endgeneration %}{% elif not loop.first %}{% continue %}{% else %}{{ m.content }}"
+    "{% endif %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}{{ a is defined }}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": "é<'>"}}}]
+TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "roles": (ROLES, MESSAGES, {}),
+    "tags": (TAGGED, MESSAGES, {}),
+    "tojson": (
+        "{{ tools | tojson }}{{ tools | tojson(indent=4) }}{{ tools | tojson(ensure_ascii=True) }}"
+        "{{ tools | tojson(separators=(',', ':'), sort_keys=True) }}"
+        "{{ tools | tojson(indent='\\t') }}",
+        MESSAGES,
+        {"tools": TOOLS},
+    ),
+    "filters": (
+        "{{ messages | map(attribute='role') | join(',') | upper }}{{ ['b','a'] | sort | first }}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a b' | title }}"
+        "{{ {'a': 1} | items | list }}{{ ' x ' | trim }}{{ '%s' | format('y') }}{{ 3.7 | int }}"
+        "{{ 'abc'[::-1] }}{{ 'a-b'.split('-')[1] }}{{ 'x'.startswith('x') }}{{ dict(a=2).a }}",
+        MESSAGES,
+        {},
+    ),
+    "namespace": (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}"
+        "{% endfor %}{{ ns.n }}{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) }}"
+        "{{ range(3) | list }}",
+        MESSAGES,
+        {},
+    ),
+    "absent": (
+        "{{ tools is defined }}{{ tools is none }}{{ documents is none }}{{ messages[0].name is "
+        "defined }}{{ messages[0].tool_calls is defined }}{{ add_generation_prompt }}",
+        [{"role": "user", "content": "a", "tool_calls": None, "name": None}],
+        {},
+    ),
+    "variables": (
+        "{{ documents[0].text }}{{ enable_thinking }}{{ eos_token }}",
+        MESSAGES,
+        {"documents": [{"title": "t", "text": "d"}], "enable_thinking": False},
+    ),
+    "reasoning": (
+        "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}",
+        [{"role": "assistant", "content": "a", "reasoning": "why"}],
+        {},
+    ),
+    "parts": (
+        "{% for p in messages[0].content %}({{ p.text }}){% endfor %}",
+        [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
+        {},
+    ),
+    "whitespace": ("  {% if true %}\n a\n  {% endif %}\n\n b \n", MESSAGES, {}),
+    "continued": (ROLES + "<end>", MESSAGES, {"continue_final_message": True}),
+    "continued and trimmed": (
+        "{% for m in messages %}{{ m.content | trim }}.{% endfor %}",
+        [*MESSAGES, {"role": "model", "content": "to be  "}],
+        {"continue_final_message": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_transformers(folder: Folder, name: str) -> None:
+    template, messages, more = TEMPLATES[name]
+    reference, mine = AutoTokenizer.from_pretrained(folder()), Checkpoint.open(folder())
+    prompted = not more.get("continue_final_message")
+    expected = reference.apply_chat_template(
+        messages,
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=prompted,
+        **more,
+    )
+    given = {"messages": messages, **more}
+    assert ChatTemplate({"default": template}, mine.special).render(json.dumps(given)) == expected
+    nested = {"messages": messages, "chat_template_kwargs": more}
+    assert ChatTemplate({"default": template}, mine.special).render(json.dumps(nested)) == expected
+
+
+NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "text"),
+    [
+        ({SETTINGS: NAMED}, {}, "D"),
+        ({SETTINGS: NAMED}, {"tools": TOOLS}, "T"),
+        ({SETTINGS: NAMED}, {"chat_template": "tool_use"}, "T"),
+        ({SETTINGS: NAMED[1:]}, {"tools": TOOLS}, "T"),
+        ({SETTINGS: NAMED, "chat_template.jinja": "J"}, {"tools": TOOLS}, "J"),
+        ({"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"}, {}, "J"),
+        (
+            {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"},
+            {"tools": TOOLS},
+            "A",
+        ),
+        ({SETTINGS: None, "chat_template.json": '{"chat_template": "P"}'}, {}, "P"),
+        ({SETTINGS: "S", "chat_template.json": '{"chat_template": "P"}'}, {}, "S"),
+    ],
+)
+def test_one_of_several_templates_is_used(
+    tmp_path: Path, files: dict[str, Any], more: dict[str, Any], text: str
+) -> None:
+    path = write_folder(tmp_path / "m")
+    for name, content in files.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        if name == SETTINGS:
+            edit(path, name, chat_template=content)
+        else:
+            (path / name).write_text(content)
+    found = Checkpoint.open(path)
+    chat = ChatTemplate(found.templates, found.special)
+    assert chat.render(json.dumps({"messages": MESSAGES, **more})) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "more", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", MESSAGES, {}, "roles must alternate"),
+        ("{{ 1 / 0 }}", MESSAGES, {}, "does not take them: division by zero"),
+        ("{{ messages.append(1) }}", MESSAGES, {}, "does not take them: "),
+        ("{% nothing %}", MESSAGES, {}, "does not take them: Encountered unknown tag 'nothing'"),
+        (ROLES, MESSAGES, {"chat_template": "x"}, "chat_template: 'x' is none of default"),
+        ("none", MESSAGES, {"continue_final_message": True}, "does not render the last message"),
+        (ROLES, [{"role": "user"}], {"continue_final_message": True}, "message has no content"),
+        (ROLES, [{"role": "user", "content": [{"type": "image"}]}], {}, "'image' is not 'text'"),
+    ],
+)
+def test_what_a_template_does_not_take_is_an_error(
+    template: str, messages: list[dict[str, Any]], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        ChatTemplate({"default": template}, {}).render(json.dumps({"messages": messages, **more}))
+    assert message in raised.value.message
+
+
+def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
+    made = config(tie_word_embeddings=True)
+    drawn = weights(made)
+    embedding = drawn["model.embed_tokens.weight"]
+    head = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(3)) * 0.2
+    cases = {
+        "both": {**drawn, "lm_head.weight": head},
+        "head": {**drawn, "lm_head.weight": embedding},
+        "base": {name.removeprefix("model."): each for name, each in drawn.items()},
+    }
+    del cases["head"]["model.embed_tokens.weight"]
+    for name, tensors in cases.items():
+        path = write_folder(tmp_path / name, tie_word_embeddings=True)
+        save_weights(path, tensors)
+        prompt = [5, 6, 7]
+        expected = generated(path, prompt, max_new_tokens=8, eos_token_id=None)
+        with llm_rig(tmp_path / f"rig-{name}", path) as scheduler:
+            scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=8, ignore_eos=True)
+            scheduler.run()
+            assert scheduler.responses[1][-1]["token_ids"] == expected, name

@@ -1,0 +1,322 @@
+"""Quantised checkpoints: weights equal a reference to the last bit, or the folder is refused."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shmserve.errors import InvalidArgument
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from tests.support.hf_folders import config, weights, write_folder
+from tests.unit.workers.backends.llm.test_checkpoint import edit
+
+Tensors = dict[str, torch.Tensor]
+Made = tuple[Tensors, torch.Tensor]  # the tensors of a layer, and its weight in float32
+AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}  # of the values in a word
+GROUP = 16
+
+
+def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """Rows of unsigned values as rows of 32-bit words, the lowest bits first."""
+    count = 32 // bits
+    order = order or tuple(range(count))
+    rows, columns = values.shape
+    words = torch.zeros(rows, math.ceil(columns / count), dtype=torch.int64)
+    for word in range(words.shape[1]):
+        for place, index in enumerate(order):
+            column = word * count + index
+            if column < columns:
+                words[:, word] |= values[:, column].long() << (bits * place)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def spread(scales: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> torch.Tensor:
+    """A value for each weight, of blocks of so many rows and columns."""
+    return scales.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[
+        :, : shape[1]
+    ]
+
+
+def drawn(rows: int, columns: int, most: int, seed: int = 0, least: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows + 31 * columns + seed)
+    return torch.randint(least, most, (rows, columns), generator=generator)
+
+
+def scales_of(rows: int, columns: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+    return ((drawn(rows, columns, 1000, 7) + 1) / 3000).to(kind)
+
+
+def fp8(
+    weight: torch.Tensor,
+    block: tuple[int, int],
+    scale: str = "weight_scale_inv",
+    kind: torch.dtype = torch.float32,
+) -> Made:
+    rows, columns = weight.shape
+    counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
+    scales = scales_of(*counts, kind)
+    values = (weight * 300).to(torch.float8_e4m3fn)
+    exact = values.float() * spread(scales.float(), weight.shape, *block)
+    return {"weight": values, scale: scales}, exact
+
+
+def fp8_tensor(weight: torch.Tensor) -> Made:
+    made, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
+    return made | {"weight_scale": made["weight_scale"][0, 0], "input_scale": torch.ones(1)}, exact
+
+
+def exponents(weight: torch.Tensor) -> Made:
+    made, _ = fp8(weight, (16, 16))
+    rows, columns = made["weight_scale_inv"].shape
+    powers = drawn(rows, columns, 130, least=124).byte()
+    scales = 2.0 ** (powers.float() - 127)
+    exact = made["weight"].float() * spread(scales, weight.shape, 16, 16)
+    return made | {"weight_scale_inv": powers}, exact
+
+
+def plain_ints(
+    weight: torch.Tensor, block: tuple[int, int], symmetric: bool, bits: int = 8
+) -> Made:
+    rows, columns = weight.shape
+    counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
+    half = 1 << bits - 1
+    values = drawn(rows, columns, half, least=-half)
+    zeros = drawn(*counts, half, 3, -half) * (not symmetric)
+    scales = scales_of(*counts, torch.bfloat16)
+    exact = (values - spread(zeros, weight.shape, *block)).float()
+    exact = exact * spread(scales.float(), weight.shape, *block)
+    found = {"weight": values.to(torch.int8), "weight_scale": scales}
+    return found | ({} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}), exact
+
+
+def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> Made:
+    block = (1, columns)
+    made, exact = plain_ints(weight, block, symmetric, bits)
+    half = 1 << bits - 1
+    found = {
+        "weight_packed": packed(made["weight"].int() + half, bits),
+        "weight_scale": made["weight_scale"],
+        "weight_shape": torch.tensor(weight.shape),
+        "weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32),
+    }
+    if not symmetric:
+        zeros = packed((made["weight_zero_point"].int() + half).t(), bits)
+        found["weight_zero_point"] = zeros.t().contiguous()
+    return found, exact
+
+
+def ordered_ints(weight: torch.Tensor) -> Made:
+    made, _ = packed_ints(weight, 4, GROUP, False)
+    ordered = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
+    plain, _ = plain_ints(weight, (1, GROUP), False, 4)
+    exact = (plain["weight"].int() - plain["weight_zero_point"].int()[:, ordered]).float()
+    exact = exact * plain["weight_scale"].float()[:, ordered]
+    return made | {"weight_g_idx": ordered.int()}, exact
+
+
+def gptq(
+    weight: torch.Tensor,
+    bits: int = 4,
+    group: int = GROUP,
+    offset: int = 1,
+    ordered: bool = False,
+    zeros: bool = True,
+) -> Made:
+    rows, columns = weight.shape
+    group = group if group > 0 else columns
+    values, most = drawn(columns, rows, 1 << bits), (1 << bits) - offset
+    points = drawn(columns // group, rows, most, 3) if zeros else (1 << bits - 1) - offset
+    scales = scales_of(columns // group, rows, torch.float16)
+    groups = torch.arange(columns) // group
+    if ordered:
+        groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(1))]
+    points = torch.as_tensor(points).expand(columns // group, rows)
+    exact = ((values - (points[groups] + offset)).float() * scales.float()[groups]).t()
+    found = {
+        "qweight": packed(values.t(), bits).t().contiguous(),
+        "qzeros": packed(points, bits),
+        "scales": scales,
+        "g_idx": groups.int(),
+        "bias": torch.zeros(rows, dtype=torch.float16),
+    }
+    return {name: each for name, each in found.items() if zeros or name != "qzeros"}, exact
+
+
+def awq(weight: torch.Tensor, bits: int = 4, group: int = GROUP, zeros: bool = True) -> Made:
+    rows, columns = weight.shape
+    values = drawn(columns, rows, 1 << bits)
+    points = drawn(columns // group, rows, 1 << bits, 3) * zeros + (1 << bits - 1) * (not zeros)
+    scales = scales_of(columns // group, rows, torch.float16)
+    groups = torch.arange(columns) // group
+    exact = ((values - points[groups]).float() * scales.float()[groups]).t()
+    found = {
+        "qweight": packed(values, bits, AWQ_ORDER[bits]),
+        "scales": scales,
+        "qzeros": packed(points, bits, AWQ_ORDER[bits]),
+    }
+    return {name: each for name, each in found.items() if zeros or name != "qzeros"}, exact
+
+
+def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any]) -> Tensors:
+    """Write a folder with quantised layers, and return their weights."""
+    write_folder(path)
+    edit(path, "config.json", quantization_config=given)
+    stored: Tensors = {}
+    exact: Tensors = {}
+    for name, weight in weights(config()).items():
+        stored[name] = exact[name] = weight
+        if name.endswith("_proj.weight") and "layers.1.mlp.up" not in name:  # which stays plain
+            made, exact[name] = make(weight)
+            del stored[name]
+            prefix = name.removesuffix("weight")
+            stored |= {prefix + part: tensor.contiguous() for part, tensor in made.items()}
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    return exact
+
+
+def compressed(kind: str, group: int | None = None, **more: Any) -> dict[str, Any]:
+    arguments = {"num_bits": 8, "group_size": group, **more}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": arguments}},
+        "ignore": ["lm_head", "re:.*up_proj"],
+    }
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+ROW, ALL = (1, 1 << 20), (1 << 20, 1 << 20)
+INT, PACK = compressed("int-quantized"), compressed("pack-quantized")
+CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
+    "fp8 tensor": (fp8_tensor, FP8),
+    "fp8 blocks": (lambda w: fp8(w, (16, 16)), {**FP8, "weight_block_size": [16, 16]}),
+    "fp8 partial blocks": (
+        lambda w: fp8(w, (24, 24), kind=torch.bfloat16),
+        {**FP8, "weight_block_size": [24, 24]},
+    ),
+    "fp8 large blocks": (
+        lambda w: fp8(w, (128, 128)),
+        {**FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
+    ),
+    "fp8 exponents": (exponents, {**FP8, "weight_block_size": [16, 16]}),
+    "float channel": (lambda w: fp8(w, ROW, "weight_scale"), compressed("float-quantized")),
+    "float block": (
+        lambda w: fp8(w, (24, 24), "weight_scale"),
+        compressed("float-quantized", block_structure=[24, 24]),
+    ),
+    "int8 tensor": (lambda w: plain_ints(w, ALL, True), INT),
+    "int8 tensor asymmetric": (lambda w: plain_ints(w, ALL, False), INT),
+    "int8 channel": (lambda w: plain_ints(w, ROW, True), INT),
+    "int8 channel asymmetric": (lambda w: plain_ints(w, ROW, False), INT),
+    "int8 group": (lambda w: plain_ints(w, (1, 16), False), compressed("naive-quantized", 16)),
+    "pack 4 channel": (lambda w: packed_ints(w, 4, 1 << 20, True), PACK),
+    "pack 4 channel asymmetric": (lambda w: packed_ints(w, 4, 1 << 20, False), PACK),
+    "pack 4 group": (lambda w: packed_ints(w, 4, 16, True), compressed("pack-quantized", 16)),
+    "pack 4 group asymmetric": (
+        lambda w: packed_ints(w, 4, 16, False),
+        compressed("pack-quantized", 16),
+    ),
+    "pack 8 group asymmetric": (
+        lambda w: packed_ints(w, 8, 16, False),
+        compressed("pack-quantized", 16),
+    ),
+    "pack 4 act-order": (ordered_ints, compressed("pack-quantized", 16, actorder="group")),
+    "gptq 4": (gptq, GPTQ),
+    "gptq 8": (lambda w: gptq(w, 8), {**GPTQ, "bits": 8}),
+    "gptq one group": (lambda w: gptq(w, group=-1), {**GPTQ, "group_size": -1}),
+    "gptq v2": (lambda w: gptq(w, offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq act-order": (lambda w: gptq(w, ordered=True), {**GPTQ, "desc_act": True}),
+    "gptq no zero points": (lambda w: gptq(w, zeros=False), GPTQ),
+    "awq 4": (awq, AWQ),
+    "awq 8": (lambda w: awq(w, 8), {**AWQ, "bits": 8}),
+    "awq no zero points": (lambda w: awq(w, zeros=False), {**AWQ, "zero_point": False}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) -> None:
+    exact = folder_of(tmp_path / "m", *CASES[name])
+    found = Checkpoint.open(tmp_path / "m")
+    for each, weight in exact.items():
+        mine = found.weight(each)
+        assert mine.dtype == torch.float32 and torch.equal(mine, weight), each
+
+
+@pytest.mark.parametrize(
+    ("file", "make"), [("quantize_config.json", gptq), ("quant_config.json", awq)]
+)
+def test_older_folders_have_a_file_of_their_own(
+    tmp_path: Path, file: str, make: Callable[[torch.Tensor], Made]
+) -> None:
+    exact = folder_of(tmp_path / "m", make, {})
+    edit(tmp_path / "m", file, q_group_size=GROUP, w_bit=4, version="GEMM")
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(Checkpoint.open(tmp_path / "m").weight(name), exact[name])
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (gptq, NF4, f"quant_method: 'bitsandbytes' is not supported, {SUPPORTED}"),
+        (gptq, {"load_in_8bit": True}, "quant_method: 'bitsandbytes' is not supported"),
+        (gptq, {"quant_method": "mxfp4"}, "quant_method: 'mxfp4' is not supported"),
+        (gptq, {**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' is not supp"),
+        (awq, {**AWQ, "version": "gemv"}, "version: 'gemv' is not supported, supported: gemm"),
+        (gptq, compressed("nvfp4-pack-quantized"), "format: 'nvfp4-pack-quantized' is not suppor"),
+        (gptq, {**INT, "sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format: 'sp"),
+        (gptq, {}, "weights are missing: model.layers.0.self_attn.q_proj.weight"),
+        (awq, FP8, "weights are missing: model.layers.0.self_attn.q_proj.weight"),
+        (fp8_tensor, {}, "q_proj.weight is F8_E4M3 without a quantization_config"),
+        (
+            lambda w: plain_ints(w, ROW, True),
+            FP8,
+            "q_proj.weight is I8, supported for fp8: F8_E4M3, F8_E5M2",
+        ),
+        (
+            lambda w: ({"weight": fp8_tensor(w)[0]["weight"]}, w),
+            FP8,
+            "q_proj.weight has no scales (weight_scale_inv or weight_scale)",
+        ),
+        (
+            lambda w: ({"qweight": gptq(w)[0]["qweight"]}, w),
+            GPTQ,
+            "q_proj.qweight has no scales (scales)",
+        ),
+        (lambda w: ({"weight": w, "weight_scale": w[:, :1]}, w), FP8, "q_proj.weight is F32, supp"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    tmp_path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any], message: str
+) -> None:
+    folder_of(tmp_path / "m", make, given)
+    with pytest.raises(InvalidArgument) as raised:
+        Checkpoint.open(tmp_path / "m")
+    assert message in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (lambda w: gptq(w[:, :16]), GPTQ),
+        (lambda w: (gptq(w)[0] | {"g_idx": torch.full((w.shape[1],), 99)}, w), GPTQ),
+        (lambda w: (awq(w)[0] | {"scales": torch.ones(3, w.shape[0])}, w), AWQ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    tmp_path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any]
+) -> None:
+    folder_of(tmp_path / "m", make, given)
+    checkpoint = Checkpoint.open(tmp_path / "m")
+    with pytest.raises(InvalidArgument, match=r"q_proj.weight: .* tensors do not make"):
+        Transformer(checkpoint)

@@ -1,0 +1,101 @@
+"""The texts and bytes of tokens, for byte-level vocabularies and those with byte fallback."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from shmserve.workers.backends.llm.token_texts import Detokenizer, TokenTexts
+from tests.support.hf_folders import tokenizer_text
+
+
+def fallback() -> Tokenizer:
+    """A vocabulary as Llama 2 has it: pieces with U+2581, and bytes."""
+    pieces = ["▁", "▁the", "▁of", "sea", "▁a", ",", "é"]
+    names = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *pieces]
+    vocabulary = {name: token for token, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return made
+
+
+VOCABULARIES = {"bytes": Tokenizer.from_str(tokenizer_text()), "fallback": fallback()}
+
+
+@pytest.fixture(params=VOCABULARIES)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Each kind of vocabulary."""
+    return VOCABULARIES[request.param]
+
+
+def token(tokenizer: Tokenizer, piece: str) -> int:
+    """The token of a piece; -1 if there is none."""
+    found = tokenizer.token_to_id(piece)
+    return -1 if found is None else found
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, each piece by itself, so that characters are cut."""
+    known = [token(tokenizer, f"<0x{byte:02X}>") for byte in text.encode()]
+    return tokenizer.encode(text).ids if -1 in known else known
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_prompt_and_what_follows_are_the_decoding_of_all(
+    tokenizer: Tokenizer, skip: bool
+) -> None:
+    texts, chance = TokenTexts(tokenizer), random.Random(0)
+    whole = tokens_of(tokenizer, "the 😀 of é 東京, a")
+    plain = [token(tokenizer, each) for each in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
+    plain = [each for each in plain if each >= 0] or tokenizer.encode(" a  b\tthe ").ids
+    drawn = [chance.choices(plain, k=9) for _ in range(100)]
+    for tokens in [whole, *drawn]:
+        for cut in range(len(tokens) + 1):
+            prompt, answer = tokens[:cut], tokens[cut:]
+            echoed = texts.decode(prompt[: texts.complete(prompt)], skip)
+            detokenizer = Detokenizer(texts, skip, prompt)
+            pieces = [*map(detokenizer.add, answer), detokenizer.flush()]
+            assert echoed + "".join(pieces) == texts.decode(tokens, skip)
+
+
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> None:
+    texts, text = TokenTexts(tokenizer), "sea 😀é, 東"
+    tokens = tokens_of(tokenizer, text)
+    assert b"".join(map(texts.bytes_of, tokens)) == text.encode()
+    assert texts.bytes_of(1 << 20) == b""
+
+
+def test_a_token_has_its_space() -> None:
+    tokenizer = VOCABULARIES["fallback"]
+    texts = TokenTexts(tokenizer)
+    found = [texts.bytes_of(token(tokenizer, each)) for each in ("▁the", "▁", "</s>", "é")]
+    assert found == [b" the", b" ", b"</s>", "é".encode()]
+
+
+def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
+    texts, text = TokenTexts(tokenizer), "a😀é東,"
+    tokens = tokens_of(tokenizer, text)
+    starts = [text.encode()[: sum(len(texts.bytes_of(each)) for each in tokens[:index])]
+              for index in range(len(tokens))]  # fmt: skip
+    wanted = [len(each.decode(errors="ignore")) for each in starts]
+    assert texts.offsets(tokens, text, True) == wanted
+    detokenizer, found = Detokenizer(texts, True), []
+    for each in tokens:
+        found.append(detokenizer.position)
+        detokenizer.add(each)
+    assert found == wanted
+
+
+def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
+    tokenizer = VOCABULARIES["fallback"]
+    tokens = [token(tokenizer, each) for each in ("<s>", "▁the", "▁of", "</s>", "▁a")]
+    texts = TokenTexts(tokenizer)
+    assert texts.offsets(tokens, "the of a", True) == [0, 0, 3, 6, 6]
+    assert texts.offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]

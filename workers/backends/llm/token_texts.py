@@ -1,0 +1,192 @@
+"""Tokens as text: their bytes, and the incremental text of a sequence up to a stop string."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"  # the decoding of an incomplete character
+_MOST_HELD = 16  # tokens; longer invalid sequences are no characters
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@functools.cache
+def _byte_of() -> dict[str, int]:
+    """Return the byte of each character of byte-level vocabularies (GPT-2)."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in visible]
+    shown = {chr(byte): byte for byte in visible}
+    return shown | {chr(256 + index): byte for index, byte in enumerate(rest)}
+
+
+class TokenTexts:
+    """The bytes of single tokens, as they follow other tokens; safe to use in any thread.
+
+    A decoder removes the space at the beginning of a text, and replaces incomplete characters. The
+    bytes of a token have its space, and are exact for a part of a character.
+
+    Attributes:
+        special: The tokens that `skip_special_tokens` removes from a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(token for token, each in added.items() if each.special)
+        state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
+        self._byte_level, self._byte_fallback = b'"ByteLevel"' in state, b'"ByteFallback"' in state
+        self.bytes_of = functools.lru_cache(1 << 18)(self._bytes_of)
+
+    def _bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token; those of a token that the tokenizer lacks are empty."""
+        piece = self.tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            found = [_byte_of().get(character) for character in piece]
+            return piece.encode() if None in found else bytes(found)  # type: ignore[arg-type]
+        byte = _BYTE.fullmatch(piece) if self._byte_fallback else None
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        # The decoder may strip the first of two equal tokens, but not the second.
+        first, both = self.decode([token]), self.decode([token, token])
+        return both[len(first) :].encode()
+
+    def continues(self, token: int) -> bool:
+        """Return whether a token begins inside a character."""
+        data = self.bytes_of(token)
+        return bool(data) and data[0] & 0xC0 == 0x80
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def complete(self, tokens: Sequence[int]) -> int:
+        """Return the number of tokens before an incomplete character at the end of `tokens`."""
+        count = len(tokens)
+        while missing := self._incomplete(tokens[max(count - _MOST_HELD, 0) : count]):
+            while missing > 0:
+                count -= 1
+                missing -= len(self.bytes_of(tokens[count]))
+        return count
+
+    def _incomplete(self, tokens: Sequence[int]) -> int:
+        """Return the number of bytes of an incomplete character at the end."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(map(self.bytes_of, tokens)))
+        return len(decoder.getstate()[0])
+
+    def offsets(self, tokens: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
+        """Return the index in `text`, their decoding, of the character that each token begins in.
+
+        A space that the decoder strips belongs to the first token.
+        """
+        found: list[int] = []
+        count = 0
+        for token in tokens:
+            silent = skip_special_tokens and token in self.special
+            data = b"" if silent else self.bytes_of(token)
+            begun = sum(byte & 0xC0 != 0x80 for byte in data)
+            found.append(count - (not silent and self.continues(token)))
+            count += begun
+        stripped = max(count - len(text), 0)
+        return [max(offset - stripped, 0) for offset in found]
+
+
+class Detokenizer:
+    """The incremental text of one sequence, which follows a prompt.
+
+    Tokens are decoded together with those of the text before them, since a token's text depends on
+    what it follows. A token that leaves a character incomplete is held back, and so are tokens at
+    the end of the prompt.
+    """
+
+    def __init__(
+        self, texts: TokenTexts, skip_special_tokens: bool, prompt: Sequence[int] = ()
+    ) -> None:
+        self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
+        self._skipped = texts.special if skip_special_tokens else frozenset()
+        kept = [token for token in prompt[-4 * _MOST_HELD :] if token not in self._skipped]
+        kept = kept[-_MOST_HELD:]
+        while kept and texts.continues(kept[0]):
+            del kept[0]  # an incomplete character would make byte-fallback decoders replace others
+        self._tokens = kept  # tokens of the last text, followed by the pending ones
+        self._read = texts.complete(self._tokens)  # the number of tokens of the last text
+        self._before = self._decode(self._tokens[: self._read])
+        self._taken = self._ahead = 0
+
+    @property
+    def position(self) -> int:
+        """Return the number of complete characters, including those held back."""
+        return self._taken + self._ahead
+
+    def add(self, token: int) -> str:
+        """Append a token, and return the text that is complete now."""
+        if token in self._skipped:
+            return ""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith(_REPLACEMENT) and len(self._tokens) - self._read < _MOST_HELD:
+            self._ahead = max(len(text.rstrip(_REPLACEMENT)) - len(self._before), 0)
+            return ""
+        return self._take(text)
+
+    def flush(self) -> str:
+        """Return the text of all tokens held back."""
+        return self._take(self._decode(self._tokens))
+
+    def _take(self, text: str) -> str:
+        pending = self._tokens[self._read :]
+        # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
+        valid = text.startswith(self._before)
+        new = text[len(self._before) :] if valid else self._decode(pending)
+        self._tokens, self._read = pending, len(pending)
+        self._before = self._decode(pending)
+        self._taken += len(new)
+        self._ahead = 0
+        return new
+
+
+class StopStrings:
+    """The stop strings of one sequence. Text that may begin a stop string is held back."""
+
+    def __init__(self, stops: Sequence[str], included: bool) -> None:
+        self._stops = stops
+        self._included = included
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """Append text.
+
+        Return the text outside of stop strings, and whether a stop string was found.
+
+        If there are several stop strings, the one that ends first counts.
+        """
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [(text.find(stop), stop) for stop in self._stops]
+        places = [(begin + len(stop), begin) for begin, stop in found if begin >= 0]
+        if places:
+            end, begin = min(places)
+            self._held = ""
+            return text[: end if self._included else begin], True
+        held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def flush(self) -> str:
+        """Return the text held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text that begins a stop string."""
+    most = min(len(text), len(stop) - 1)
+    return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)
