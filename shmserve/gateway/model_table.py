@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from typing import Any, Never
 
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
+from shmserve.ipc.engine_settings import PARAMETER
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
@@ -50,6 +53,13 @@ class GatewayModel:
             for key, value in published.config.metric_tags.items()
         }
         self.decoupled = published.config.decoupled
+        # The settings of an engine that generates text.
+        engine: Any = None
+        with suppress(ValueError):
+            engine = json.loads(published.config.parameters.get(PARAMETER) or "{}")
+        engine = engine if isinstance(engine, dict) else {}
+        self.max_model_len: int | None = engine.get("max_model_len") or None
+        self.aliases: list[str] = engine.get("aliases") or []
 
 
 _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors
@@ -68,6 +78,7 @@ class ModelTable:
         self._withdrawn: dict[str, set[str]] = {}
         self.revision = 0
         self.on_demand: set[str] = set()
+        self._aliases: dict[str, str] = {}
 
     def publish(self, message: ModelPublished) -> None:
         """Add a version, or replace it."""
@@ -84,6 +95,7 @@ class ModelTable:
             self._latest[message.name] = model
         if old is not None:
             old.published = False
+        self._name()
 
     def set_ready(self, name: str, version: str, ready: bool) -> None:
         """Set the readiness of a version; its prepared requests are kept."""
@@ -110,6 +122,22 @@ class ModelTable:
             model.published = False
             if self._latest.get(name) is model:
                 del self._latest[name]
+        self._name()
+
+    def _name(self) -> None:
+        latest = sorted(self._latest.items(), reverse=True)
+        self._aliases = {alias: name for name, model in latest for alias in model.aliases}
+
+    def own_name(self, name: str) -> str:
+        """Return the name of the model that has an alias; other names are returned as they are.
+
+        A model's own name precedes the aliases of other models.
+        """
+        return name if name in self else self._aliases.get(name, name)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a model has this name, loaded or on demand."""
+        return name in self._models or name in self.on_demand
 
     def resolve(self, name: str, version: str) -> GatewayModel:
         """Return the model for a request; version "" means the latest.

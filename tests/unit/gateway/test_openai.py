@@ -103,7 +103,8 @@ def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
     signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
     model = SimpleNamespace(name="m", signature=signature)
-    models = SimpleNamespace(on_demand=(), resolve=lambda name, version: model)
+    table = {"on_demand": (), "resolve": lambda name, version: model, "own_name": str}
+    models = SimpleNamespace(**table)
     settings = GatewaySettings(max_input_size=1 << 20, arena_byte_size=1 << 20)
     budget = BodyBudget(1 << 20, MallocTrim())
     return SimpleNamespace(models=models, settings=settings, body_budget=budget)

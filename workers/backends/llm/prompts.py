@@ -14,7 +14,7 @@ import numpy as np
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.ipc.messages.generation import Resumed
-from shmserve.workers.backends import Request
+from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
@@ -23,6 +23,7 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import TokenTexts
 
 _INPUTS = ("text_input", "input_ids", "messages")
+_KINDS: Mapping[str, Any] = {"BYTES": np.object_, "INT32": np.int32}
 _BYTES_A_CHARACTER = 4
 _LEAST_LIMIT = 1 << 20  # bytes
 
@@ -130,6 +131,49 @@ class PromptReader:
             prompt.resumed = before
         prompt.offsets = offsets
         return prompt, text
+
+    def convert(self, request: Request, given: Mapping[str, Any]) -> Response | None:
+        """Return the response to a request with the parameter `task`, which generates nothing.
+
+        "tokenize": `token_ids` of the prompt, and their strings as `text_output`.
+        "detokenize": the text of `input_ids` as `text_output`.
+
+        Raises:
+            InvalidArgument: The task or an input is wrong.
+        """
+        task = request.schema.parameters.get("task")
+        if task is None:
+            return None
+        found: dict[str, tuple[str, Any]] = {}
+        wanted = {output.name for output in request.schema.outputs} or {"text_output", "token_ids"}
+        if task == "detokenize" and "input_ids" in given:
+            tokens = given["input_ids"].tolist()
+            wrong = next((each for each in tokens if not 0 <= each < self._vocabulary), None)
+            if wrong is not None:
+                most = self._vocabulary - 1
+                raise InvalidArgument(f"tokens: {wrong} is not a token, these are 0 to {most}")
+            found["text_output"] = "BYTES", [self._texts.decode(tokens).encode()]
+        elif task == "tokenize" and {"text_input", "messages"} & given.keys():
+            settings, _ = _settings(request, given)
+            special = parse(settings, {}, self._vocabulary).add_special_tokens
+            chat = "messages" in given
+            text = self._chat.render(given["messages"]) if chat else given["text_input"]
+            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+            found["token_ids"] = "INT32", encoding.ids
+            if "text_output" in wanted:
+                found["text_output"] = "BYTES", [each.encode() for each in encoding.tokens]
+        else:
+            raise InvalidArgument(
+                f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
+                "'detokenize' of input_ids"
+            )
+        return Response(
+            [
+                Output(name, datatype, np.array(values, _KINDS[datatype]))
+                for name, (datatype, values) in found.items()
+                if name in wanted
+            ]
+        )
 
     def compile(self, prompt: Prompt) -> None:
         """Set the grammar of a prompt, which may take seconds without the GIL.

@@ -104,6 +104,10 @@ class Texts:
     ) -> None:
         """Read a request in any thread."""
         try:
+            converted = self.reader.convert(stream.request, given)
+            if converted is not None:
+                stream.send(converted, final=True)
+                return
             prompt, echo = self.reader.read(stream.request, given, resumed)
         except Exception as error:
             stream.fail_raised(error)

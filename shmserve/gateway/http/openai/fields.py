@@ -92,6 +92,8 @@ _REFUSED: Mapping[str, Allowed] = {
 COMPLETION = _GENERATION | {"prompt"}
 _CHAT = {"messages", "max_completion_tokens", "top_logprobs"}
 CHAT = (_GENERATION | CONVERSATION | _CHAT) - {"echo"}
+TOKENIZE = CONVERSATION | _names("model prompt messages add_special_tokens return_token_strs")
+DETOKENIZE = _EVERY | {"tokens"}
 EMBEDDING = _EVERY | {"input", "encoding_format"}
 _EMBEDDING_REFUSED: Mapping[str, Allowed] = {
     "dimensions": Allowed((), "the model has vectors of one size"),

@@ -27,6 +27,7 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
+from shmserve.gateway.http.openai.names import TEXT, shown_name
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import error_of, log_failure
 from shmserve.gateway.inference.prepare import build
@@ -269,7 +270,8 @@ class _Generation:
     ) -> None:
         self._gateway = gateway
         self._text_request = text_request
-        self._choices = Choices(form, text_request.model.name, text_request.samples)
+        name = shown_name(gateway, text_request.model.name)
+        self._choices = Choices(form, name, text_request.samples)
         self._queues: list[ResponseQueue] = []
         self._news = asyncio.Event()
         arrived_ns = time.monotonic_ns()
@@ -351,7 +353,7 @@ class _Generation:
 
     def _deltas(self, inferred: Inferred) -> list[Delta]:
         found = {tensor.name: self._values(tensor) for tensor in inferred.outputs}
-        texts = found[bodies.TEXT]
+        texts = found[TEXT]
         reasons = found.get("finish_reason", [b""] * len(texts))
         logprobs = found.get("logprobs", [b""] * len(texts))
         usages = [*found.get("usage", []), *[b""] * len(texts)]
