@@ -161,7 +161,8 @@ class PromptReader:
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             found["token_ids"] = "INT32", encoding.ids
             if "text_output" in wanted:
-                found["text_output"] = "BYTES", [each.encode() for each in encoding.tokens]
+                pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
+                found["text_output"] = "BYTES", [each.encode() for each in pieces]
         else:
             raise InvalidArgument(
                 f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
