@@ -123,7 +123,7 @@ class Scheduler:
 
 def _check_stopped(dispatch: Any) -> None:
     """Raise Violation for a text that ends with "stop" and lacks the token that ends it."""
-    record = dispatch._sequence_over
+    record = dispatch._on_sequence_end
 
     def checked(sequence: Sequence[Any], why: str) -> None:
         tokens = sequence.tokens[len(sequence.generation.prompt) :]
@@ -131,7 +131,7 @@ def _check_stopped(dispatch: Any) -> None:
             raise Violation(f"a text ends with {why!r} after the tokens {list(tokens)}")
         record(sequence, why)
 
-    dispatch._sequence_over = checked
+    dispatch._on_sequence_end = checked
 
 
 class _Held:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -80,7 +80,13 @@ class BrokenBody(InvalidArgument):
     """An error about a body with invalid framing; the connection has to be closed."""
 
 
-async def read_json(gateway: Gateway, request: HttpRequest, *, required: bool = False) -> Any:
+# Called with the pieces of a large body; raises if the body has to be rejected.
+Check = Callable[[list[bytes]], Awaitable[None]]
+
+
+async def read_json(
+    gateway: Gateway, request: HttpRequest, *, required: bool = False, check: Check | None = None
+) -> Any:
     """Return the body of a request as JSON; an empty body is {} unless a body is `required`.
 
     Raises:
@@ -90,7 +96,7 @@ async def read_json(gateway: Gateway, request: HttpRequest, *, required: bool = 
     if body.compressed():
         raw = await body.inflate()
     else:
-        raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+        raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE, check)
     return loads(raw) if raw or required else {}
 
 
@@ -184,12 +190,13 @@ class Body:
 
     # --- the whole body
 
-    async def read(self, limit: int, too_large: str) -> bytes:
+    async def read(self, limit: int, too_large: str, check: Check | None = None) -> bytes:
         """Return the whole body.
 
         Args:
             limit: The largest size in bytes.
             too_large: The message of the error about a larger body, with {size} and {limit}.
+            check: A check of a large body.
 
         Raises:
             BodyTooLarge: The body is larger than `limit`.
@@ -206,6 +213,8 @@ class Body:
                     pieces.append(piece)
                     size += len(piece)
                     self.arrival.hold(len(piece))
+                if check is not None and LARGE < size <= limit:
+                    await check(pieces)
                 whole = b"".join(pieces)
             finally:
                 self.arrival.give_back()

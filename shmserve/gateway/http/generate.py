@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -36,6 +37,7 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     error_json,
 )
+from shmserve.gateway.http.openai.bodies import check_prompts, generates
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import error_of, reload
 from shmserve.gateway.inference.prepare import build
@@ -99,7 +101,8 @@ async def _begin(
     if any(encoding != "identity" for encoding in encodings):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
     content = Body(request, gateway.settings, gateway.body_budget)
-    body = await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+    check = partial(check_prompts, gateway, model=name) if generates(model) else None
+    body = await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE, check)
     inputs = {
         tensor["name"]: (tensor["datatype"], tensor["shape"])
         for tensor in model.metadata.get("inputs", ())

@@ -78,20 +78,24 @@ class Engine(Generic[T]):
         size = self.settings.block_size
         shared, most = generation.shared // size, -(-generation.most_tokens // size)
         preempted = self.settings.enable_preemption and generation.beams is None
-        together = 1 if preempted else generation.rows
+        seats = self.settings.max_batch_size
+        together = 1 if preempted else min(generation.rows, seats)
         needed = shared + together * (most - shared) + (together > 1)
-        return needed <= self.pool.count and generation.rows <= self.settings.max_batch_size
+        return needed <= self.pool.count and (generation.beams is None or generation.rows <= seats)
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Add a generation.
 
         `resumed` has the tokens of its open samples if another instance has lost it.
         """
-        samples = resumed or dict.fromkeys(range(1), array("i"))
+        # More samples than a step has rows are sequences of their own from the beginning.
+        forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
+        count = 1 if forked else generation.samples
+        samples = resumed or dict.fromkeys(range(count), array("i"))
         for sample, tokens in samples.items():
             sequence = Sequence(next(self.numbers), generation, sample, generation.prompt + tokens)
             if resumed is None and generation.beams is None:
-                sequence.forks = generation.samples - 1
+                sequence.forks = generation.samples - count
             self._enter(sequence, Begin(sequence.number, generation.key, sample))
         if generation.beams is not None:
             self._beams[generation.key] = Beams(generation)

@@ -276,6 +276,53 @@ def test_errors_name_the_field(generative: Server, case: str) -> None:
     assert set(error) == {"message", "type", "param", "code"}
 
 
+CONSTRAINED: dict[str, dict[str, Any]] = {
+    "choice": {"structured_outputs": {"choice": ["yes", "no"]}},
+    "guided choice": {"guided_choice": ["yes", "no"]},
+    "regex": {"structured_outputs": {"regex": "yes|no"}},
+    "lark": {"guided_grammar": 'start: "yes" | "no"'},
+    "gbnf": {"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}},
+}
+
+
+@pytest.mark.parametrize("case", CONSTRAINED)
+def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: str) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    text = client.completions.create(prompt="a", **asked).choices[0].text
+    said = client.chat.completions.create(messages=messages, **asked).choices[0].message.content
+    assert {text, said} <= {"yes", "no"}
+
+
+def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 6, "seed": 3, "logprobs": 0}
+
+    def likelihood(choice: Any) -> float:
+        values = choice.logprobs.token_logprobs
+        return sum(values) / len(values)
+
+    every = client.completions.create(**asked, n=9)
+    best = client.completions.create(**asked, n=2, best_of=9)
+    ranked = sorted(every.choices, key=likelihood, reverse=True)
+    assert [each.text for each in best.choices] == [each.text for each in ranked[:2]]
+    assert [each.index for each in best.choices] == [0, 1]
+    assert best.usage == every.usage
+
+
+def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
+    made = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
+    assert [each.index for each in made.choices] == list(range(5))
+    assert made.usage is not None and made.usage.completion_tokens == 15
+
+
+def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
+    text = client.completions.create(**asked).choices[0].text
+    word = next(each for each in text[3:] if each.isascii())
+    other = client.completions.create(**asked, extra_body={"bad_words": [word]}).choices[0].text
+    assert word in text and word not in other
+
+
 def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
     body = {"model": "narrow", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
 

@@ -17,6 +17,7 @@ from shmserve.errors import InvalidArgument, clip
 # Variables that have to be in the template if a request has them.
 _NEEDED = ("documents", "reasoning_effort")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_TESTS = ("string", "iterable", "sequence", "mapping")
 _END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
 
 
@@ -99,6 +100,7 @@ class ChatTemplate:
             self._compiled[name] = _Compiled(
                 self._environment.from_string(source),
                 any(_names_content(loop.iter) for loop in parsed.find_all(nodes.For)),
+                any(test.name in _TESTS for test in parsed.find_all(nodes.Test)),
                 any(each.value == "developer" for each in parsed.find_all(nodes.Const)),
                 frozenset(meta.find_undeclared_variables(parsed)),
             )
@@ -110,12 +112,14 @@ class _Compiled(NamedTuple):
 
     Attributes:
         iterates: Whether it iterates over the parts of a content.
+        distinguishes: Whether it distinguishes a content of parts from a text.
         developer: Whether it knows the role of that name; otherwise that role is "system".
         variables: The names of its variables.
     """
 
     template: Template
     iterates: bool
+    distinguishes: bool
     developer: bool
     variables: frozenset[str]
 
@@ -153,7 +157,8 @@ def _is_message(given: Any) -> bool:
 def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     """Return a message for a template: without nulls, and with its reasoning by all names.
 
-    The text parts of its content are joined, unless the template iterates over them.
+    The text parts of its content are joined, unless the template iterates over them. A text is a
+    part if the template only takes parts.
     """
     message = {name: value for name, value in given.items() if value is not None}
     if message["role"] == "developer" and not template.developer:
@@ -163,6 +168,8 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     content = message.get("content")
     if not isinstance(content, list):
+        if isinstance(content, str) and template.iterates and not template.distinguishes:
+            message["content"] = [{"type": "text", "text": content}]
         return message
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":

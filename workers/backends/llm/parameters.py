@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +16,7 @@ from shmserve.errors import InvalidArgument, clip
 logger = logging.getLogger(__name__)
 
 _MOST_STOPS = 64
+_LONGEST_WORD = 256  # characters
 # The range of each number; integer bounds mean an integer.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (0, 1 << 24),
@@ -98,7 +99,7 @@ class GenerationParameters:
         truncate_prompt_tokens: The number of last prompt tokens to use; 0: all; -1: as many as
             the model takes.
         allowed_token_ids: The tokens that may be generated; empty: all.
-        banned: The tokens of `bad_words`, whose last token is forbidden behind the others.
+        forbidden: Returns the tokens that would complete one of `bad_words` after given tokens.
         grammar: (kind, text) with the kind "json_schema", "regex", "grammar" (Lark or GBNF), or
             ("", "").
     """
@@ -134,7 +135,7 @@ class GenerationParameters:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    banned: tuple[tuple[int, ...], ...] = ()
+    forbidden: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _FREE
 
@@ -150,7 +151,7 @@ class GenerationParameters:
     @property
     def restricted(self) -> bool:
         """Return whether single tokens are forbidden or favoured."""
-        return bool(self.logit_bias or self.banned or self.allowed_token_ids)
+        return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
 
     @property
     def samples(self) -> int:
@@ -340,7 +341,10 @@ def _stop_words(name: str, value: Any) -> dict[str, Any]:
 
 
 def _bad_words(name: str, value: Any) -> dict[str, Any]:
-    return {name: _stop("stop", value)["stop"]}
+    words: tuple[str, ...] = _stop("stop", value)["stop"]
+    if any(len(word) > _LONGEST_WORD for word in words):
+        raise ValueError(f"a list of texts of up to {_LONGEST_WORD} characters")
+    return {name: words}
 
 
 def _tokens(name: str, value: Any) -> dict[str, Any]:

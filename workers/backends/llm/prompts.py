@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from threading import Thread, get_native_id
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import Encoding
 
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
@@ -20,11 +23,16 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 
+_UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
 _INPUTS = ("text_input", "input_ids", "messages")
 _KINDS: Mapping[str, Any] = {"BYTES": np.object_, "INT32": np.int32}
+LONG = 1 << 12  # characters that are tokenized in less than 10 ms
+_CHARACTERS_A_TOKEN = 16
+_MOST_CUT = 64  # tokens that may differ where a text is cut
 _BYTES_A_CHARACTER = 4
+_NICE = 10
 _LEAST_LIMIT = 1 << 20  # bytes
 
 
@@ -91,10 +99,16 @@ class PromptReader:
         pieces = self._tokenizer.get_vocab()
         # Tokenizers may have more tokens than the model.
         largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
+        Thread(target=self._start_threads).start()
         self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
         widest = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
         self.most_bytes = max(_BYTES_A_CHARACTER * widest * max_model_len, _LEAST_LIMIT)
+
+    def _start_threads(self) -> None:
+        """Start the tokenizer's threads, which inherit the low priority of this thread."""
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
+        self._tokenizer.encode_batch_fast(["", ""])
 
     def read(
         self, request: Request, given: Mapping[str, Any], resumed: list[Resumed]
@@ -110,12 +124,16 @@ class PromptReader:
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
         scores = echoes and parameters.logprobs >= 0 and "messages" not in given
         tokens, text, offsets = self._prompt_text(given, parameters, scores)
-        most = min(parameters.max_tokens, self._longest - len(tokens))
+        most = parameters.max_tokens
+        if most == _UNLIMITED:
+            most = self._checkpoint.defaults.get("max_new_tokens") or most
+        most = min(most, self._longest - len(tokens))
+        words = parameters.bad_words
         parameters = replace(
             parameters,
             max_tokens=most,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            banned=self._banned(parameters.bad_words),
+            forbidden=BadWords(words, self._texts).after if words else None,
             # The best samples are found by their probabilities.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -147,14 +165,17 @@ class PromptReader:
         found: dict[str, tuple[str, Any]] = {}
         wanted = {output.name for output in request.schema.outputs} or {"text_output", "token_ids"}
         if task == "detokenize" and "input_ids" in given:
-            tokens = given["input_ids"].tolist()
-            wrong = next((each for each in tokens if not 0 <= each < self._vocabulary), None)
-            if wrong is not None:
+            tokens = given["input_ids"]
+            wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
+            if wrong.size:
                 most = self._vocabulary - 1
-                raise InvalidArgument(f"tokens: {wrong} is not a token, these are 0 to {most}")
-            found["text_output"] = "BYTES", [self._texts.decode(tokens).encode()]
+                raise InvalidArgument(f"tokens: {wrong[0]} is not a token, these are 0 to {most}")
+            # The method releases the GIL, unlike `decode`.
+            texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
+            found["text_output"] = "BYTES", [each.encode() for each in texts]
         elif task == "tokenize" and {"text_input", "messages"} & given.keys():
             settings, _ = _settings(request, given)
+            settings = {"add_special_tokens": settings.get("add_special_tokens")}
             special = parse(settings, {}, self._vocabulary).add_special_tokens
             chat = "messages" in given
             text = self._chat.render(given["messages"]) if chat else given["text_input"]
@@ -184,22 +205,6 @@ class PromptReader:
         """
         prompt.grammar = self._grammars.matcher(prompt.parameters.grammar)
 
-    def _banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of forbidden words, without and with a space before each.
-
-        The rule is that of vLLM: the second form counts if the space is part of its first token.
-        """
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            plain, spaced = (
-                tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-                for text in (word.lstrip(), " " + word.lstrip())
-            )
-            found[plain] = None
-            if spaced[:1] != plain[:1] and len(spaced) == len(plain):
-                found[spaced] = None
-        return tuple(each for each in found if each)
-
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
         found = [self._special[stop] for stop in stops if stop in self._special]
@@ -222,9 +227,13 @@ class PromptReader:
         chat = name == "messages"
         text = self._chat.render(given[name]) if chat else given[name]
         special = parameters.add_special_tokens
-        # Both methods release the GIL, unlike `encode`.
-        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=special)
+        beginning = text[: _CHARACTERS_A_TOKEN * self._longest]
+        if len(beginning) < len(text) and not parameters.truncate_prompt_tokens:
+            # The rest of a text whose beginning is too long need not be tokenized.
+            count = len(self._encoded(beginning, special, scores))
+            if count > self._longest + _MOST_CUT:
+                self._count(name, count, parameters)
+        encoding = self._encoded(text, special, scores)
         count = self._count(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         if is_cut:
@@ -237,6 +246,17 @@ class PromptReader:
             return self._decoded(tokens, parameters, scores)
         starts = (begin for begin, _ in encoding.offsets) if scores else ()
         return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
+
+    def _encoded(self, text: str, special: bool, scores: bool) -> Encoding:
+        """Return the tokens of a text, with offsets if `scores`; the GIL is released if it is long.
+
+        `encode_batch` and its threads would only delay a short text.
+        """
+        if len(text) <= LONG:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=special)
+        return encoding
 
     def _decoded(
         self, tokens: list[int], parameters: GenerationParameters, scores: bool

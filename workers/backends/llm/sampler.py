@@ -155,10 +155,8 @@ def _restrict(line: torch.Tensor, row: SampledRow) -> None:
         kept = line[allowed]
         line.fill_(-math.inf)
         line[allowed] = kept
-    generated = row.tokens[row.prompt :] if parameters.banned else ()
-    for *before, last in parameters.banned:
-        if len(before) <= len(generated) and [*generated[len(generated) - len(before) :]] == before:
-            line[last] = -math.inf
+    if parameters.forbidden is not None:
+        line[parameters.forbidden(row.tokens[row.prompt :])] = -math.inf
 
 
 def _penalise(line: torch.Tensor, row: SampledRow) -> None:

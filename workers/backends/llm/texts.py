@@ -19,7 +19,7 @@ from shmserve.workers.backends import ResponseStream
 from shmserve.workers.backends.llm.answers import Answer
 from shmserve.workers.backends.llm.engine import Emitted
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.prompts import PromptReader
+from shmserve.workers.backends.llm.prompts import LONG, PromptReader
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import TokenTexts
 from shmserve.workers.batch.response_stream import MOST_WAIT_S
@@ -28,7 +28,6 @@ from shmserve.workers.links.scheduler import InstanceLink
 logger = logging.getLogger(__name__)
 
 _MOST_WAIT_NS = int(MOST_WAIT_S * 1e9)
-_LONG = 1 << 14  # characters that are read in less than 10 ms
 
 
 class Texts:
@@ -94,7 +93,8 @@ class Texts:
         self, stream: ResponseStream, given: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
-        if sum(len(each) for each in given.values() if isinstance(each, str)) > _LONG:
+        size = sum(len(each) for each in given.values() if isinstance(each, str))
+        if size > LONG or "task" in stream.request.schema.parameters:
             self._aside.submit(self._read, stream, given, resumed)
         else:
             self._read(stream, given, resumed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
@@ -56,6 +57,27 @@ class TokenTexts:
         first, both = self.decode([token]), self.decode([token, token])
         return both[len(first) :].encode()
 
+    @functools.cached_property
+    def _sorted(self) -> tuple[list[bytes], list[int]]:
+        """The bytes of the tokens that are text, sorted, and the tokens in this order."""
+        known = self.tokenizer.get_vocab().values()
+        pairs = sorted(
+            (self.bytes_of(token), token) for token in known if token not in self.special
+        )
+        return [data for data, _ in pairs], [token for _, token in pairs]
+
+    def beginning(self, data: bytes) -> list[int]:
+        """Return the tokens whose bytes begin with `data`."""
+        pieces, tokens = self._sorted
+        first = bisect.bisect_left(pieces, data)
+        last = bisect.bisect_right(pieces, data, first, key=lambda piece: piece[: len(data)])
+        return tokens[first:last]
+
+    def containing(self, data: bytes) -> list[int]:
+        """Return the tokens whose bytes contain `data`."""
+        pieces, tokens = self._sorted
+        return [token for piece, token in zip(pieces, tokens) if data in piece]  # noqa: B905
+
     def continues(self, token: int) -> bool:
         """Return whether a token begins inside a character."""
         data = self.bytes_of(token)
@@ -96,6 +118,36 @@ class TokenTexts:
             count += begun
         stripped = max(count - len(text), 0)
         return [max(offset - stripped, 0) for offset in found]
+
+
+class BadWords:
+    """Words that a text must not contain, as the tokens that would complete one of them.
+
+    A word is forbidden in any division into tokens, and as a part of another word.
+    """
+
+    def __init__(self, words: Iterable[str], texts: TokenTexts) -> None:
+        self._bytes_of = texts.bytes_of
+        self._words = [word.encode() for word in words]
+        self._longest = max(map(len, self._words))
+        self._whole = [token for word in self._words for token in texts.containing(word)]
+        # The tokens that begin with the rest of a word, by its beginning.
+        self._rests: dict[bytes, list[int]] = {}
+        for word in self._words:
+            for size in range(1, len(word)):
+                self._rests.setdefault(word[:size], []).extend(texts.beginning(word[size:]))
+
+    def after(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that are forbidden after the tokens of a text."""
+        tail = b""
+        for token in reversed(tokens):
+            if len(tail) >= self._longest:
+                break
+            tail = self._bytes_of(token) + tail
+        found = self._whole[:]
+        for size in range(1, min(self._longest, len(tail) + 1)):
+            found += self._rests.get(tail[len(tail) - size :], ())
+        return found
 
 
 class Detokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,11 @@ from shmserve.gateway.compression import BodyTooLarge
 from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
+from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
-from shmserve.gateway.http.openai.names import PARAMETERS, TEXT, generates, own_name
+from shmserve.gateway.http.openai.names import PARAMETERS, TEXT, generates, names_of, own_name
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.inference import error_of
@@ -94,7 +96,9 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
         InvalidArgument: The body is too large, or not a JSON object.
     """
     try:
-        body = await read_json(gateway, request, required=True)
+        body = await read_json(
+            gateway, request, required=True, check=partial(check_prompts, gateway)
+        )
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
     except BodyTooLarge as error:
@@ -102,6 +106,23 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     if type(body) is not dict:
         raise InvalidArgument(f"the body is {_kind(body)}, and has to be a JSON object")
     return body
+
+
+async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") -> None:
+    """Check the prompts of a large body, for `model` or the model that the body names.
+
+    Raises:
+        InvalidArgument: A prompt is too long.
+    """
+    longest = {
+        name: each.max_model_len
+        for each in gateway.models.all()
+        if each.max_model_len
+        for name in (*names_of(gateway, each.name), *each.aliases)
+    }
+    error = await find_long_prompt(pieces, longest, model) if longest else ""
+    if error:
+        raise InvalidArgument(error)
 
 
 async def model_of(gateway: Gateway, body: dict[str, Any], *, default: str = "") -> GatewayModel:
@@ -213,14 +234,18 @@ def _prompts(model: GatewayModel, given: Any) -> list[InferInput]:
     return made
 
 
+def _engine_settings(model: GatewayModel) -> EngineSettings | None:
+    engine = orjson.loads(model.config).get("parameters", {}).get(PARAMETER)
+    return None if engine is None else EngineSettings.read(engine["string_value"])
+
+
 def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model never takes so many prompts at a time."""
-    config = orjson.loads(model.config)
-    engine = config.get("parameters", {}).get(PARAMETER)
-    if engine is None:
+    settings = _engine_settings(model)
+    if settings is None:
         return
-    settings = EngineSettings.read(engine["string_value"])
-    instances = sum(group["count"] for group in config["instance_group"])
+    groups = orjson.loads(model.config)["instance_group"]
+    instances = sum(group["count"] for group in groups)
     most = settings.max_batch_size * instances + settings.max_waiting_requests
     if count > most:
         raise InvalidArgument(

@@ -104,9 +104,18 @@ def test_what_was_swapped_is_found_by_others() -> None:
 def test_what_can_never_run_is_refused() -> None:
     rig = rig_of(kv_cache_blocks=4)
     assert rig.submit([1] * 10, 8) is None
-    assert rig.submit([1], 2, samples=9) is None
+    assert rig.submit([1], 2, beams=BeamSearch(9, 1.0, "false", [])) is None
     assert rig.submit([1] * 10, 2, beams=BeamSearch(4, 1.0, "false", [])) is None
     assert rig.submit([1] * 10, 7) is not None
+
+
+@pytest.mark.parametrize("preemption", [True, False])
+def test_more_samples_than_rows_run_one_after_the_other(preemption: bool) -> None:
+    rig = rig_of(kv_cache_blocks=32, max_batch_size=3, enable_preemption=preemption)
+    generation = submit(rig, [5] * 9, 4, samples=11)
+    rig.drain()
+    assert {sample for key, sample in rig.ended if key == generation.key} == set(range(11))
+    assert rig.engine.counts.prefilled < 11 * 9  # the prompt is shared
 
 
 def test_where_nobody_is_preempted_all_samples_have_to_fit_together() -> None:

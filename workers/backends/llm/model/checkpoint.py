@@ -6,6 +6,7 @@ The page checkpoints.md of the guide lists the files and fields of a folder, wit
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,32 @@ from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architecture
 from shmserve.workers.backends.llm.model.quantised import Quantisation, Stored
 
+logger = logging.getLogger(__name__)
+
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Settings of generation_config.json that neither this server nor vLLM supports.
+_WITHOUT_EFFECT = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "constraints",
+    "encoder_no_repeat_ngram_size",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "penalty_alpha",
+    "sequence_bias",
+    "stop_strings",
+    "suppress_tokens",
+    "top_h",
+    "typical_p",
+)
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _SPACE = "\u2581"
 _MOST_NAMED = 8  # weights in one message
@@ -68,18 +94,14 @@ class Checkpoint:
         ends = _token_ids(said)
         if architecture is not None:
             _check_weights(architecture, quantisation, stored, problems)
-            if any(end >= architecture.vocabulary for end in ends):
-                problems.append(
-                    f"eos_token_id: {ends} is not within the vocabulary of "
-                    f"{architecture.vocabulary} (config.json: vocab_size)"
-                )
         if problems:
             raise InvalidArgument(f"the folder of the model is wrong: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
         special = _special(settings)
-        end = tokenizer.token_to_id(special.get("eos_token", ""))
-        if end is not None and end < architecture.vocabulary:
-            ends = tuple(dict.fromkeys((*ends, end)))
+        ends += _token_ids(tokenizer.token_to_id(special.get("eos_token", "")))
+        # The model never generates the tokens that it lacks.
+        ends = tuple(dict.fromkeys(each for each in ends if each < architecture.vocabulary))
+        _warn(defaults)
         templates = _templates(path, settings)
         return cls(
             architecture, tokenizer, stored, quantisation, ends, defaults, templates, special
@@ -278,9 +300,16 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
+def _warn(defaults: dict[str, Any]) -> None:
+    """Log the settings of generation_config.json that change texts in transformers only."""
+    for name in _WITHOUT_EFFECT:
+        if defaults.get(name) not in (None, 0, 1, [], {}, False):
+            logger.warning("generation_config.json: %s has no effect, as in vLLM", name)
+
+
 def _token_ids(given: Any) -> tuple[int, ...]:
     ids = given if isinstance(given, list) else [given]
-    return tuple(each for each in ids if isinstance(each, int))
+    return tuple(each for each in ids if type(each) is int and each >= 0)
 
 
 def _templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:

@@ -373,7 +373,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a", "json_schema": {"not": {"type": "null"}}}, 'keys: ["not"]'),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0 generates nothing"),
         ({"text_input": "a" * (2 << 20)}, "context: 2097156 bytes are above"),
-        ({"text_input": "a " * 20_000}, "context: 40000 tokens and one more"),
+        ({"text_input": "a " * 20_000}, "tokens and one more are above 512"),
     ],
 )
 def test_what_is_wrong_ends_the_request_and_nothing_else(

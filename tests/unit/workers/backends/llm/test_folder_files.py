@@ -1,6 +1,7 @@
 """The files of a folder: tokens, texts and prompts are those of transformers."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from tests.rigs.llm_rig import llm_rig
+from tests.support import hf_folders
 from tests.support.hf_folders import (
     END,
     config,
@@ -22,6 +24,7 @@ from tests.support.hf_folders import (
     weights,
     write_folder,
 )
+from tests.support.pages import GUIDE
 from tests.unit.workers.backends.llm.conftest import generated
 from tests.unit.workers.backends.llm.test_checkpoint import edit
 
@@ -151,11 +154,21 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: s
     assert ChatTemplate({"default": SHOWN}, mine.special).render(json.dumps(MESSAGES)) == expected
 
 
+def test_each_field_in_the_guide_is_tested() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", (GUIDE / "checkpoints.md").read_text(), re.MULTILINE)
+    fields = {field for row in rows for field in re.findall(r"`([a-z_]+)`", row)}
+    tests = "".join(each.read_text() for each in Path(__file__).parent.glob("*.py"))
+    tests += Path(hf_folders.__file__).read_text()
+    assert {"quantization_config", "added_tokens_decoder"} <= fields
+    assert not {field for field in fields if field not in tests}
+
+
 @pytest.mark.parametrize(
     ("files", "ends"),
     [
         ({}, (0,)),
         ({"generation_config.json": {"eos_token_id": [2, 1]}}, (2, 1, 0)),
+        ({"generation_config.json": {"eos_token_id": [400, -1, 2, 2]}}, (2, 0)),
         ({"generation_config.json": {"eos_token_id": None}}, (0,)),
         ({SETTINGS: {"eos_token": "<|user|>"}}, (0, 1)),
         ({SETTINGS: {"eos_token": {"__type": "AddedToken", "content": "<|user|>"}}}, (0, 1)),
@@ -171,6 +184,28 @@ def test_ends_are_those_of_the_model_and_of_the_tokenizer(
     for name, more in files.items():
         edit(path, name, **more)
     assert Checkpoint.open(path).ends == ends
+
+
+def test_settings_without_effect_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_folder(tmp_path / "m")
+    ignored = {"min_new_tokens": 2, "no_repeat_ngram_size": 3, "suppress_tokens": [7]}
+    edit(path, "generation_config.json", num_beams=1, top_k=5, **ignored)
+    Checkpoint.open(path)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"generation_config.json: {name} has no effect, as in vLLM" for name in ignored
+    ]
+
+
+def test_max_new_tokens_limits_chats_that_set_no_limit(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "m")
+    edit(path, "generation_config.json", max_new_tokens=3)
+    with llm_rig(tmp_path / "rig", path) as scheduler:
+        limits: tuple[dict[str, Any], ...] = ({}, {"max_tokens": 1 << 24}, {"max_tokens": 5})
+        for key, more in enumerate(limits):
+            scheduler.prepare(key, text_input="the", **more)
+            assert scheduler.prepared[key].max_tokens == (3, 3, 5)[key]
 
 
 def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> None:
@@ -256,6 +291,12 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
         [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
         {},
     ),
+    "a text or parts": (
+        "{% for m in messages %}{% if m.content is string %}<{{ m.content }}>{% else %}"
+        "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}",
+        [*MESSAGES, {"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
+        {},
+    ),
     "whitespace": ("  {% if true %}\n a\n  {% endif %}\n\n b \n", MESSAGES, {}),
     "continued": (ROLES + "<end>", MESSAGES, {"continue_final_message": True}),
     "continued and trimmed": (
@@ -282,6 +323,13 @@ def test_prompts_are_those_of_transformers(folder: Folder, name: str) -> None:
     assert ChatTemplate({"default": template}, mine.special).render(json.dumps(given)) == expected
     nested = {"messages": messages, "chat_template_kwargs": more}
     assert ChatTemplate({"default": template}, mine.special).render(json.dumps(nested)) == expected
+
+
+def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
+    template = (
+        "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    assert ChatTemplate({"default": template}, {}).render(json.dumps(MESSAGES)) == "the foxé"
 
 
 NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]

@@ -185,14 +185,14 @@ def test_requests_without_a_grammar_pay_nothing(
 def test_the_tokens_allowed_and_those_of_bad_words() -> None:
     logits = torch.zeros(2, 10)
     free = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
-    banned = GenerationParameters(banned=((4,), (7, 7, 5), (9, 6), (1, 9, 7, 7, 7, 8)))
+    banned = GenerationParameters(forbidden=lambda tokens: [4, len(tokens), 4])
     rows = [
         sampler.SampledRow(each, 0, [*PROMPT, *SAID], len(PROMPT), ()) for each in (free, banned)
     ]
     sampler.process(logits, rows)
     assert logits[0].isfinite().nonzero().flatten().tolist() == [2, 3]
     assert logits[0, 2] == 1
-    assert (~logits[1].isfinite()).nonzero().flatten().tolist() == [4, 5]
+    assert (~logits[1].isfinite()).nonzero().flatten().tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-30, 1e-6, 1e-3])

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from shmserve.workers.backends.llm.token_texts import Detokenizer, TokenTexts
+from shmserve.workers.backends.llm.token_texts import BadWords, Detokenizer, TokenTexts
 from tests.support.hf_folders import tokenizer_text
 
 
@@ -99,3 +99,25 @@ def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
     texts = TokenTexts(tokenizer)
     assert texts.offsets(tokens, "the of a", True) == [0, 0, 3, 6, 6]
     assert texts.offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]
+
+
+@pytest.mark.parametrize("words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]])
+def test_the_forbidden_tokens_are_those_that_complete_a_bad_word(
+    tokenizer: Tokenizer, words: list[str]
+) -> None:
+    texts, chance = TokenTexts(tokenizer), random.Random(0)
+    bad = BadWords(words, texts)
+    letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
+    likely = [*tokens_of(tokenizer, "".join(words)), *tokens_of(tokenizer, "the sea abab")]
+    said: list[int] = []
+    for _ in range(40):
+        text = b"".join(map(texts.bytes_of, said))
+        forbidden = set(bad.after(said))
+        completing = {
+            token
+            for token in letters
+            if any(word.encode() in text + texts.bytes_of(token) for word in words)
+        }
+        assert forbidden == completing
+        allowed = [token for token in likely if token not in forbidden]
+        said.append(chance.choice(allowed or sorted(set(letters) - forbidden)))

@@ -1,0 +1,62 @@
+"""Large bodies: prompts that are too long are found in another process."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from shmserve.gateway.http.json.prompt_sizes import LARGE, find_long_prompt, long_prompt
+
+LONGEST = {"m": 100, "vast": 1 << 24}
+LONG = "a" * (LARGE + 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({"model": "m", "prompt": LONG}, "prompt: the prompt is longer"),
+        ({"model": "m", "prompt": ["a", LONG]}, "prompt: the prompt is longer"),
+        ({"model": "m", "prompt": [5] * 101}, "101 tokens are above 100"),
+        ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens are above 100"),
+        ({"model": "m", "messages": [{"role": "user", "content": LONG}]}, "messages: the prompt"),
+        ({"text_input": LONG}, "text_input: the prompt is longer"),
+        ({"input_ids": [5] * 101}, "input_ids: the prompt is longer"),
+        ({"model": "m", "prompt": [5] * 100}, ""),
+        ({"model": "m", "prompt": LONG, "truncate_prompt_tokens": 5}, ""),
+        ({"text_input": LONG, "parameters": {"truncate_prompt_tokens": 5}}, ""),
+        ({"model": "vast", "prompt": LONG}, ""),
+        ({"model": "nobody", "prompt": LONG}, ""),
+        ({"model": "m", "prompt": None}, ""),
+        ([LONG], ""),
+    ],
+)
+def test_a_prompt_that_no_model_takes_is_found(body: Any, found: str) -> None:
+    error = long_prompt(body, LONGEST, "m")
+    assert found in error if found else not error
+
+
+def test_another_process_parses_while_others_are_served() -> None:
+    body = json.dumps({"prompt": [123] * 5_000_000}).encode()
+    gaps = []
+
+    async def served() -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0)
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    async def both() -> str:
+        other = asyncio.create_task(served())
+        found = await find_long_prompt([body[:9], body[9:]], LONGEST, "m")
+        other.cancel()
+        return found
+
+    assert "5000000 tokens are above 100" in asyncio.run(both())
+    assert sorted(gaps)[-5] < 0.05
+
+
+def test_what_is_no_json_has_no_prompt() -> None:
+    assert asyncio.run(find_long_prompt([b"{" * 9], LONGEST)) == ""
