@@ -9,11 +9,23 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.errors import (
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ShmserveError,
+    Unauthenticated,
+    Unavailable,
+    Unknown,
+    Unsupported,
+)
+from shmserve.gateway.client_identity import MisdirectedHost
 from shmserve.gateway.http.messages import WholeBody
-from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
+from shmserve.gateway.http.openai import bodies, names
+from shmserve.gateway.http.openai.bodies import RequestTooLarge, TooManyRequests, openai_error
 from shmserve.gateway.http.openai.generation import CHAT, COMPLETION, Choices, Delta
+from shmserve.gateway.http.routing import MethodNotAllowed, NoRoute
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
@@ -97,11 +109,33 @@ def test_errors_have_a_type_and_the_field() -> None:
     assert shown(NotFound("x: no"))["code"] == "model_not_found"
     assert shown(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
     assert shown(Unavailable("gone"))["type"] == "server_error"
+    assert shown(Unknown("x"))["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (Unauthenticated("x"), "authentication_error", "invalid_api_key"),
+        (PermissionDenied("x"), "permission_error", None),
+        (NoRoute("x"), "invalid_request_error", "unknown_url"),
+        (MethodNotAllowed("x"), "invalid_request_error", "method_not_allowed"),
+        (RequestTooLarge("x"), "invalid_request_error", "request_too_large"),
+        (MisdirectedHost("x"), "invalid_request_error", "misdirected_request"),
+        (TooManyRequests("x"), "rate_limit_error", "rate_limit_exceeded"),
+        (Unsupported("x"), "invalid_request_error", "unsupported"),
+        (Internal("x"), "server_error", None),
+    ],
+)
+def test_the_type_of_an_error_is_that_of_its_status(
+    error: ShmserveError, kind: str, code: str | None
+) -> None:
+    found = json.loads(openai_error(error))["error"]
+    assert found == {"message": "x", "type": kind, "param": None, "code": code}
 
 
 def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
-    signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
+    signature = SimpleNamespace(inputs={names.PARAMETERS: None}, outputs={names.TEXT: None})
     model = SimpleNamespace(name="m", signature=signature)
     table = {"on_demand": (), "resolve": lambda name, version: model, "own_name": str}
     models = SimpleNamespace(**table)
