@@ -70,6 +70,16 @@ class IndexRepository:
 
 
 @message
+class NameModels:
+    """Request {"names": {model: [aliases]}} of models that generate text and are not loaded.
+
+    They are loaded on demand.
+    """
+
+    id: int
+
+
+@message
 class ChangeLogging:
     """Change log settings in every process. The reply contains all settings, as in `SetLogging`."""
 

@@ -28,7 +28,7 @@ from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
 
-_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.AskReady
+_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.AskReady | m.NameModels
 _Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 
@@ -85,6 +85,8 @@ class ControlApi:
                 await self._models.unload_on_request(name, dependents)
             case m.IndexRepository(ready=only_ready):
                 return {"models": await self._models.index(only_ready)}
+            case m.NameModels():
+                return {"names": await self._models.name_generative()}
             case m.ChangeLogging(changes=changes):
                 return self._context.logging.change(changes)
             case m.ChangeTracing(model=model, changes=changes):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,17 @@ import pytest
 import tritonclient.grpc as grpc
 
 from shmserve import client as native
-from tests.integration.generation.conftest import MODELS, Beams, Greedy, client_of
-from tests.support.servers import Server
+from tests.integration.generation.conftest import (
+    EMBEDDER,
+    EMBEDDER_CONFIG,
+    MODELS,
+    Beams,
+    Greedy,
+    add_model,
+    client_of,
+)
+from tests.support import repositories
+from tests.support.servers import Server, running
 from tests.support.waiting import until
 
 PROMPTS = ("the quick brown", "it was", "naïve café", "{'a': 1", "東京", "x")
@@ -300,6 +310,26 @@ def test_what_cannot_be_converted(
         reply = http.post(path, body)
     assert (reply.status, reply.json()["error"]["param"]) == (status, param)
     assert reply.headers["x-request-id"].startswith("req_")
+
+
+def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "asleep", "aliases: [night]\n")
+    repositories.write(tmp_path / "models", "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    flags = ("--load-on-demand", "--served-model-name=first")
+    with running(tmp_path / "models", *flags) as server, client_of(server) as client:
+
+        def listed() -> dict[str, Any]:
+            found = client.models.list()
+            return {model.id: (model.model_extra or {})["max_model_len"] for model in found}
+
+        assert listed() == dict.fromkeys(("first", "asleep", "night"))
+        assert client.models.retrieve("night").id == "night"
+        assert listed() == dict.fromkeys(("first", "asleep", "night"))  # it is not loaded
+        made = client.completions.create(model="night", prompt="a", max_tokens=1)
+        assert made.model == "first"
+        assert all(listed().values())
+        with server.http() as http:
+            assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
 
 
 BAD = {

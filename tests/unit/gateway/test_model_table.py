@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -83,28 +84,50 @@ def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
     table = ModelTable(MagicMock())
     for each in models:
         table.publish(each)
-    return SimpleNamespace(models=table, settings=GatewaySettings(served_names=served))
+    payload = {"names": {"asleep": ["night"], "a": ["stale"]}}
+    supervisor = SimpleNamespace(ask=AsyncMock(return_value=payload))
+    settings = GatewaySettings(served_names=served)
+    return SimpleNamespace(models=table, settings=settings, supervisor=supervisor)
+
+
+def own_name(gateway: Any, name: str) -> str:
+    return asyncio.run(names.own_name(gateway, name))
 
 
 def test_a_model_has_its_name_and_its_aliases() -> None:
     gateway = named(generator("b", "gpt", "a", "both"), generator("a", "both"), published())
-    own = {name: names.own_name(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")}
+    own = {name: own_name(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")}
     assert own == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
     assert gateway.models.resolve("a", "").max_model_len == 64
     assert gateway.models.resolve("simple", "").max_model_len is None
     assert names.shown_name(gateway, "b") == "b"
     gateway.models.withdraw("b", "1")
-    assert names.own_name(gateway, "gpt") == "gpt"
+    assert own_name(gateway, "gpt") == "gpt"
 
 
 def test_served_names_precede_a_models_own() -> None:
     gateway = named(generator("a"), published(), served=(("", "gpt"), ("a", "org/x"), ("b", "y")))
     for name, own in (("gpt", "a"), ("org/x", "a"), ("a", "a"), ("y", "b"), ("simple", "simple")):
-        assert names.own_name(gateway, name) == own
+        assert own_name(gateway, name) == own
     assert names.names_of(gateway, "a") == ["gpt", "org/x", "a"]
     assert names.shown_name(gateway, "a") == "gpt"
     assert names.names_of(gateway, "simple") == ["simple"]
     gateway.models.publish(generator("b"))
     assert names.names_of(gateway, "a") == ["org/x", "a"]
     with pytest.raises(NotFound, match="--served-model-name=MODEL=gpt"):
-        names.own_name(gateway, "gpt")
+        own_name(gateway, "gpt")
+
+
+def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
+    gateway = named(generator("a", "gpt"), served=(("", "only"), ("asleep", "z")))
+    ask = gateway.supervisor.ask
+    assert own_name(gateway, "night") == "night" and not ask.called
+    gateway.models.on_demand |= {"asleep", "a"}
+    for name, own in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
+        assert own_name(gateway, name) == own and not ask.called
+    assert own_name(gateway, "night") == "asleep"
+    assert own_name(gateway, "stale") == "stale"  # "a" is loaded, and has no such alias
+    with pytest.raises(NotFound, match="none or several"):
+        own_name(gateway, "only")
+    ask.return_value = {"names": {}}
+    assert own_name(gateway, "only") == "a"

@@ -5,6 +5,7 @@ import gzip
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from multidict import CIMultiDict
@@ -137,8 +138,9 @@ def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
     signature = SimpleNamespace(inputs={names.PARAMETERS: None}, outputs={names.TEXT: None})
     model = SimpleNamespace(name="m", signature=signature)
-    table = {"on_demand": (), "resolve": lambda name, version: model, "own_name": str}
-    models = SimpleNamespace(**table)
+    models = MagicMock(on_demand=(), own_name=str)
+    models.__contains__.return_value = True
+    models.resolve.return_value = model
     settings = GatewaySettings(max_input_size=1 << 20, arena_byte_size=1 << 20)
     budget = BodyBudget(1 << 20, MallocTrim())
     return SimpleNamespace(models=models, settings=settings, body_budget=budget)

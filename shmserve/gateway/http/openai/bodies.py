@@ -135,7 +135,7 @@ async def model_of(gateway: Gateway, body: dict[str, Any], *, default: str = "")
     name = checked(body, "model", str, default)
     if not name:
         raise InvalidArgument("model: it is missing; the name of a model is needed")
-    return await loaded(gateway, own_name(gateway, name), "")
+    return await loaded(gateway, await own_name(gateway, name), "")
 
 
 def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> Any:

@@ -18,7 +18,14 @@ from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_respo
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.embeddings import embeds
 from shmserve.gateway.http.openai.fields import CONVERSATION, DETOKENIZE, TOKENIZE, carried
-from shmserve.gateway.http.openai.names import TEXT, generates, names_of, only_one, own_name
+from shmserve.gateway.http.openai.names import (
+    TEXT,
+    generates,
+    names_asleep,
+    names_of,
+    only_one,
+    own_name,
+)
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
@@ -30,13 +37,13 @@ _MOST_TOKEN = (1 << 31) - 1
 
 async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with all models that embed or generate text, and those on demand."""
-    models = {model.name: model for model in gateway.models.all()}
-    asleep = dict.fromkeys(gateway.models.on_demand - models.keys())
+    models = {model.name: model for model in gateway.models.all() if _serves(model)}
+    asleep = await names_asleep(gateway)
+    aliases = {**asleep, **{name: model.aliases for name, model in models.items()}}
     found = [
-        _shown(name, root, model)
-        for root, model in sorted({**models, **asleep}.items())
-        if model is None or _serves(model)
-        for name in [*names_of(gateway, root), *([] if model is None else model.aliases)]
+        _shown(name, root, models.get(root))
+        for root in sorted(aliases)
+        for name in [*names_of(gateway, root, asleep), *aliases[root]]
     ]
     # A name in several places belongs to the first.
     unique = {each["id"]: each for each in reversed(found)}
@@ -45,13 +52,18 @@ async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """Respond with one model that embeds or generates text; a model on demand is not loaded."""
-    own = own_name(gateway, name)
-    if awaits_load(gateway, own, ""):
+    own = await own_name(gateway, name)
+    if awaits_load(gateway, own, "") and own in await names_asleep(gateway):
         return json_response(_shown(name, own, None))
     model = await loaded(gateway, own, "")
     if not _serves(model):
         raise NotFound(f"model '{name}' neither generates text nor makes embeddings of it")
     return json_response(_shown(name, own, model))
+
+
+async def _default(gateway: Gateway, body: dict[str, Any]) -> str:
+    """Return the model of a body that names none."""
+    return "" if "model" in body else only_one(gateway, await names_asleep(gateway))
 
 
 def _serves(model: GatewayModel) -> bool:
@@ -74,7 +86,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the tokens of a prompt or of a chat."""
     body = await bodies.read(gateway, request)
     given = carried(body, TOKENIZE, gateway.settings.refuse_unknown_fields)
-    model = await bodies.generating(gateway, given, default=only_one(gateway))
+    model = await bodies.generating(gateway, given, default=await _default(gateway, given))
     chat, named = "messages" in given, bodies.checked(given, "return_token_strs", bool, False)
     special = bodies.checked(given, "add_special_tokens", bool, not chat)
     if chat and "prompt" in given:
@@ -104,7 +116,7 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the text of tokens."""
     body = await bodies.read(gateway, request)
     given = carried(body, DETOKENIZE, gateway.settings.refuse_unknown_fields)
-    model = await bodies.generating(gateway, given, default=only_one(gateway))
+    model = await bodies.generating(gateway, given, default=await _default(gateway, given))
     tokens = given.get("tokens")
     if type(tokens) is not list or not all(map(_is_token, tokens)):
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")

@@ -6,9 +6,12 @@ As in vLLM, requests may use any name, and responses contain the first.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from shmserve.errors import NotFound
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.ipc.messages.control_requests import NameModels
 
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS = "sampling_parameters"
@@ -21,24 +24,34 @@ def generates(model: GatewayModel) -> bool:
     return PARAMETERS in signature.inputs and TEXT in signature.outputs
 
 
-def own_name(gateway: Gateway, name: str) -> str:
+async def own_name(gateway: Gateway, name: str) -> str:
     """Return the own name of the model that has a name; unknown names are returned as they are.
 
     Raises:
         NotFound: The name stands for the only model that generates text, but there are several.
     """
-    own = gateway.models.own_name(name)
-    served = gateway.settings.served_names
-    if own != name or not served or name in gateway.models:
+    models = gateway.models
+    served = {each: model for model, each in reversed(gateway.settings.served_names)}
+    own = name if name in models else served.get(name) or models.own_name(name)
+    if own != name or name in models:
         return own
-    for model, each in served:
-        if each == name:
-            return model or _only(gateway, name)
-    return own
+    asleep = await names_asleep(gateway)
+    if name in served:
+        return _only(gateway, name, asleep)
+    return next((model for model, aliases in asleep.items() if name in aliases), name)
 
 
-def _only(gateway: Gateway, name: str) -> str:
-    only = only_one(gateway)
+async def names_asleep(gateway: Gateway) -> dict[str, list[str]]:
+    """Return the aliases of models on demand that generate text and are not loaded."""
+    models = gateway.models
+    if all(models.versions(name) for name in models.on_demand):
+        return {}
+    found: dict[str, list[str]] = (await gateway.supervisor.ask(NameModels))["names"]
+    return {name: found[name] for name in sorted(found) if not models.versions(name)}
+
+
+def _only(gateway: Gateway, name: str, asleep: Collection[str]) -> str:
+    only = only_one(gateway, asleep)
     if not only:
         raise NotFound(
             f"'{name}' is a name of the only model that generates text, and there are none or "
@@ -47,18 +60,21 @@ def _only(gateway: Gateway, name: str) -> str:
     return only
 
 
-def only_one(gateway: Gateway) -> str:
-    """Return the only model that generates text, or "" if there are none or several."""
-    models = gateway.models
-    found = {model.name for model in models.all() if generates(model)}
-    found |= {name for name in models.on_demand if not models.versions(name)}
+def only_one(gateway: Gateway, asleep: Collection[str] = ()) -> str:
+    """Return the only model that generates text, or "" if there are none or several.
+
+    Args:
+        gateway: The gateway.
+        asleep: The models on demand that generate text and are not loaded.
+    """
+    found = {model.name for model in gateway.models.all() if generates(model)}.union(asleep)
     return found.pop() if len(found) == 1 else ""
 
 
-def names_of(gateway: Gateway, model: str) -> list[str]:
-    """Return the names of a model, without its aliases."""
+def names_of(gateway: Gateway, model: str, asleep: Collection[str] = ()) -> list[str]:
+    """Return the names of a model, without its aliases; `asleep` as for `only_one`."""
     served = gateway.settings.served_names
-    is_only = bool(served) and only_one(gateway) == model
+    is_only = bool(served) and only_one(gateway, asleep) == model
     names = (each for named, each in served if named == model or (is_only and not named))
     return list(dict.fromkeys([*names, model]))
 
