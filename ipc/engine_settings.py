@@ -59,6 +59,8 @@ class EngineSettings:
         target_itl_ms: The target of the inter-token latency; 0: none.
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
+        tool_parser: The format of tool calls; "": that of the chat template; "none": none.
+        reasoning_parser: The format of reasoning, likewise.
     """
 
     profile: str = ""
@@ -80,6 +82,8 @@ class EngineSettings:
     target_itl_ms: float = 0.0
     max_wait_time_ms: float = 30_000.0
     weights: str = "fp32"
+    tool_parser: str = ""
+    reasoning_parser: str = ""
     speculative_decoding: Speculation = field(default_factory=Speculation)
 
     @classmethod
@@ -182,12 +186,20 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# Formats of tool calls and of reasoning, by vLLM's names.
+TOOL_PARSERS = (
+    *("hermes", "llama3_json", "llama4_json", "llama4_pythonic", "mistral", "pythonic"),
+    *("qwen3_coder", "qwen3_xml"),
+)
+REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
 _CHOICES = {
     "profile": ("", *PROFILES),
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION,
     "weights": ("fp32", "bf16", "int8"),
     "method": ("draft", "ngram"),
+    "tool_parser": ("", "none", *TOOL_PARSERS),
+    "reasoning_parser": ("", "none", *REASONING_PARSERS),
 }
 # The range of each number.
 _RANGES: Mapping[str, tuple[float, float]] = {

@@ -11,7 +11,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
-from shmserve.ipc.engine_settings import PARAMETER
+from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
@@ -54,12 +54,13 @@ class GatewayModel:
         }
         self.decoupled = published.config.decoupled
         # The settings of an engine that generates text.
-        engine: Any = None
-        with suppress(ValueError):
-            engine = json.loads(published.config.parameters.get(PARAMETER) or "{}")
-        engine = engine if isinstance(engine, dict) else {}
-        self.max_model_len: int | None = engine.get("max_model_len") or None
-        self.aliases: list[str] = engine.get("aliases") or []
+        engine = EngineSettings()
+        with suppress(ValueError, InvalidArgument):  # other models may have such a parameter
+            engine = EngineSettings.of(json.loads(published.config.parameters.get(PARAMETER, "{}")))
+        self.max_model_len = engine.max_model_len or None
+        self.aliases = list(engine.aliases)
+        # Whether texts may have reasoning to split.
+        self.reasons = engine.reasoning_parser not in ("", "none")
 
 
 _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors

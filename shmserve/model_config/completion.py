@@ -34,6 +34,7 @@ ENSEMBLE = "ensemble"
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _TORCH_FILES = ("model.pt", "model.pt2")
 _ONNX_FILE = "model.onnx"
+_VLLM_FILE = "model.json"  # the arguments of vLLM's engine
 CHECKPOINT = "config.json"  # of a Hugging Face model, in the folder of its weights
 _WEIGHTS = ".safetensors"
 _ONNX_CPU_INSTANCES = 2
@@ -135,6 +136,8 @@ def _backend(config: ModelConfig, files: Collection[str]) -> str:
     named = config.default_model_filename
     present = [name for name in (*_TORCH_FILES, _ONNX_FILE, "model.py") if name in files]
     file = named or (present[0] if present else "")
+    if not file and _VLLM_FILE in files:
+        return "vllm"
     if not file and CHECKPOINT in files and any(name.endswith(_WEIGHTS) for name in files):
         return GENERATIVE
     if file.endswith((".pt", ".pt2")):

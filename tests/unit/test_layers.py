@@ -38,6 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.backends.onnx": ("ipc.*", "workers.*"),
     "workers.backends.llm.model": ("ipc", "ipc.messages", "workers.backends.llm.*"),
     "workers.backends.llm": ("ipc.*", "workers.*"),
+    "workers.backends.vllm": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
     "common": (),

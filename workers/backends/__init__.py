@@ -40,6 +40,7 @@ _BUILT_IN = {
     "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
     "python": "shmserve.workers.backends.python:PythonBackend",
     "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
+    "vllm": "shmserve.workers.backends.vllm:VllmBackend",
 }
 # The backends of Triton's older `platform` field.
 _PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}

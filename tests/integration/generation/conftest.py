@@ -105,6 +105,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
             rows = model.generate(ids, do_sample=False, **settings)[:, ids.shape[1] :].tolist()
         return [(row, tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
+    generated.model = model  # type: ignore[attr-defined]
     return generated
 
 

@@ -65,6 +65,40 @@ def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
             assert other.result() == [*wanted.values()]
 
 
+def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
+    """What is told of each sample's tokens; the worker is killed once some of it is here."""
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    asked = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
+    with client_of(server) as client:
+        answer = client.completions.create(**asked)
+        for place, each in enumerate(answer if more.get("stream") else [answer]):
+            for choice in each.choices:
+                told = choice.logprobs
+                columns = told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset
+                found[choice.index] += zip(*columns, strict=True)
+            if kill and place == 8:
+                server.one("worker tiny").kill()
+    return found
+
+
+def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
+    wanted = scored(server)
+    assert [len(each) for each in wanted.values()] == [127, 127]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(scored, server)
+        until("it runs", lambda: running_now(server) >= 1, within_s=10)
+        found = [scored(server, kill=True, stream=True), other.result()]
+    for samples in found:
+        for index, tokens in samples.items():
+            assert [each[0] for each in tokens] == [each[0] for each in wanted[index]]
+            assert [each[3] for each in tokens] == [each[3] for each in wanted[index]]
+            for (_, mine, top, _), (_, value, likeliest, _) in zip(
+                tokens[1:], wanted[index][1:], strict=True
+            ):
+                assert mine == pytest.approx(value, abs=1e-4)
+                assert top.keys() == likeliest.keys()
+
+
 def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server) -> None:
     (text,) = whole(server, max_tokens=300)
     with ThreadPoolExecutor(1) as pool:

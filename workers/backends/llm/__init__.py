@@ -9,7 +9,8 @@ engine.py         steps
 sequences.py      prompts and sequences
 parameters.py sampler.py speculation.py     from logits to tokens
 texts.py prompts.py chat_template.py        from requests to tokens
-answers.py                                  from tokens to responses
+tools.py tool_formats.py                    grammars and formats of tool calls
+answers.py message_parsers.py               from tokens to responses
 model/            the checkpoint, the decoder, its attention and KV cache
 """
 
@@ -38,6 +39,7 @@ from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import given_inputs
 from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
 from shmserve.workers.backends.llm.texts import Texts
+from shmserve.workers.backends.llm.tool_formats import parsers_of
 from shmserve.workers.batch.failures import client_error
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
@@ -63,6 +65,7 @@ _OUTPUTS = [
     _tensor("prompt_token_ids", "INT32", -1),
     _tensor("finish_reason", "STRING", -1),
     _tensor("logprobs", "STRING", -1),
+    _tensor("message", "STRING", -1),
     _tensor("usage", "STRING", 1),
 ]
 
@@ -104,7 +107,7 @@ class LlmBackend(Backend):
         parse({}, checkpoint.defaults, checkpoint.architecture.vocabulary)
         self._passes = self._make_passes(checkpoint, settings, settings.swap_blocks)
         self._proposer = self._make_proposer(settings)
-        self._longest = settings.max_model_len
+        self._engine = settings
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raise Unsupported: the scheduler plans steps, not batches."""
@@ -116,7 +119,7 @@ class LlmBackend(Backend):
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable:
         """Serve prompts, steps, and the ends of beam searches."""
-        texts = self._texts = Texts(self._checkpoint(), writer.link, self._longest)
+        texts = self._texts = Texts(self._checkpoint(), writer.link, self._engine)
         engine = WorkerEngine(
             self._passes,
             self._proposer,
@@ -156,10 +159,16 @@ class LlmBackend(Backend):
         return self._opened
 
     def _settings(self, config: ModelSpec) -> EngineSettings:
-        """Return the settings of the configuration or of engine.yaml, limited by memory."""
+        """Return the settings of the configuration or of engine.yaml, completed from the model."""
         given = config.parameters.get(PARAMETER)
         folder = self.context.model_dir
         settings = EngineSettings.read(given) if given else engine_file.read(folder)
+        calls, reasoning = parsers_of(self._checkpoint().templates.values())
+        settings = replace(
+            settings,
+            tool_parser=settings.tool_parser or calls,
+            reasoning_parser=settings.reasoning_parser or reasoning,
+        )
         sharing = most_on_one_device(config.instance_group)
         return sized(settings, self._checkpoint().architecture, self.context.device, sharing)
 

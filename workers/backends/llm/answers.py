@@ -1,6 +1,7 @@
 """The texts of one request's samples, and the responses that carry them.
 
 tokens ──> Detokenizer ──> StopStrings ──> pending ──> response, when the client has credit
+                                       └─> MessageParser ─┘ if the message is wanted
 
 In stream mode a response has the new text of one sample; text that the client has no credit for is
 merged into a later response. Otherwise one response has all samples at the end.
@@ -17,6 +18,7 @@ import orjson
 
 from shmserve.ipc.messages.generation import Hypothesis, Resumed, Told
 from shmserve.workers.backends import Output, Response, ResponseStream
+from shmserve.workers.backends.llm.message_parsers import MessageParser
 from shmserve.workers.backends.llm.sampler import TokenLogprobs
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
@@ -41,10 +43,17 @@ class SampleText:
         told_tokens: The number of tokens sent, likewise.
         open: Whether the end of the sample was not sent yet.
         begun: Whether a response with the sample was sent.
+        parser: The parser of the message, if it is wanted.
+        thoughts: The number of tokens of reasoning.
     """
 
-    def __init__(self, prompt: Prompt, texts: TokenTexts, index: int, echo: str) -> None:
+    def __init__(
+        self, prompt: Prompt, texts: TokenTexts, index: int, echo: str, message: bool = False
+    ) -> None:
         parameters = prompt.parameters
+        form = prompt.message
+        self.parser = MessageParser(form, parameters.stream) if message and form else None
+        self.thoughts = 0
         self.index = index
         self.count = 0  # number of tokens
         self.over = ""
@@ -57,7 +66,9 @@ class SampleText:
         self._told_before = self._tokens_before = 0  # sent by other instances
         self._prompt = prompt
         self._echoed = len(echo)
-        skip = parameters.skip_special_tokens
+        skip, self._dropped = parameters.skip_special_tokens, frozenset[int]()
+        if skip and self.parser is not None and self.parser.format.kept:
+            skip, self._dropped = False, texts.special - self.parser.format.kept
         self._detokenizer = Detokenizer(texts, skip, prompt.tokens)
         self._stops = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
 
@@ -77,6 +88,8 @@ class SampleText:
         """Skip pending text and tokens that another instance has sent."""
         known = min(len(self.pending), self._told_before - self.told)
         if known > 0:
+            if self.parser is not None:
+                self.parser.take()  # responses end at tokens, so that all of it was sent
             self.pending = self.pending[known:]
             self.told += known
         if self.tokens and self.told_tokens < self._tokens_before:
@@ -101,7 +114,11 @@ class SampleText:
                 offset = self._echoed + self._detokenizer.position
                 self.logprobs.append(ScoredToken(told[place], offset))
             last = over if place == len(tokens) - 1 else ""
+            before = len(self.pending)
             found = self._text(token, last)
+            if self.parser is not None:
+                self.thoughts += self.parser.thinking
+                self.parser.feed(self.pending[before:], ended=found or bool(last))
             if self._told_before or self._tokens_before:
                 self._tell_silently()
             if found:
@@ -115,7 +132,7 @@ class SampleText:
         parameters = self._prompt.parameters
         # The text excludes end tokens.
         ends = token in self._prompt.ends or token in parameters.stop_token_ids
-        silent = ends and not parameters.include_stop_str_in_output
+        silent = (ends and not parameters.include_stop_str_in_output) or token in self._dropped
         text = "" if silent else self._detokenizer.add(token)
         if over:
             text += self._detokenizer.flush()
@@ -127,6 +144,16 @@ class SampleText:
         if over and not found:
             self.pending += self._stops.flush()
         return found
+
+    @property
+    def has_news(self) -> bool:
+        """Return whether the client lacks text, a part of the message, or the end."""
+        lacks = self.pending if self.parser is None else self.parser.has_news
+        return bool(lacks or self.over)
+
+    def message(self, text: str) -> bytes:
+        """Return and clear the parts of the message that were not sent yet, as JSON."""
+        return orjson.dumps({"content": text} if self.parser is None else self.parser.take())
 
     def take(self) -> tuple[str, list[int], list[ScoredToken]]:
         """Return and clear the pending text, tokens and log probabilities."""
@@ -158,10 +185,15 @@ class Answer:
         self._link = link
         self._echo = echo
         parameters = prompt.parameters
-        count = parameters.samples
-        self.samples = [SampleText(prompt, texts, index, echo) for index in range(count)]
         self._wanted = {output.name for output in stream.request.schema.outputs}
         self._wanted = self._wanted or {"text_output"}
+        # The log probabilities of the prompt as JSON: with the text, and by themselves.
+        self._scored: list[tuple[orjson.Fragment, orjson.Fragment]] = []
+        self.samples = [self._sample(index) for index in range(parameters.samples)]
+
+    def _sample(self, index: int) -> SampleText:
+        message = "message" in self._wanted
+        return SampleText(self.prompt, self._texts, index, self._echo, message)
 
     @property
     def over(self) -> bool:
@@ -172,7 +204,7 @@ class Answer:
         """Take the hypotheses of a beam search as samples."""
         for index, found in enumerate(hypotheses[: self.prompt.parameters.n]):
             tokens = np.frombuffer(found.tokens, np.int32).tolist()
-            sample = SampleText(self.prompt, self._texts, index, self._echo)
+            sample = self._sample(index)
             sample.add(tokens, found.over, [])
             self.samples.append(sample)
 
@@ -181,8 +213,7 @@ class Answer:
         if not self.prompt.parameters.stream:
             return self.over and self._send(self._best(), True)
         for sample in self.samples:
-            news = sample.pending or sample.over
-            if sample.open and news and not self._send([sample], self._is_last(sample)):
+            if sample.open and sample.has_news and not self._send([sample], self._is_last(sample)):
                 return False
         return not any(sample.open for sample in self.samples)
 
@@ -227,6 +258,9 @@ class Answer:
             told = zip(samples, taken, strict=True)
             texts = [self._logprobs(sample, logprobs) for sample, (_, _, logprobs) in told]
             made["logprobs"] = ("BYTES", texts)
+        if "message" in self._wanted:
+            parts = zip(samples, taken, strict=True)
+            made["message"] = ("BYTES", [sample.message(text) for sample, (text, *_) in parts])
         if "prompt_token_ids" in self._wanted:
             tokens = [] if samples[0].begun else self.prompt.tokens
             made["prompt_token_ids"] = ("INT32", tokens)
@@ -244,8 +278,10 @@ class Answer:
     def _usage(self, samples: list[SampleText]) -> bytes:
         shown = self.samples if self.prompt.parameters.stream else samples
         prompt = self.prompt
+        thoughts = [sample.thoughts for sample in self.samples if sample.parser is not None]
         return orjson.dumps(
             {
+                **({"reasoning_tokens": sum(thoughts)} if thoughts else {}),
                 "prompt_tokens": len(prompt.tokens),
                 "completion_tokens": sum(sample.count for sample in self.samples),
                 "cached_tokens": max(prompt.cached, 0),
@@ -263,14 +299,30 @@ class Answer:
         content = list(itertools.starmap(self._logprob, told))
         found: dict[str, Any] = {"content": content}
         if prompt.scored >= 0 and not sample.begun:
-            known = [prompt.known.get(place) for place in range(len(prompt.tokens))]
+            self.encode_prompt()
             if prompt.offsets:
-                pairs = zip(known, prompt.tokens, prompt.offsets, strict=True)
-                found["content"] = [self._echoed(*each) for each in pairs] + content
+                found["content"] = [*(echoed for echoed, _ in self._scored), *content]
             if prompt.parameters.prompt_logprobs >= 0:
-                most = prompt.parameters.prompt_logprobs
-                found["prompt"] = [each and self._logprob(each, most=most) for each in known]
+                found["prompt"] = [alone for _, alone in self._scored]
         return orjson.dumps(found)
+
+    def encode_prompt(self) -> None:
+        """Encode the log probabilities of the prompt's tokens that are known by now.
+
+        A long prompt is encoded in parts, as it is computed, so that no other text waits for long.
+        """
+        prompt, parameters = self.prompt, self.prompt.parameters
+        for place in range(len(self._scored), len(prompt.tokens)):
+            told = prompt.known.get(place)
+            if place and told is None:
+                return
+            echoed = alone = None
+            if prompt.offsets:
+                echoed = self._echoed(told, prompt.tokens[place], prompt.offsets[place])
+            if told is not None and parameters.prompt_logprobs >= 0:
+                alone = self._logprob(told, most=parameters.prompt_logprobs)
+            parts = orjson.dumps(echoed), orjson.dumps(alone)
+            self._scored.append((orjson.Fragment(parts[0]), orjson.Fragment(parts[1])))
 
     def _echoed(self, told: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
         if told is not None:
@@ -286,9 +338,8 @@ class Answer:
         return {**mine, "text_offset": offset}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._texts.bytes_of(token)
-        text = raw.decode(errors="replace")
+        text, raw = self._texts.shown(token)
         if self.prompt.parameters.return_tokens_as_token_ids:
             text = f"token_id:{token}"
         value = max(logprob, _LEAST_LOGPROB)
-        return {"token_id": token, "token": text, "logprob": value, "bytes": list(raw)}
+        return {"token_id": token, "token": text, "logprob": value, "bytes": raw}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, meta, nodes
@@ -50,22 +52,21 @@ class ChatTemplate:
             extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
         )
         self._environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        self._environment.filters["tojson"] = _to_json
+        self._environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self._compiled: dict[str, _Compiled] = {}
 
-    def render(self, text: str) -> str:
-        """Render a JSON list of messages, or an object with `messages` and more.
+    def render(self, given: Mapping[str, Any]) -> str:
+        """Render a conversation: its `messages`, and more.
 
         Other members are variables of the template, such as `tools` and `documents`. The members of
         `chat_template_kwargs` are variables, too. `chat_template` is the name of a template. With
         `continue_final_message`, the text ends with that of the last message.
 
         Raises:
-            InvalidArgument: The text is not valid, or the template rejects it.
+            InvalidArgument: The template rejects the conversation.
         """
         if not self.sources:
             raise InvalidArgument("messages: the model has no chat template, only text_input")
-        given = _conversation(text)
         variables = {"tools": None, "documents": None, **self._special, **given}
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._name(variables.pop("chat_template", None), variables["tools"])
@@ -73,7 +74,7 @@ class ChatTemplate:
         variables.setdefault("add_generation_prompt", not continued)
         try:
             template = self._template(name)
-            messages = [_message(each, template) for each in variables["messages"]]
+            messages = [_message(each, template) for each in given["messages"]]
             ending = _mark_end(messages[-1]) if continued else ""
             _check_used(variables, template)
             made = template.template.render(**{**variables, "messages": messages})
@@ -137,7 +138,12 @@ def _names_content(node: nodes.Node) -> bool:
     return "content" in (getattr(node, "attr", ""), getattr(node, "name", ""))
 
 
-def _conversation(text: str) -> dict[str, Any]:
+def conversation(text: str) -> dict[str, Any]:
+    """Return the conversation in a JSON list of messages, or in an object with `messages` and more.
+
+    Raises:
+        InvalidArgument: The text is not valid.
+    """
     allowed = "a JSON list of messages, each with a role and a content"
     try:
         found = json.loads(text)
@@ -147,7 +153,7 @@ def _conversation(text: str) -> dict[str, Any]:
     messages = given.get("messages")
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed}")
-    return given
+    return {**given}
 
 
 def _is_message(given: Any) -> bool:
@@ -155,10 +161,11 @@ def _is_message(given: Any) -> bool:
 
 
 def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
-    """Return a message for a template: without nulls, and with its reasoning by all names.
+    """Return a message for a template.
 
-    The text parts of its content are joined, unless the template iterates over them. A text is a
-    part if the template only takes parts.
+    It has no nulls and no empty list of calls, its reasoning by all names, and the arguments of
+    calls as objects. The text parts of its content are joined, unless the template iterates over
+    them. A text is a part if the template only takes parts.
     """
     message = {name: value for name, value in given.items() if value is not None}
     if message["role"] == "developer" and not template.developer:
@@ -166,6 +173,9 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [_call(each) for each in calls]
     content = message.get("content")
     if not isinstance(content, list):
         if isinstance(content, str) and template.iterates and not template.distinguishes:
@@ -178,6 +188,17 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     if template.iterates:
         return message
     return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
+
+
+def _call(given: Any) -> Any:
+    """Return a call whose arguments are an object, unless their text is not JSON."""
+    function = given.get("function") if isinstance(given, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str | None):
+        return given
+    with contextlib.suppress(ValueError):
+        arguments = json.loads(arguments or "{}")
+    return {**given, "function": {**function, "arguments": arguments}}
 
 
 def _mark_end(message: dict[str, Any]) -> str:
@@ -212,19 +233,3 @@ def _refuse(message: str) -> NoReturn:
 
 def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.sampler import (
@@ -29,9 +30,11 @@ from shmserve.workers.backends.llm.sampler import (
 from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
 from shmserve.workers.backends.llm.speculation import Proposer
 
+NO_TOKEN = "response_format: the other parameters forbid all tokens that the grammar allows"
+
 
 class Emitted(NamedTuple):
-    """The tokens that a step has added to a sequence."""
+    """The tokens that a step has added to a sequence; none: its prompt was scored in part."""
 
     sequence: int
     prompt: Prompt
@@ -217,16 +220,18 @@ class WorkerEngine:
         tokens, over = sequence.take(tokens)
         # The draft model's keys and values are valid up to the last accepted token.
         sequence.drafted = min(sequence.drafted, before + len(tokens) - 1)
-        if sequence.matcher is not None and not (over or sequence.matcher.is_stopped()):
-            sequence.matcher.consume_tokens(tokens)
+        matcher = sequence.matcher
+        if matcher is not None and not matcher.is_stopped():
+            matcher.consume_tokens(tokens[:-1] if over else tokens)
+            if over == "stop" and tokens[-1] in prompt.ends and not matcher.is_accepting():
+                self.fail({prompt.key}, InvalidArgument(NO_TOKEN))
         told: list[TokenLogprobs] = []
         if raw is not None and prompt.parameters.logprobs >= 0:
             rows = raw[check.first : check.first + len(tokens)]
             told = logprobs(rows, tokens, prompt.parameters.logprobs)
         return Emitted(sequence.number, prompt, sequence.sample, tokens, over, told)
 
-    @staticmethod
-    def _tell_prompt(each: Planned, logits: torch.Tensor) -> int:
+    def _tell_prompt(self, each: Planned, logits: torch.Tensor) -> int:
         """Record the log probabilities of a prompt's tokens.
 
         Returns:
@@ -239,6 +244,7 @@ class WorkerEngine:
         told = logprobs(rows, targets, prompt.scored)
         for place, one in enumerate(told, row.start + 1):
             prompt.known.setdefault(place, one)
+        self.emit([Emitted(each.sequence.number, prompt, each.sequence.sample, [], "", [])])
         return row.count - row.samples
 
 

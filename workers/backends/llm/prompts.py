@@ -15,15 +15,16 @@ import numpy as np
 from tokenizers import Encoding
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.ipc.engine_settings import PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Output, Request, Response
-from shmserve.workers.backends.llm.chat_template import ChatTemplate
+from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
+from shmserve.workers.backends.llm.tools import MessageFormats, take
 
 _UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
 _INPUTS = ("text_input", "input_ids", "messages")
@@ -87,11 +88,11 @@ class PromptReader:
         most_bytes: No prompt of more bytes fits the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, max_model_len: int, texts: TokenTexts) -> None:
+    def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
         self._texts = texts
-        self._longest = max_model_len
+        self._longest = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
         self._vocabulary = checkpoint.architecture.vocabulary
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -101,9 +102,11 @@ class PromptReader:
         largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
         Thread(target=self._start_threads).start()
         self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
+        names = settings.tool_parser, settings.reasoning_parser
+        self._formats = MessageFormats(*names, self._tokenizer)
         widest = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
-        self.most_bytes = max(_BYTES_A_CHARACTER * widest * max_model_len, _LEAST_LIMIT)
+        self.most_bytes = max(_BYTES_A_CHARACTER * widest * self._longest, _LEAST_LIMIT)
 
     def _start_threads(self) -> None:
         """Start the tokenizer's threads, which inherit the low priority of this thread."""
@@ -123,6 +126,14 @@ class PromptReader:
         settings, echoes = _settings(request, given)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
         scores = echoes and parameters.logprobs >= 0 and "messages" not in given
+        message, frame = None, ""
+        if "messages" in given:
+            chat = conversation(given["messages"])
+            tools, hidden = take(chat), chat.pop("include_reasoning", None) is False
+            given = {**given, "messages": self._chat.render(chat)}
+            message = self._formats.format(tools, given["messages"], hidden)
+            if message is not None:
+                frame = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
         tokens, text, offsets = self._prompt_text(given, parameters, scores)
         most = parameters.max_tokens
         if most == _UNLIMITED:
@@ -138,10 +149,11 @@ class PromptReader:
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
         # A grammar ends with an end token.
-        ignores = parameters.ignore_eos and not parameters.grammar[0]
+        ignores = parameters.ignore_eos and not (parameters.grammar[0] or frame)
         ends = () if ignores else self._checkpoint.ends
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, ends)
+        prompt.message, prompt.frame = message, frame
         prompt.scored = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
         if max(prompt.scored, parameters.logprobs) >= 0:
             prompt.replayed = before
@@ -177,8 +189,12 @@ class PromptReader:
             settings, _ = _settings(request, given)
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
             special = parse(settings, {}, self._vocabulary).add_special_tokens
-            chat = "messages" in given
-            text = self._chat.render(given["messages"]) if chat else given["text_input"]
+            text = given.get("text_input")
+            if text is None:
+                chat = conversation(given["messages"])
+                take(chat)
+                chat.pop("include_reasoning", None)
+                text = self._chat.render(chat)
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             found["token_ids"] = "INT32", encoding.ids
             if "text_output" in wanted:
@@ -203,7 +219,7 @@ class PromptReader:
         Raises:
             InvalidArgument: It is no grammar, or one that allows no text.
         """
-        prompt.grammar = self._grammars.matcher(prompt.parameters.grammar)
+        prompt.grammar = self._grammars.matcher(prompt.parameters.grammar, prompt.frame)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""
@@ -225,7 +241,7 @@ class PromptReader:
             self._check(name, tokens)
             return self._decoded(tokens, parameters, scores)
         chat = name == "messages"
-        text = self._chat.render(given[name]) if chat else given[name]
+        text = given[name]
         special = parameters.add_special_tokens
         beginning = text[: _CHARACTERS_A_TOKEN * self._longest]
         if len(beginning) < len(text) and not parameters.truncate_prompt_tokens:

@@ -347,8 +347,8 @@ class Grammars:
         wrapped: Any = llguidance.LLTokenizer  # its type hints lack the list of ends
         return wrapped(self._text, n_vocab=self._vocabulary, eos_token=list(self._ends))
 
-    def matcher(self, grammar: tuple[str, str]) -> Any:
-        """Return a new matcher of a grammar (kind, text).
+    def matcher(self, grammar: tuple[str, str], frame: str = "") -> Any:
+        """Return a new matcher of a grammar (kind, text), which is `body` in the grammar `frame`.
 
         Raises:
             InvalidArgument: The text is not a grammar of its kind.
@@ -365,16 +365,27 @@ class Grammars:
             "grammar": _lark,
         }
         try:
-            made = matcher(self._tokenizer, compilers[kind](text))
+            made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
             if not made.get_error():
                 made.compute_bitmask()  # finds grammars that allow no text
             error = made.get_error() or _unsupported(made.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
-            name = "response_format" if kind == "json_schema" else kind
+            name = "response_format" if kind == "json_schema" else kind or "tools"
             raise InvalidArgument(f"{name}: cannot be compiled: {_reason(error)}")
         return made
+
+
+def _framed(frame: str, body: str) -> str:
+    """Return a grammar whose rule `body` is another grammar."""
+    if not (frame and body):
+        return frame or body
+    found = {"lark_grammar": body}
+    if body.lstrip().startswith("{"):
+        (found,) = json.loads(body)["grammars"]
+    outer = {"name": "frame", "lark_grammar": frame}
+    return json.dumps({"grammars": [outer, {**found, "name": "body"}]})
 
 
 # White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.ipc.messages.generation import Row
+from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import SampledRow, TokenLogprobs
 
@@ -25,6 +26,8 @@ class Prompt:
         offsets: The index of each token in the text of the prompt, if its log probabilities belong
             to those of the text.
         cached: The number of tokens that were not computed; -1 if that is not known yet.
+        message: The format of the message, if its text has calls or reasoning.
+        frame: The grammar of the message, in which that of the parameters is the content's.
     """
 
     key: int
@@ -38,6 +41,8 @@ class Prompt:
     offsets: Sequence[int] = ()
     known: dict[int, TokenLogprobs] = field(default_factory=dict)
     cached: int = -1
+    message: MessageFormat | None = None
+    frame: str = ""
 
     def begin(self, number: int, sample: int) -> TokenSequence:
         """Return a sequence that begins with the prompt, and the resumed tokens of its sample."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Unavailable
+from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
 from shmserve.workers.backends import ResponseStream
 from shmserve.workers.backends.llm.answers import Answer
@@ -42,11 +43,13 @@ class Texts:
         reader: The reader of requests.
     """
 
-    def __init__(self, checkpoint: Checkpoint, link: InstanceLink, max_model_len: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, link: InstanceLink, settings: EngineSettings
+    ) -> None:
         self.prompts: dict[int, Prompt] = {}
         self._texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
-        self.reader = PromptReader(checkpoint, max_model_len, self._texts)
+        self.reader = PromptReader(checkpoint, settings, self._texts)
         # Long prompts and grammars are read beside the texts of others.
         self._aside = ThreadPoolExecutor(1, "long prompts")
         self._answers: dict[int, Answer] = {}
@@ -113,7 +116,7 @@ class Texts:
             stream.fail_raised(error)
             return
         begin = partial(self._begin, stream, prompt, echo, resumed)
-        if prompt.parameters.grammar[0]:
+        if prompt.parameters.grammar[0] or prompt.frame:
             self._aside.submit(self._compile, prompt, stream, begin)
         elif threading.current_thread() is self._thread:
             begin()
@@ -154,6 +157,9 @@ class Texts:
         for each in news:
             answer = self._answers.get(each.prompt.key)
             if answer is None or answer.prompt is not each.prompt:
+                continue
+            if not each.tokens:
+                answer.encode_prompt()
                 continue
             sample = answer.samples[each.sample]
             if sample.over:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
+from shmserve.workers.backends.llm.message_parsers import overlap
+
 _REPLACEMENT = "\ufffd"  # the decoding of an incomplete character
 _MOST_HELD = 16  # tokens; longer invalid sequences are no characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -41,6 +43,7 @@ class TokenTexts:
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         self._byte_level, self._byte_fallback = b'"ByteLevel"' in state, b'"ByteFallback"' in state
         self.bytes_of = functools.lru_cache(1 << 18)(self._bytes_of)
+        self.shown = functools.lru_cache(1 << 18)(self._shown)
 
     def _bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; those of a token that the tokenizer lacks are empty."""
@@ -87,6 +90,11 @@ class TokenTexts:
         """Return the text of tokens."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _shown(self, token: int) -> tuple[str, list[int]]:
+        """Return the text and the bytes of a token, which are not changed."""
+        data = self.bytes_of(token)
+        return data.decode(errors="replace"), list(data)
 
     def complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
@@ -228,7 +236,7 @@ class StopStrings:
             end, begin = min(places)
             self._held = ""
             return text[: end if self._included else begin], True
-        held = max(_overlap(text, stop) for stop in self._stops)
+        held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
 
@@ -236,9 +244,3 @@ class StopStrings:
         """Return the text held back."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that begins a stop string."""
-    most = min(len(text), len(stop) - 1)
-    return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)

@@ -1,4 +1,4 @@
-"""OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions and /v1/embeddings.
+"""OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses and more.
 
 POST /tokenize and /detokenize are those of vLLM.
 
@@ -7,6 +7,7 @@ become the input `sampling_parameters`, and the responses of the model become ch
 
     bodies.py       the bodies of requests, and of errors
     generation.py   completions and chats
+    responses.py    the Responses API
     embeddings.py   embeddings
     models.py       the list of models, and their tokenizers
     names.py        the names of models

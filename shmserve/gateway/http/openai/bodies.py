@@ -29,6 +29,9 @@ from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 
+# The output with the content, the reasoning and the tool calls of a text, as JSON.
+MESSAGE = "message"
+
 _OUTPUTS = (TEXT, "index", "finish_reason", "usage")
 _MOST_PROMPTS = 1024
 _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
@@ -174,7 +177,9 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
     parameters = {"add_special_tokens": False, "echo": False, **given, "max_tokens": most}
     parameters.pop("max_completion_tokens", None)
-    return _text_request(model, [prompt], parameters)
+    made = _text_request(model, [prompt], parameters)
+    parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
+    return made._replace(details=(*made.details, MESSAGE)) if parsed else made
 
 
 def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:

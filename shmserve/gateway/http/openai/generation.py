@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
@@ -46,6 +46,7 @@ class Delta(NamedTuple):
         finish_reason: The reason why the sample ended, in its last part.
         usage: The numbers of tokens, in the last part of all.
         more: Further members of the choice, or of the response to a chat.
+        message: The content, the reasoning and the tool calls of the text, if it was split.
     """
 
     sample: int
@@ -54,6 +55,7 @@ class Delta(NamedTuple):
     logprobs: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
     more: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    message: dict[str, Any] | None = None
 
 
 class Form(NamedTuple):
@@ -64,13 +66,17 @@ class Form(NamedTuple):
     chunk: str
     chat: bool
 
-    def content(self, text: str, first: bool = False, chunk: bool = False) -> dict[str, Any]:
-        """Return the part of a choice that contains the text."""
+    def content(
+        self, text: str, more: dict[str, Any], first: bool = False, chunk: bool = False
+    ) -> dict[str, Any]:
+        """Return the part of a choice that contains the text, its reasoning and its calls."""
         if not self.chat:
             return {"text": text}
         message: dict[str, Any] = {"content": text} if text or not chunk or first else {}
         if first or not chunk:
             message = {"role": "assistant", **message}
+        if more:
+            message |= more if text or chunk else {"content": None, **more}
         return {"delta" if chunk else "message": message}
 
     def logprobs(self, found: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
@@ -137,6 +143,40 @@ class _Sample:
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
     more: dict[str, Any] = field(default_factory=dict)
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the reasoning and the calls."""
+        return {**_reasoning(self.reasoning), **({"tool_calls": self.calls} if self.calls else {})}
+
+    def add(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Add reasoning and calls, and return them for a chunk."""
+        found = _reasoning(message.get("reasoning", ""))
+        self.reasoning += message.get("reasoning", "")
+        calls: list[dict[str, Any]] = []
+        for call in message.get("tool_calls", ()):
+            index, function = call["index"], {"arguments": call["arguments"]}
+            head: dict[str, Any] = {}
+            if "id" in call:
+                head, function = (
+                    {"id": call["id"], "type": "function"},
+                    {"name": call["name"], **function},
+                )
+                self.calls.append({**head, "function": {**function}})
+            else:
+                self.calls[index]["function"]["arguments"] += call["arguments"]
+            calls.append({"index": index, **head, "function": function})
+        return {**found, "tool_calls": calls} if calls else found
+
+    def reason(self, reason: str) -> str | None:
+        """Return the finish reason, which is that of the model unless the sample has calls."""
+        return "tool_calls" if self.calls and reason == "stop" else reason or None
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Return reasoning by both names that clients know."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 @dataclass(eq=False)
@@ -159,11 +199,12 @@ class Choices:
         index = prompt * self.samples + delta.sample
         sample = self._found.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
+        more = sample.add(delta.message) if delta.message else {}
         choice = {
             "index": index,
-            **self.form.content(delta.text, first=not sample.begun, chunk=True),
+            **self.form.content(delta.text, more, first=not sample.begun, chunk=True),
             "logprobs": self.form.logprobs(content, len(sample.text)),
-            "finish_reason": delta.finish_reason or None,
+            "finish_reason": sample.reason(delta.finish_reason),
         }
         if delta.more:
             choice |= self._add_more(sample, delta.more)
@@ -196,9 +237,9 @@ class Choices:
         choices = [
             {
                 "index": index,
-                **self.form.content(sample.text),
+                **self.form.content(sample.text, sample.parts()),
                 "logprobs": self.form.logprobs(sample.logprobs, 0),
-                "finish_reason": sample.finish_reason or None,
+                "finish_reason": sample.reason(sample.finish_reason),
                 **sample.more,
             }
             for index, sample in sorted(self._found.items())
@@ -206,16 +247,26 @@ class Choices:
         head = {**self._head(self.form.whole), **self._prompt}
         return {**head, "choices": choices, "usage": self.usage()}
 
+    def frames(self, taken: list[list[dict[str, Any]]]) -> list[bytes]:
+        """Return a chunk of a stream for each list of choices."""
+        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in taken]
+
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
         head = {**self._head(self.form.chunk), **self._prompt}
         self._prompt = {}
         return orjson.dumps({**head, "choices": list(choices)})
 
-    def last(self) -> bytes:
-        """Return the chunk with the numbers of tokens as JSON."""
-        head = self._head(self.form.chunk)
-        return orjson.dumps({**head, "choices": [], "usage": self.usage()})
+    def ending(self, usage: bool) -> list[bytes]:
+        """Return the end of a stream, with the numbers of tokens if they are wanted."""
+        if not usage:
+            return [_DONE]
+        last = {**self._head(self.form.chunk), "choices": [], "usage": self.usage()}
+        return [SERVER_SENT_EVENTS.frame(orjson.dumps(last)), _DONE]
+
+    def failure(self, error: ShmserveError) -> list[bytes]:
+        """Return the end of a stream that fails."""
+        return [SERVER_SENT_EVENTS.frame(openai_error(error)), _DONE]
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
@@ -234,19 +285,47 @@ class Choices:
 async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the continuations of prompts."""
     body = await bodies.read(gateway, request)
-    return await _respond(gateway, request, await bodies.completion(gateway, body), COMPLETION)
+    text_request = await bodies.completion(gateway, body)
+    choices = _choices(gateway, COMPLETION, text_request)
+    return await respond(gateway, request, text_request, choices)
 
 
 async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the next message of a chat."""
     body = await bodies.read(gateway, request)
-    return await _respond(gateway, request, await bodies.chat(gateway, body), CHAT)
+    text_request = await bodies.chat(gateway, body)
+    choices = _choices(gateway, CHAT, text_request)
+    return await respond(gateway, request, text_request, choices)
 
 
-async def _respond(
-    gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, form: Form
+def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:
+    return Choices(form, shown_name(gateway, text_request.model.name), text_request.samples)
+
+
+class Rendering(Protocol):
+    """The form of a response to a request for text, whole or as a stream."""
+
+    def add(self, prompt: int, delta: Delta) -> Any:
+        """Add a part of a sample of a prompt, and return what a stream has of it."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole response."""
+
+    def frames(self, taken: list[list[Any]]) -> list[bytes]:
+        """Return the server-sent events of what `add` has returned for each response."""
+
+    def ending(self, usage: bool) -> list[bytes]:
+        """Return the end of a stream, with the numbers of tokens if they are wanted."""
+
+    def failure(self, error: ShmserveError) -> list[bytes]:
+        """Return the end of a stream that fails."""
+
+
+async def respond(
+    gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, rendering: Rendering
 ) -> HttpResponse:
-    generation = _Generation(gateway, request, text_request, form)
+    """Respond with the text of a model in some form."""
+    generation = _Generation(gateway, request, text_request, rendering)
     try:
         await generation.begun()
         if not text_request.stream:
@@ -266,12 +345,15 @@ class _Generation:
     """A request in flight: the responses of the model to each prompt."""
 
     def __init__(
-        self, gateway: Gateway, request: HttpRequest, text_request: bodies.TextRequest, form: Form
+        self,
+        gateway: Gateway,
+        request: HttpRequest,
+        text_request: bodies.TextRequest,
+        rendering: Rendering,
     ) -> None:
         self._gateway = gateway
         self._text_request = text_request
-        name = shown_name(gateway, text_request.model.name)
-        self._choices = Choices(form, name, text_request.samples)
+        self._rendering = rendering
         self._queues: list[ResponseQueue] = []
         self._news = asyncio.Event()
         arrived_ns = time.monotonic_ns()
@@ -304,25 +386,24 @@ class _Generation:
             raise error
 
     async def whole(self) -> dict[str, Any]:
-        """Return all choices once the last has ended."""
+        """Return the whole response once the last text has ended."""
         async for _ in self._taken():
             pass
-        return self._choices.whole()
+        return self._rendering.whole()
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
-        """Yield the choices in chunks. Choices that have arrived are written together."""
-        frame = SERVER_SENT_EVENTS.frame
+        """Yield server-sent events. Texts that have arrived are written together."""
         try:
             async for taken in self._taken():
-                yield [frame(self._choices.chunk(choices)) for choices in taken]
+                if frames := self._rendering.frames(taken):
+                    yield frames
         except ShmserveError as error:
-            yield [frame(openai_error(error)), _DONE]
+            yield self._rendering.failure(error)
             return
-        last = [frame(self._choices.last())] if self._text_request.usage else []
-        yield [*last, _DONE]
+        yield self._rendering.ending(self._text_request.usage)
 
-    async def _taken(self) -> AsyncGenerator[list[list[dict[str, Any]]], None]:
-        """Yield the choices of responses to all prompts in the order of arrival.
+    async def _taken(self) -> AsyncGenerator[list[list[Any]], None]:
+        """Yield what a stream has of responses to all prompts, in the order of arrival.
 
         The model would otherwise wait for the credit of a prompt that is read later.
         """
@@ -331,7 +412,7 @@ class _Generation:
             while not any(left.values()):
                 self._news.clear()
                 await self._news.wait()
-            taken: list[list[dict[str, Any]]] = []
+            taken: list[list[Any]] = []
             for prompt, queue in list(left.items()):
                 while queue and prompt in left:
                     choices, ended = self._take(prompt, queue)
@@ -341,14 +422,14 @@ class _Generation:
                         del left[prompt]
             yield taken
 
-    def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[dict[str, Any]], bool]:
-        """Remove an arrived response; return its choices and whether it was the last.
+    def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
+        """Remove an arrived response; return its parts and whether it was the last.
 
         An error response is raised.
         """
         inferred = queue.request.outputs(queue.first)
         deltas = [] if inferred is None else self._deltas(inferred)
-        choices = [self._choices.add(prompt, delta) for delta in deltas]
+        choices = [self._rendering.add(prompt, delta) for delta in deltas]
         return choices, queue.pop(inferred)
 
     def _deltas(self, inferred: Inferred) -> list[Delta]:
@@ -367,8 +448,9 @@ class _Generation:
         return list(self._with_more(deltas, found)) if self._text_request.details else deltas
 
     def _with_more(self, deltas: list[Delta], found: dict[str, list[Any]]) -> Iterator[Delta]:
-        """Add the members that few requests want: tokens, and the prompt's log probabilities."""
+        """Add what few requests want: tokens, the prompt's log probabilities, and messages."""
         tokens, prompt = found.get("token_ids"), found.get("prompt_token_ids")
+        messages = found.get(bodies.MESSAGE)
         counts = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
         for index, delta in enumerate(deltas):
             more: dict[str, Any] = {}
@@ -382,7 +464,11 @@ class _Generation:
                 more["prompt_logprobs"] = _prompt_logprobs(logprobs["prompt"])
             if not bodies.wants_logprobs(self._text_request.parameters):
                 logprobs = None
-            yield delta._replace(logprobs=logprobs, more=more)
+            delta = delta._replace(logprobs=logprobs, more=more)
+            if messages:
+                message = orjson.loads(messages[index])
+                delta = delta._replace(text=message.get("content", ""), message=message)
+            yield delta
 
     def _values(self, tensor: Any) -> list[Any]:
         data = output_bytes(self._gateway, tensor)

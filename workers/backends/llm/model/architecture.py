@@ -170,13 +170,14 @@ class Architecture:
             return None
         heads = config["num_attention_heads"]
         made = cls._made(family, config, heads, positions, rope)
-        if heads % made.kv_heads or made.head_dim % 2:
+        if heads % made.kv_heads:
             problems.append(
-                f"config.json: {heads} heads do not share {made.kv_heads} key-value heads of size "
-                f"{made.head_dim}"
+                f"config.json: num_key_value_heads: {made.kv_heads} does not divide "
+                f"num_attention_heads, {heads}"
             )
-            return None
-        return made
+        if made.head_dim % 2:
+            problems.append(f"config.json: head_dim: {made.head_dim} is not an even number")
+        return None if len(problems) > known else made
 
     @classmethod
     def _made(

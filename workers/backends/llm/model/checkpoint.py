@@ -25,26 +25,10 @@ logger = logging.getLogger(__name__)
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Settings of generation_config.json that neither this server nor vLLM supports.
 _WITHOUT_EFFECT = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "constraints",
-    "encoder_no_repeat_ngram_size",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "guidance_scale",
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "penalty_alpha",
-    "sequence_bias",
-    "stop_strings",
-    "suppress_tokens",
-    "top_h",
-    "typical_p",
+    "bad_words_ids begin_suppress_tokens constraints encoder_no_repeat_ngram_size epsilon_cutoff "
+    "eta_cutoff exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
+    "guidance_scale min_length min_new_tokens no_repeat_ngram_size num_beams penalty_alpha "
+    "sequence_bias stop_strings suppress_tokens top_h typical_p"
 )
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _SPACE = "\u2581"
@@ -94,6 +78,7 @@ class Checkpoint:
         ends = _token_ids(said)
         if architecture is not None:
             _check_weights(architecture, quantisation, stored, problems)
+        templates = _templates(path, settings, problems)
         if problems:
             raise InvalidArgument(f"the folder of the model is wrong: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
@@ -102,7 +87,6 @@ class Checkpoint:
         # The model never generates the tokens that it lacks.
         ends = tuple(dict.fromkeys(each for each in ends if each < architecture.vocabulary))
         _warn(defaults)
-        templates = _templates(path, settings)
         return cls(
             architecture, tokenizer, stored, quantisation, ends, defaults, templates, special
         )
@@ -247,11 +231,11 @@ def _stored(path: Path, problems: list[str]) -> dict[str, Stored]:
 
     Files of the model without its head lack the prefix `model.`.
     """
-    if (path / _INDEX).exists():
+    if (path / _SINGLE).exists():
+        shards = [_SINGLE]
+    elif (path / _INDEX).exists():
         mapped = _json(path / _INDEX, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in mapped.values()})
-    elif (path / _SINGLE).exists():
-        shards = [_SINGLE]
     else:
         problems.append(f"{_SINGLE} is missing")
         return {}
@@ -302,7 +286,7 @@ def _some(names: list[str]) -> str:
 
 def _warn(defaults: dict[str, Any]) -> None:
     """Log the settings of generation_config.json that change texts in transformers only."""
-    for name in _WITHOUT_EFFECT:
+    for name in _WITHOUT_EFFECT.split():
         if defaults.get(name) not in (None, 0, 1, [], {}, False):
             logger.warning("generation_config.json: %s has no effect, as in vLLM", name)
 
@@ -312,19 +296,24 @@ def _token_ids(given: Any) -> tuple[int, ...]:
     return tuple(each for each in ids if type(each) is int and each >= 0)
 
 
-def _templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
+def _templates(path: Path, settings: dict[str, Any], problems: list[str]) -> dict[str, str]:
     """Return the chat templates by name.
 
     Files precede tokenizer_config.json, and chat_template.json is the last choice.
     """
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
-    found = {
-        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.exists()
-    }
+    found: dict[str, str] = {}
+    for name, file in files.items():
+        try:
+            found[name] = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            pass
+        except ValueError:
+            problems.append(f"{file.name} is not UTF-8 text")
     given = settings.get("chat_template")
     if not found and not given:
-        given = _json(path / "chat_template.json", [], optional=True).get("chat_template")
+        given = _json(path / "chat_template.json", problems, optional=True).get("chat_template")
     if not found and isinstance(given, list):
         return {str(each.get("name")): str(each.get("template")) for each in given}
     return found or ({"default": str(given)} if given else {})

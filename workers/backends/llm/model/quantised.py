@@ -49,6 +49,16 @@ class Method(NamedTuple):
     groups: str = ""
     settings: Mapping[str, tuple[Any, ...]] = {}
 
+    @property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """Return the possible names of each role."""
+        return {
+            "values": tuple(self.values),
+            "scales": self.scales,
+            "zeros": (self.zeros,),
+            "groups": (self.groups,),
+        }
+
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _PACKED = {"qweight": ("I32",)}
@@ -84,12 +94,14 @@ class Quantisation:
     Attributes:
         method: Its `quant_method`, or "".
         offset: The number that the stored zero points lack.
-        steps: The sizes of groups and blocks; shapes alone do not tell the size of partial blocks.
+        steps: The sizes of groups and blocks; shapes do not determine the size of partial blocks.
+        required: The roles of tensors without which values have another meaning.
     """
 
     method: str = ""
     offset: int = 0
     steps: tuple[int, ...] = ()
+    required: tuple[str, ...] = ("scales",)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], problems: list[str]) -> Self:
@@ -120,7 +132,8 @@ class Quantisation:
             )
         version = given.get("checkpoint_format") or given.get("format")
         offset = 1 if name == "gptq" and version != "gptq_v2" else 0
-        return cls(name if name in _METHODS else "", offset, tuple(_steps(given)))
+        required = ("scales", *_required(given))
+        return cls(name if name in _METHODS else "", offset, tuple(_steps(given)), required)
 
     def parts(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
@@ -130,13 +143,7 @@ class Quantisation:
             found["values"] = stored[name]
         if end == "weight" and self.method:
             method = _METHODS[self.method]
-            roles = {
-                "values": tuple(method.values),
-                "scales": method.scales,
-                "zeros": (method.zeros,),
-                "groups": (method.groups,),
-            }
-            for role, ends in roles.items():
+            for role, ends in method.roles.items():
                 for each in ends:
                     if prefix + each in stored:
                         found.setdefault(role, stored[prefix + each])
@@ -156,9 +163,8 @@ class Quantisation:
         if values.dtype not in allowed:
             supported = ", ".join(allowed)
             return f"{values.name} is {values.dtype}, supported for {self.method}: {supported}"
-        if "scales" not in parts:
-            return f"{values.name} has no scales ({' or '.join(method.scales)})"
-        return ""
+        lacks = [" or ".join(method.roles[role]) for role in self.required if role not in parts]
+        return f"{values.name} has no {' and no '.join(lacks)}" if lacks else ""
 
     def dequantised(
         self, name: str, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor]
@@ -243,6 +249,16 @@ class Quantisation:
 def _sections(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the sections of a quantization_config: itself, and those of compressed-tensors."""
     return [given, *(given.get("config_groups") or {}).values()]
+
+
+def _required(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the roles of tensors that asymmetric quantisation and act-order need."""
+    weights = [each.get("weights") or {} for each in _sections(given)[1:]] or [given]
+    asymmetric = all(each.get("symmetric", each.get("sym")) is False for each in weights)
+    if asymmetric or given.get("zero_point") is True:
+        yield "zeros"
+    if given.get("desc_act") or all(each.get("actorder") in ("group", True) for each in weights):
+        yield "groups"
 
 
 def _steps(given: Mapping[str, Any]) -> Iterator[int]:

@@ -470,6 +470,14 @@ def test_a_text_ends_with_its_grammar(scheduler: Scheduler, more: dict[str, Any]
     assert re.fullmatch("[0-9]{3}", scheduler.text(1))
 
 
+def test_tokens_that_no_grammar_allows_are_no_end(scheduler: Scheduler) -> None:
+    (letter,) = TOKENIZER.encode("q").ids
+    settings: dict[str, Any] = {"regex": "[0-9]{3}", "allowed_token_ids": [letter]}
+    scheduler.add(1, input_ids=PROMPT, temperature=0, **settings)
+    scheduler.run()
+    assert scheduler.errors[1][0] == "INVALID_ARG"
+
+
 def test_a_grammar_that_fails_ends_its_request_with_an_error(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

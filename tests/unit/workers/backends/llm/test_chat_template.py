@@ -1,6 +1,5 @@
 """Chat templates: what a request asks of a template is used or refused."""
 
-import json
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 def rendered(source: str, **given: Any) -> str:
     made = {"messages": [{"role": "user", "content": "Hi"}], **given}
-    return ChatTemplate({"default": source}, {}).render(json.dumps(made))
+    return ChatTemplate({"default": source}, {}).render(
+        made if isinstance(made, dict) else {"messages": made}
+    )
 
 
 @pytest.mark.parametrize(

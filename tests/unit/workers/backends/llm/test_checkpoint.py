@@ -56,7 +56,11 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is none of LlamaForCausalLM"),
         ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive whole number"),
-        ({"num_key_value_heads": 3}, "4 heads do not share 3 key-value heads"),
+        ({"head_dim": 7}, "head_dim: 7 is not an even number"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: 3 does not divide num_attention_heads, 4",
+        ),
         ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: 'longrope' is none of default"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: yarn needs factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: linear needs factor"),
@@ -138,15 +142,15 @@ def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
     found = Checkpoint.open(path)
     assert (found.ends, found.defaults["temperature"]) == ((0, 2), 0.5)
-    assert ChatTemplate(found.templates, found.special).render(
-        '[{"role": "user", "content": "a"}]'
-    ) == "<|user|>a<|end|><|model|>"  # fmt: skip
+    said = {"messages": [{"role": "user", "content": "ä"}]}
+    rendered = ChatTemplate(found.templates, found.special).render(said)
+    assert rendered == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own = Checkpoint.open(path)
-    assert ChatTemplate(own.templates, {}).render('[{"role": "user", "content": "ä"}]') == '"ä"'
+    assert ChatTemplate(own.templates, {}).render(said) == '"ä"'
     outside = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
     with pytest.raises(InvalidArgument, match="chat template does not take them"):
-        outside.render('[{"role": "user", "content": "a"}]')
+        outside.render(said)
 
 
 def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The files of a folder: tokens, texts and prompts are those of transformers."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +150,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: s
             assert mine.tokenizer.decode(ids, skip_special_tokens=special) == shown
     reference.chat_template = SHOWN
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
-    assert ChatTemplate({"default": SHOWN}, mine.special).render(json.dumps(MESSAGES)) == expected
+    assert ChatTemplate({"default": SHOWN}, mine.special).render({"messages": MESSAGES}) == expected
 
 
 def test_each_field_in_the_guide_is_tested() -> None:
@@ -320,16 +319,16 @@ def test_prompts_are_those_of_transformers(folder: Folder, name: str) -> None:
         **more,
     )
     given = {"messages": messages, **more}
-    assert ChatTemplate({"default": template}, mine.special).render(json.dumps(given)) == expected
+    assert ChatTemplate({"default": template}, mine.special).render(given) == expected
     nested = {"messages": messages, "chat_template_kwargs": more}
-    assert ChatTemplate({"default": template}, mine.special).render(json.dumps(nested)) == expected
+    assert ChatTemplate({"default": template}, mine.special).render(nested) == expected
 
 
 def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
     template = (
         "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
     )
-    assert ChatTemplate({"default": template}, {}).render(json.dumps(MESSAGES)) == "the foxé"
+    assert ChatTemplate({"default": template}, {}).render({"messages": MESSAGES}) == "the foxé"
 
 
 NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
@@ -365,7 +364,7 @@ def test_one_of_several_templates_is_used(
             (path / name).write_text(content)
     found = Checkpoint.open(path)
     chat = ChatTemplate(found.templates, found.special)
-    assert chat.render(json.dumps({"messages": MESSAGES, **more})) == text
+    assert chat.render({"messages": MESSAGES, **more}) == text
 
 
 @pytest.mark.parametrize(
@@ -385,8 +384,16 @@ def test_what_a_template_does_not_take_is_an_error(
     template: str, messages: list[dict[str, Any]], more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument) as raised:
-        ChatTemplate({"default": template}, {}).render(json.dumps({"messages": messages, **more}))
+        ChatTemplate({"default": template}, {}).render({"messages": messages, **more})
     assert message in raised.value.message
+
+
+def test_a_single_file_precedes_shards(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "m", shards=2)
+    drawn = weights(config(), seed=9)
+    save_weights(path, drawn)
+    found = Checkpoint.open(path)
+    assert torch.equal(found.weight("model.norm.weight"), drawn["model.norm.weight"])
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:

@@ -119,6 +119,10 @@ def ordered_ints(weight: torch.Tensor) -> Made:
     return made | {"weight_g_idx": ordered.int()}, exact
 
 
+def without(made: Tensors, *names: str) -> Tensors:
+    return {name: each for name, each in made.items() if name not in names}
+
+
 def gptq(
     weight: torch.Tensor,
     bits: int = 4,
@@ -144,7 +148,7 @@ def gptq(
         "g_idx": groups.int(),
         "bias": torch.zeros(rows, dtype=torch.float16),
     }
-    return {name: each for name, each in found.items() if zeros or name != "qzeros"}, exact
+    return found if zeros else without(found, "qzeros"), exact
 
 
 def awq(weight: torch.Tensor, bits: int = 4, group: int = GROUP, zeros: bool = True) -> Made:
@@ -159,7 +163,7 @@ def awq(weight: torch.Tensor, bits: int = 4, group: int = GROUP, zeros: bool = T
         "scales": scales,
         "qzeros": packed(points, bits, AWQ_ORDER[bits]),
     }
-    return {name: each for name, each in found.items() if zeros or name != "qzeros"}, exact
+    return found if zeros else without(found, "qzeros"), exact
 
 
 def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any]) -> Tensors:
@@ -230,9 +234,10 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
     "pack 4 act-order": (ordered_ints, compressed("pack-quantized", 16, actorder="group")),
     "gptq 4": (gptq, GPTQ),
     "gptq 8": (lambda w: gptq(w, 8), {**GPTQ, "bits": 8}),
+    "gptq no g_idx": (lambda w: (without(gptq(w)[0], "g_idx"), gptq(w)[1]), GPTQ),
     "gptq one group": (lambda w: gptq(w, group=-1), {**GPTQ, "group_size": -1}),
     "gptq v2": (lambda w: gptq(w, offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
-    "gptq act-order": (lambda w: gptq(w, ordered=True), {**GPTQ, "desc_act": True}),
+    "gptq act-order": (lambda w: gptq(w, ordered=True), {**GPTQ, "desc_act": True, "sym": False}),
     "gptq no zero points": (lambda w: gptq(w, zeros=False), GPTQ),
     "awq 4": (awq, AWQ),
     "awq 8": (lambda w: awq(w, 8), {**AWQ, "bits": 8}),
@@ -286,12 +291,37 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
         (
             lambda w: ({"weight": fp8_tensor(w)[0]["weight"]}, w),
             FP8,
-            "q_proj.weight has no scales (weight_scale_inv or weight_scale)",
+            "q_proj.weight has no weight_scale_inv or weight_scale",
         ),
         (
             lambda w: ({"qweight": gptq(w)[0]["qweight"]}, w),
             GPTQ,
-            "q_proj.qweight has no scales (scales)",
+            "q_proj.qweight has no scales",
+        ),
+        (
+            lambda w: gptq(w, zeros=False),
+            {**GPTQ, "sym": False},
+            "q_proj.qweight has no qzeros",
+        ),
+        (
+            lambda w: awq(w, zeros=False),
+            {**AWQ, "zero_point": True},
+            "q_proj.qweight has no qzeros",
+        ),
+        (
+            lambda w: plain_ints(w, ROW, True),
+            compressed("int-quantized", symmetric=False),
+            "q_proj.weight has no weight_zero_point",
+        ),
+        (
+            lambda w: plain_ints(w, ROW, True),
+            compressed("int-quantized", actorder="group"),
+            "q_proj.weight has no weight_g_idx",
+        ),
+        (
+            lambda w: (without(gptq(w)[0], "g_idx", "qzeros"), w),
+            {**GPTQ, "desc_act": True, "sym": False},
+            "q_proj.qweight has no qzeros and no g_idx",
         ),
         (lambda w: ({"weight": w, "weight_scale": w[:, :1]}, w), FP8, "q_proj.weight is F32, supp"),
     ],

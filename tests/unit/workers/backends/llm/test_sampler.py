@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from shmserve.workers.backends.llm import engine, sampler
-from shmserve.workers.backends.llm.parameters import GenerationParameters
+from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from tests.rigs.llm_rig import llm_rig
 
 VOCABULARY = 3000
@@ -200,3 +200,38 @@ def test_a_temperature_near_zero_is_the_likeliest_token(temperature: float) -> N
     logits = torch.tensor([[1e4, -1e4, 1.0, 1e4 + 1]])
     row = sampler.SampledRow(GenerationParameters(temperature=temperature), 0, [1], 1, ())
     assert sampler.distribution(logits, [row])[0].tolist() == [0, 0, 0, 1]
+
+
+EXTREMES: dict[str, tuple[Any, Any]] = {
+    "temperature": (1e-300, 100.0),
+    "top_p": (1e-300, 1.0),
+    "top_k": (1, 1 << 24),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "min_tokens": (0, 16),
+}
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("side", [0, 1])
+def test_extremes_give_a_distribution(name: str, side: int, scale: float) -> None:
+    value = EXTREMES[name][side]
+    parameters = parse({name: value}, {}, VOCABULARY)
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)) * scale
+    logits[0, 5:7] = -torch.inf
+    best = int(logits.argmax())
+    row = sampler.SampledRow(parameters, 0, [*PROMPT, 9, best], len(PROMPT), (2,))
+    if "penalty" in name:
+        sampler.process(logits, [row])
+    chances = sampler.distribution(logits, [row])[0]
+    assert chances.isfinite().all() and float(chances.sum()) == pytest.approx(1, abs=1e-4)
+    assert not chances[5:7].any()
+    alone = {("temperature", 0), ("top_p", 0), ("top_k", 0), ("min_p", 1)}
+    if (name, side) in alone and (scale >= 1 or name in ("top_k", "min_p")):
+        assert float(chances[best]) == pytest.approx(1)
+    assert 0 <= row.draw() < 1
+    assert 0 <= sampler.pick(chances.unsqueeze(0), [row.draw()])[0] < VOCABULARY

@@ -1,0 +1,394 @@
+"""POST /v1/responses: OpenAI's Responses API, over the same models as chats.
+
+No response is stored, so that each request contains its conversation. Items of recent responses may
+be referred to by their ids, as long as this process remembers them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from shmserve.errors import InvalidArgument, ShmserveError, clip
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
+from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai.generation import Delta, respond
+from shmserve.gateway.http.openai.names import shown_name
+
+# The members of a body that a chat has, too, by their names there.
+_SAME = {
+    **{name: name for name in ("model", "stream", "temperature", "top_p", "top_logprobs")},
+    **{
+        name: name for name in ("parallel_tool_calls", "seed", "stop", "top_k", "min_p", "priority")
+    },
+    **{name: name for name in ("chat_template_kwargs", "presence_penalty", "frequency_penalty")},
+    "max_output_tokens": "max_completion_tokens",
+}
+# Members whose values other than these are refused.
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+_REASONS = {
+    "previous_response_id": "no response is stored; the input has to contain the conversation",
+    "conversation": "no conversation is stored; the input has to contain it",
+}
+# Members of a response that repeat the request, with their defaults.
+_REPEATED: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "user": None,
+}
+_LOGPROBS = "message.output_text.logprobs"
+
+
+async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Respond with the output of a model: messages, reasoning and calls of functions."""
+    body = await bodies.read(gateway, request)
+    text_request = await bodies.chat(gateway, _chat(body))
+    shown = {**body, "model": shown_name(gateway, text_request.model.name)}
+    return await respond(gateway, request, text_request, ResponseObject(shown))
+
+
+# --- requests
+
+
+def _chat(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the chat that a request means.
+
+    Raises:
+        InvalidArgument: A member is wrong, or not supported.
+    """
+    for name, allowed in _ALLOWED.items():
+        given = body.get(name)
+        if given is not None and given not in allowed:
+            reason = _REASONS.get(name, f"supported is {' or '.join(map(repr, allowed)) or 'null'}")
+            raise InvalidArgument(f"{name}: {clip(repr(given))}: {reason}")
+    reasoning = bodies.checked(body, "reasoning", dict, {})
+    made = {_SAME[name]: value for name, value in body.items() if name in _SAME}
+    made["messages"] = _messages(body)
+    made["tools"] = [_tool(index, each) for index, each in enumerate(body.get("tools") or ())]
+    made["tool_choice"] = _choice(body.get("tool_choice"))
+    made["reasoning_effort"] = reasoning.get("effort")
+    made["response_format"] = _format(bodies.checked(body, "text", dict, {}).get("format"))
+    if _LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
+        made["logprobs"] = True
+    return made
+
+
+def _tool(index: int, given: Any) -> dict[str, Any]:
+    if type(given) is not dict or given.get("type") != "function":
+        kind = given.get("type") if type(given) is dict else given
+        raise InvalidArgument(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
+    function = {name: value for name, value in given.items() if name != "type"}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: Any) -> Any:
+    if type(given) is dict and given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    return given
+
+
+def _format(given: Any) -> Any:
+    if type(given) is dict and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": given}
+    return given
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat for the instructions and the input of a request."""
+    given = body.get("input")
+    items: Any = [{"role": "user", "content": given}] if type(given) is str else given
+    if type(items) is not list or not items:
+        raise InvalidArgument("input: it is neither a text nor a list of items")
+    made: list[dict[str, Any]] = []
+    instructions = bodies.checked(body, "instructions", str, "")
+    if instructions:
+        made.append({"role": "system", "content": instructions})
+    for index, item in enumerate(items):
+        if type(item) is not dict:
+            raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is no item")
+        if item.get("type") == "item_reference":
+            item = _remembered(index, item.get("id"))
+        _add(made, item, f"input[{index}]")
+    return made
+
+
+def _add(made: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
+    """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        output = _content(item.get("output"), f"{place}.output")
+        made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        return
+    if kind == "message" and item.get("role") != "assistant":
+        made.append({"role": item.get("role"), "content": _content(item.get("content"), place)})
+        return
+    last: dict[str, Any] = made[-1] if made else {}
+    if last.get("role") != "assistant" or (kind == "message" and last.get("content")):
+        last = {"role": "assistant", "content": None}
+        made.append(last)
+    if kind == "message":
+        last["content"] = _content(item.get("content"), place)
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        last.setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        last["reasoning_content"] = _content(parts, place)
+    else:
+        raise InvalidArgument(f"{place}: items of type {clip(repr(kind))} are not supported")
+
+
+_TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+
+def _content(given: Any, place: str) -> Any:
+    """Return the content of an item as a text, or as parts of a chat's content."""
+    if type(given) is not list:
+        return given
+    texts: list[str] = []
+    for part in given:
+        kind = part.get("type") if type(part) is dict else part
+        if kind == "refusal":
+            texts.append(part.get("refusal", ""))
+        elif kind in _TEXTS:
+            texts.append(part.get("text", ""))
+        else:
+            raise InvalidArgument(f"{place}: content of type {clip(repr(kind))} is not a text")
+    return "\n".join(texts)
+
+
+# --- responses
+
+_recent: OrderedDict[str, dict[str, Any]] = OrderedDict()  # the items of recent responses by id
+_MOST_RECENT = 1024
+_LONGEST_RECENT = 1 << 16  # characters
+
+
+def _remember(item: dict[str, Any], text: str) -> None:
+    if len(text) <= _LONGEST_RECENT:
+        _recent[item["id"]] = item
+    while len(_recent) > _MOST_RECENT:
+        _recent.popitem(last=False)
+
+
+def _remembered(index: int, name: Any) -> dict[str, Any]:
+    found = _recent.get(name) if type(name) is str else None
+    if found is None:
+        raise InvalidArgument(
+            f"input[{index}]: item {clip(repr(name))} is not stored; the input has to contain the "
+            "item itself (clients do so with store: false)"
+        )
+    return found
+
+
+@dataclass(eq=False)
+class ResponseObject:
+    """A response in progress: its output items, and the events that a stream has of them."""
+
+    body: dict[str, Any]
+    _items: list[dict[str, Any]] = field(default_factory=list)
+    _text: str = ""  # the text, or the arguments, of the last item
+    _logprobs: list[dict[str, Any]] = field(default_factory=list)
+    _open: bool = False  # whether the last item is in progress
+    _calls: dict[int, int] = field(default_factory=dict)
+    _usage: dict[str, Any] | None = None
+    _reason: str = ""
+    _count: int = 0  # number of events
+
+    def __post_init__(self) -> None:
+        self._id = f"resp_{secrets.token_hex(24)}"
+        self._created = int(time.time())
+
+    def add(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
+        """Add a part of the text, and return its events."""
+        message: dict[str, Any] = delta.message or {"content": delta.text}
+        events = [] if self._count else self._begin()
+        logprobs = None if delta.logprobs is None else delta.logprobs.get("content")
+        if message.get("reasoning"):
+            events += self._extend("reasoning", message["reasoning"], {})
+        if message.get("content"):
+            events += self._extend("message", message["content"], {}, logprobs or [])
+        for call in message.get("tool_calls", ()):
+            head = {"call_id": call["id"], "name": call["name"]} if "id" in call else {}
+            events += self._extend("function_call", call["arguments"], head)
+        self._reason = delta.finish_reason
+        self._usage = delta.usage or self._usage
+        return events
+
+    def _extend(
+        self,
+        kind: str,
+        text: str,
+        head: dict[str, Any],
+        logprobs: list[dict[str, Any]] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Add text to the last item if it is of this kind, or to a new item."""
+        events: list[dict[str, Any]] = []
+        if head or not self._open or self._items[-1]["type"] != kind:
+            events += [*self._close(), *self._open_item(kind, head)]
+        self._text += text
+        more = {} if logprobs is None else {"logprobs": logprobs}
+        self._logprobs += logprobs or []
+        return [*events, self._item_event(f"{_EVENTS[kind]}.delta", delta=text, **more)]
+
+    def _open_item(self, kind: str, head: dict[str, Any]) -> list[dict[str, Any]]:
+        item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}_{secrets.token_hex(24)}", "type": kind}
+        item |= {"status": "in_progress", **head}
+        item |= _BLANK[kind]
+        self._items.append(item)
+        self._text, self._logprobs, self._open = "", [], True
+        index = len(self._items) - 1
+        events = [self._event("response.output_item.added", output_index=index, item={**item})]
+        if kind != "function_call":
+            part = self._item_event("response.content_part.added", part=self._part(kind))
+            events.append(part)
+        return events
+
+    def _part(self, kind: str) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": self._text}
+        logprobs = [*self._logprobs]
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": logprobs}
+
+    def _close(self) -> list[dict[str, Any]]:
+        """Complete the last item, and return its events."""
+        if not self._open:
+            return []
+        self._open = False
+        item, text = self._items[-1], self._text
+        kind = item["type"]
+        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        if kind == "function_call":
+            item["arguments"] = text
+            named = {"arguments": text, "name": item["name"]}
+            events = [self._item_event(f"{_EVENTS[kind]}.done", **named)]
+        else:
+            part = self._part(kind)
+            item["content"] = [part]
+            more = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            events = [
+                self._item_event(f"{_EVENTS[kind]}.done", text=text, **more),
+                self._item_event("response.content_part.done", part=part),
+            ]
+        _remember(item, text)
+        index = len(self._items) - 1
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _item_event(self, kind: str, **more: Any) -> dict[str, Any]:
+        item = self._items[-1]
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        if item["type"] != "function_call":
+            place["content_index"] = 0
+        return self._event(kind, **place, **more)
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._count += 1
+        return {"type": kind, "sequence_number": self._count - 1, **more}
+
+    def _begin(self) -> list[dict[str, Any]]:
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self._object("in_progress")) for kind in kinds]
+
+    def whole(self) -> dict[str, Any]:
+        """Return the response to a request that does not stream."""
+        self._close()
+        return self._object("incomplete" if self._reason == "length" else "completed")
+
+    def frames(self, taken: list[list[list[dict[str, Any]]]]) -> list[bytes]:
+        """Return events as server-sent events."""
+        return [_frame(event) for parts in taken for events in parts for event in events]
+
+    def ending(self, usage: bool) -> list[bytes]:
+        """Return the last events of a stream."""
+        events = [] if self._count else self._begin()
+        events += self._close()
+        made = self.whole()
+        return self.frames([[[*events, self._event(f"response.{made['status']}", response=made)]]])
+
+    def failure(self, error: ShmserveError) -> list[bytes]:
+        """Return the last events of a stream that fails."""
+        fault = orjson.loads(bodies.openai_error(error))["error"]
+        code = fault["code"] or "server_error"
+        told = {"code": code, "message": fault["message"], "param": fault["param"]}
+        failed = {**self._object("failed"), "error": {"code": code, "message": fault["message"]}}
+        events = [self._event("error", **told), self._event("response.failed", response=failed)]
+        return self.frames([[events]])
+
+    def _object(self, status: str) -> dict[str, Any]:
+        body = self.body
+        repeated = {
+            name: default if body.get(name) is None else body[name]
+            for name, default in _REPEATED.items()
+        }
+        reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
+        usage = self._usage or {}
+        prompt, new = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        counts = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0)},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)},
+            "total_tokens": prompt + new,
+        }
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": incomplete,
+            "model": body.get("model"),
+            "output": [{**item} for item in self._items],
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None, **reasoning},
+            "service_tier": "default",
+            "store": False,
+            "text": {"format": {"type": "text"}, **text},
+            "truncation": "disabled",
+            "usage": counts if usage else None,
+            **repeated,
+        }
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_BLANK: Mapping[str, dict[str, Any]] = {
+    "message": {"role": "assistant", "content": []},
+    "reasoning": {"summary": [], "content": []},
+    "function_call": {"arguments": ""},
+}
+_EVENTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+def _frame(event: dict[str, Any]) -> bytes:
+    named = b"event: %b\n" % event["type"].encode()
+    return named + SERVER_SENT_EVENTS.frame(orjson.dumps(event))

@@ -1,0 +1,37 @@
+"""openai-agents by its defaults, which are the Responses API; whole and streamed."""
+
+import asyncio
+import sys
+
+from agents import (
+    Agent,
+    Runner,
+    function_tool,
+    set_default_openai_client,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+
+
+@function_tool
+def get_weather(city: str) -> str:
+    """The weather in a city."""
+    assert city == "Paris"
+    return "sunny"
+
+
+async def main() -> None:
+    agent = Agent(name="a", instructions="Be brief.", model="scripted", tools=[get_weather])
+    result = await Runner.run(agent, "Weather?")
+    assert result.final_output == "It is sunny.", result
+    again = await Runner.run(agent, [*result.to_input_list(), {"role": "user", "content": "And?"}])
+    assert again.final_output == "It is sunny.", again
+    streamed = Runner.run_streamed(agent, "Weather?")
+    kinds = [event.type async for event in streamed.stream_events()]
+    assert streamed.final_output == "It is sunny." and "raw_response_event" in kinds
+    print("all is right")
+
+
+set_tracing_disabled(True)
+set_default_openai_client(AsyncOpenAI(base_url=sys.argv[1], api_key="none"), use_for_tracing=False)
+asyncio.run(main())

@@ -1,0 +1,37 @@
+"""langchain-openai: bound tools, their results, streams, structured output, and Responses."""
+
+import sys
+
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+
+@tool
+def get_weather(city: str) -> str:
+    """The weather in a city."""
+    return "sunny in " + city
+
+
+for responses in (False, True):
+    model = ChatOpenAI(
+        model="scripted", base_url=sys.argv[1], api_key="none", use_responses_api=responses
+    )
+    bound = model.bind_tools([get_weather])
+    question = HumanMessage("Weather?")
+    said = bound.invoke([question])
+    (call,) = said.tool_calls
+    assert call["args"] == {"city": "Paris"}, said
+    result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+    assert bound.invoke([question, said, result]).text == "It is sunny."
+    parts = list(bound.stream([question]))
+    whole = parts[0]
+    for part in parts[1:]:
+        whole += part
+    assert whole.tool_calls[0]["args"] == {"city": "Paris"}, whole
+    direct = ChatOpenAI(
+        model="direct", base_url=sys.argv[1], api_key="none", use_responses_api=responses
+    )
+    forced = direct.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
+    assert forced.tool_calls[0]["name"] == "get_weather", forced
+print("all is right")

@@ -1,0 +1,64 @@
+"""Programs of real clients, each as small as can be: chats with tools, and the Responses API.
+
+`make clients` gets those that are not here; without it their tests are skipped, and say so.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import clients
+from tests.support.scripted_llm import ANSWER, ANSWERS, CALL, CALLED, write_scripted
+from tests.support.servers import Server, running
+
+PROGRAMS = Path(__file__).with_name("clients")
+# The package that each program needs, and its folder; "" for the tests' own packages.
+PYTHON = {
+    "openai_client.py": ("openai", ""),
+    "agents_client.py": ("agents", "python"),
+    "pydantic_ai_client.py": ("pydantic_ai", "python"),
+    "litellm_client.py": ("litellm", "python"),
+    "langchain_client.py": ("langchain_openai", "python"),
+    "instructor_client.py": ("instructor", "instructor"),
+}
+NODE = {"openai_client.mjs": "openai", "ai_client.mjs": "ai"}
+# Without a network, litellm would try for long to read its prices.
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """OpenAI's API of two models that call a tool, one of which says something before."""
+    repository = tmp_path_factory.mktemp("scripted") / "models"
+    write_scripted(repository / "scripted" / "1", {CALLED: CALL, ANSWERS: ANSWER})
+    write_scripted(repository / "direct" / "1", {CALLED: (*CALL[:5], *CALL[6:])})
+    with running(repository) as server:
+        yield address(server)
+
+
+def address(server: Server) -> str:
+    """The address that clients are given."""
+    return f"http://{server.url}/v1"
+
+
+@pytest.mark.parametrize("program", PYTHON)
+def test_clients_in_python(url: str, program: str) -> None:
+    package, folder = PYTHON[program]
+    path = clients.FOLDER / folder
+    if folder and not (path / package).exists():
+        pytest.skip(f"there is no {package} here (make clients)")
+    environment = {**QUIET, **({"PYTHONPATH": str(path)} if folder else {})}
+    command = [sys.executable, str(PROGRAMS / program), url]
+    assert clients.run(command, environment).endswith("all is right\n")
+
+
+@pytest.mark.parametrize("program", NODE)
+def test_clients_in_node(url: str, program: str) -> None:
+    node = shutil.which("node")
+    if node is None or not (clients.FOLDER / "node_modules" / NODE[program]).exists():
+        pytest.skip(f"there is no Node here with {NODE[program]} (make clients)")
+    command = [node, str(PROGRAMS / program), url, str(clients.FOLDER)]
+    assert clients.run(command).endswith("all is right\n")

@@ -1,0 +1,183 @@
+"""Log probabilities through every door: of answers, and of prompts as evaluations want them."""
+
+import json
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import tritonclient.grpc as grpc
+
+from tests.integration.generation.conftest import Oracle
+from tests.support.hf_folders import tokenizer_text
+from tests.support.servers import Server
+
+PROMPT = "the naïve 😀 fox"
+Scores = Callable[[list[int]], Any]
+
+
+@pytest.fixture(scope="session")
+def tokens() -> list[int]:
+    """The tokens of the prompt."""
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_str(tokenizer_text()).encode(PROMPT).ids
+    return ids
+
+
+@pytest.fixture(scope="session")
+def scores(oracle: Oracle) -> Scores:
+    """The log probabilities behind each token, by transformers."""
+    import torch
+
+    model = oracle.model  # type: ignore[attr-defined]
+
+    def of(ids: list[int]) -> Any:
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    return of
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("most", [0, 5])
+@pytest.mark.parametrize("top", [0, 3])
+def test_a_completion_with_its_prompt(
+    client: openai.OpenAI,
+    tokens: list[int],
+    scores: Scores,
+    stream: bool,
+    by_tokens: bool,
+    most: int,
+    top: int,
+) -> None:
+    asked: Any = {"model": "tiny", "prompt": tokens if by_tokens else PROMPT, "temperature": 0}
+    asked |= {"echo": True, "logprobs": top, "max_tokens": most, "n": 2}
+    asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    found: Any = client.completions.create(**asked, stream=stream)
+    events: Any = found if stream else [found]
+    choices = [choice for each in events for choice in each.choices]
+    for index in (0, 1):
+        parts = [choice for choice in choices if choice.index == index]
+        text = "".join(part.text for part in parts)
+        ids = [*tokens, *(token for part in parts for token in part.token_ids)]
+        told = {
+            name: [value for part in parts for value in getattr(part.logprobs, name)]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        assert parts[0].prompt_token_ids == tokens and len(ids) == len(tokens) + most
+        assert text.startswith(PROMPT) and (most or text == PROMPT)
+        assert parts[-1].finish_reason == "length"
+        assert {len(values) for values in told.values()} == {len(ids)}
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        wanted = scores(ids)
+        for place, token in enumerate(ids[1:], 1):
+            mine, row = told["token_logprobs"][place], wanted[place - 1]
+            likeliest = told["top_logprobs"][place]
+            assert mine == pytest.approx(row[token].item(), abs=1e-4)
+            assert mine in likeliest.values() and top <= len(likeliest) <= top + 1
+            if top:
+                assert max(likeliest.values()) == pytest.approx(row.max().item(), abs=1e-4)
+        assert told["text_offset"] == sorted(told["text_offset"])
+        assert told["text_offset"][len(tokens) :][:1] == [len(PROMPT)][:most]
+
+
+def test_an_evaluation_finds_what_transformers_finds(
+    client: openai.OpenAI, scores: Scores, tokens: list[int]
+) -> None:
+    """The requests of `local-completions` of lm-eval, and what it makes of the responses."""
+    continuations = [tokens[:4], tokens[2:7], tokens[:1]]
+    prompts = [[*tokens, *each] for each in continuations]
+    found = client.completions.create(
+        model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
+    )
+    for choice, prompt in zip(found.choices, prompts, strict=True):
+        told = choice.logprobs
+        assert told is not None and told.token_logprobs is not None
+        assert told.top_logprobs is not None
+        part = slice(len(tokens), -1)
+        rows = scores(prompt)[len(tokens) - 1 : -1]
+        wanted = rows[range(len(rows)), prompt[len(tokens) :]]
+        assert sum(told.token_logprobs[part]) == pytest.approx(wanted.sum().item(), abs=1e-4)
+        likeliest = [max(each.values()) for each in told.top_logprobs[part]]
+        greedy = [
+            one == most for one, most in zip(told.token_logprobs[part], likeliest, strict=True)
+        ]
+        assert greedy == (rows.argmax(-1) == rows.new_tensor(prompt[len(tokens) :])).tolist()
+
+
+def test_a_chat_with_the_scores_of_its_prompt(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "é"}], "max_tokens": 4}
+    more: Any = {"prompt_logprobs": 1, "return_token_ids": True, "ignore_eos": True}
+    whole = client.chat.completions.create(**asked, seed=1, extra_body=more).model_dump()
+    assert whole["choices"][0]["logprobs"] is None
+    prompt, scored = whole["prompt_token_ids"], whole["prompt_logprobs"]
+    assert len(scored) == len(prompt) == whole["usage"]["prompt_tokens"] and scored[0] is None
+    for token, each in zip(prompt[1:], scored[1:], strict=True):
+        assert {"logprob", "rank", "decoded_token"} == each[str(token)].keys()
+    assert len(whole["choices"][0]["token_ids"]) == 4
+    events = client.chat.completions.create(**asked, seed=1, stream=True, extra_body=more)
+    chunks = [each.model_dump() for each in events]
+    assert chunks[0]["prompt_token_ids"] == prompt and chunks[0]["prompt_logprobs"] == scored
+    streamed = [token for each in chunks for token in each["choices"][0]["token_ids"]]
+    assert streamed == whole["choices"][0]["token_ids"]
+
+
+def test_bytes_of_a_chat_are_those_of_its_text(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=40, seed=2,
+        logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},
+    ).choices[0]  # fmt: skip
+    assert found.logprobs is not None and found.logprobs.content is not None
+    told = b"".join(bytes(each.bytes or ()) for each in found.logprobs.content)
+    specials = "<|end|>", "<|user|>", "<|model|>"
+    text = told.decode(errors="replace")
+    for special in specials:
+        text = text.replace(special, "")
+    assert text.rstrip("\ufffd") == (found.message.content or "").rstrip("\ufffd")
+
+
+def test_options_that_contradict_each_other(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "a"}]
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(model="tiny", messages=messages, top_logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="max_tokens: 0 generates nothing"):
+        client.completions.create(model="tiny", prompt="a", max_tokens=0)
+    with pytest.raises(openai.BadRequestError, match="logprobs: a beam search has none"):
+        client.completions.create(
+            model="tiny", prompt="a", n=2, logprobs=1, extra_body={"use_beam_search": True}
+        )
+
+
+def test_generate_and_grpc_score_a_prompt_that_they_repeat(
+    generative: Server, tokens: list[int], scores: Scores
+) -> None:
+    parameters: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
+    with generative.http() as http:
+        body = {"text_input": PROMPT, **parameters}
+        whole = http.post("/v2/models/tiny/generate", body).ok().json()
+    text = grpc.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([PROMPT.encode()], np.object_))
+    settings = grpc.InferInput("sampling_parameters", [1], "BYTES")
+    settings.set_data_from_numpy(np.array([json.dumps(parameters).encode()], np.object_))
+    outputs = [grpc.InferRequestedOutput(name) for name in ("logprobs", "prompt_token_ids")]
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with grpc.InferenceServerClient(generative.grpc_url) as client:
+        client.start_stream(lambda result, error: heard.put(error or result))
+        client.async_stream_infer("tiny", [text, settings], outputs=outputs)
+        result = heard.get(timeout=30)
+        client.stop_stream()
+    assert result.as_numpy("prompt_token_ids").tolist() == tokens
+    assert whole["text_output"].startswith(PROMPT)
+    wanted = scores(tokens)
+    for given in (whole.get("logprobs"), result.as_numpy("logprobs")[0]):
+        if given is None:
+            continue
+        content = json.loads(given)["content"]
+        assert [each["token_id"] for each in content[: len(tokens)]] == tokens
+        for place, each in enumerate(content[1 : len(tokens)], 1):
+            mine = wanted[place - 1, tokens[place]].item()
+            assert each["logprob"] == pytest.approx(mine, abs=1e-4)

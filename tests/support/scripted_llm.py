@@ -1,0 +1,116 @@
+"""Folders of tiny models that say what a script says, such as a tool call."""
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from shmserve.workers.backends.llm.model.architecture import Architecture
+from tests.support.hf_folders import END, config, save_weights
+
+CALLED, ANSWERS = "<|called|>", "<|answers|>"
+# The prompt ends with CALLED behind a user's message, and with ANSWERS behind a tool's.
+TEMPLATE = (
+    "{% if tools %}<|tools|>{{ tools | tojson }} as <tool_call>...</tool_call>{% endif %}"
+    "{% if enable_thinking is defined %}<think></think>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{% if messages[-1].role == 'tool' %}<|answers|>{% else %}<|called|>{% endif %}{% endif %}"
+)
+CALL = (
+    *("<think>", "\nhm", " so\n", "</think>", "\n\n", "Look: ", "<tool_call>", '\n{"name": "get_'),
+    *('weather", "arg', 'uments": {"ci', 'ty": "Pa', 'ris"}}\n', "</tool_call>"),
+)
+ANSWER = ("It is ", "sunny.")
+
+
+@functools.cache
+def _alphabet() -> dict[int, str]:
+    """The character that stands for each byte in a byte-level vocabulary."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in visible]
+    return {
+        **{byte: chr(byte) for byte in visible},
+        **{byte: chr(256 + i) for i, byte in enumerate(rest)},
+    }
+
+
+def _spelled(piece: str) -> str:
+    """The name of a token in a byte-level vocabulary."""
+    chars = _alphabet()
+    return "".join(chars[byte] for byte in piece.encode())
+
+
+def write_scripted(
+    path: Path,
+    scripts: Mapping[str, Sequence[str]],
+    template: str = TEMPLATE,
+    special: Sequence[str] = (),
+) -> Path:
+    """Write a folder whose model says a script behind its special token, and then ends.
+
+    Behind all other tokens the model begins the first script. Each piece stands once in all
+    scripts, and is a token.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    vocabulary = {char: byte for byte, char in _alphabet().items()}
+    added = [END, *scripts, *special]
+    for piece in (piece for script in scripts.values() for piece in script):
+        if piece not in added:
+            vocabulary[_spelled(piece)] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(added)
+    successor: dict[int, int] = {}
+    for begin, script in scripts.items():
+        names = [begin, *script, END]
+        known = tokenizer.get_vocab()
+        ids = [known[name if name in added else _spelled(name)] for name in names]
+        successor |= dict(itertools.pairwise(ids))
+    first = successor[tokenizer.get_vocab()[next(iter(scripts))]]
+    end = tokenizer.get_vocab()[END]
+    made = config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32 * (len(successor) // 32 + 1),
+        num_hidden_layers=1,
+        eos_token_id=end,
+        max_position_embeddings=4096,
+    )
+    save_weights(path, _weights(made, successor, first))
+    files: dict[str, dict[str, Any]] = {
+        "config.json": made,
+        "generation_config.json": {"eos_token_id": end, "temperature": 0.0},
+        "tokenizer_config.json": {"chat_template": template, "eos_token": END},
+    }
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content), encoding="utf-8")
+    (path / "tokenizer.json").write_text(str(tokenizer.to_str()), encoding="utf-8")
+    return path
+
+
+def _weights(
+    made: dict[str, Any], successor: dict[int, int], first: int
+) -> dict[str, torch.Tensor]:
+    architecture = Architecture.of(made, [])
+    assert architecture is not None
+    drawn = {
+        name: torch.ones(shape) if "norm" in name else torch.zeros(shape)
+        for name, shape in architecture.weights().items()
+    }
+    embedding = drawn["model.embed_tokens.weight"]
+    head = drawn["lm_head.weight"]
+    embedding[:, 0] = 1
+    head[first, 0] = 9
+    for place, (token, following) in enumerate(successor.items(), 1):
+        embedding[token] = 0
+        embedding[token, place] = 1
+        head[following, place] = 9
+    return drawn

@@ -1,0 +1,302 @@
+"""Messages in the format of each family: whole, in any chunks, and malformed."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from shmserve.workers.backends.llm.message_parsers import MessageFormat, MessageParser
+from shmserve.workers.backends.llm.tool_formats import FAMILIES, REASONING, parsers_of
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "places": {"$ref": "#/$defs/Places"},
+            "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "code": {"type": "string", "pattern": "a+"},
+        },
+        "$defs": {"Places": {"type": "array", "items": {"type": "string"}}},
+    },
+    "now": {"type": "object"},
+}
+PARIS: dict[str, Any] = {"city": 'Pa"r\nis é😀\\', "days": 3}
+XML = (
+    '<function=weather>\n<parameter=city>\nPa"r\nis é😀\\\n</parameter>\n'
+    "<parameter=days>\n3\n</parameter>\n</function>"
+)
+JSON = json.dumps({"name": "weather", "arguments": PARIS}, ensure_ascii=False)
+LLAMA = json.dumps({"type": "function", "name": "weather", "parameters": PARIS})
+NOW: tuple[str, dict[str, Any]] = ("now", {})
+WEATHER = ("weather", PARIS)
+# The family, the text, the content and the calls.
+GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
+    "hermes": ("hermes", f"<tool_call>\n{JSON}\n</tool_call>", "", [WEATHER]),
+    "hermes with text": (
+        "hermes",
+        f"Look:\n<tool_call>{JSON}</tool_call>\n<tool_call>\n"
+        '{"name": "now"}\n</tool_call>\nDone. ',
+        *("Look:\n\nDone. ", [WEATHER, NOW]),
+    ),
+    "hermes in another order": (
+        "hermes",
+        '<tool_call>{"id": "x", "parameters": {"a": [1, {"b": "}"}]}, "name": "f"}</tool_call>',
+        *("", [("f", {"a": [1, {"b": "}"}]})]),
+    ),
+    "hermes with a text of arguments": (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        *("", [("f", {"a": 1})]),
+    ),
+    "hermes with null": (
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": null}</tool_call>',
+        *("", [NOW]),
+    ),
+    "hermes without a brace": (
+        "hermes",
+        f"<tool_call>{JSON[:-1]}\n</tool_call>",
+        *("", [WEATHER]),
+    ),
+    "hermes without an end": ("hermes", f"<tool_call>{JSON}", "", [WEATHER]),
+    "half a tag": ("hermes", "a <tool_call", "a <tool_call", []),
+    "white space": ("hermes", "  a\n\n", "  a\n\n", []),
+    "nothing": ("hermes", " ", " ", []),
+    "qwen": ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>", "", [WEATHER]),
+    "qwen twice": (
+        "qwen3_coder",
+        f"Hm <tool_call>\n{XML}\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        *("Hm ", [WEATHER, NOW]),
+    ),
+    "qwen without a wrapper": ("qwen3_coder", f"{XML}\n", "", [WEATHER]),
+    "qwen's types": (
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=places>\n['a', \"b\"]\n</parameter>\n"
+        '<parameter=unit>\nnull\n</parameter>\n<parameter=code>\n"aa"\n</parameter>\n'
+        "<parameter=days>\nx\n</parameter>\n<parameter=city>\n\n</parameter>\n"
+        "</function>\n</tool_call>",
+        *(
+            "",
+            [
+                (
+                    "weather",
+                    {"places": ["a", "b"], "unit": None, "code": "aa", "days": "x", "city": ""},
+                )
+            ],
+        ),
+    ),
+    "llama": ("llama3_json", LLAMA, "", [WEATHER]),
+    "llama behind a tag": ("llama3_json", f"<|python_tag|>{LLAMA}", "", [WEATHER]),
+    "llama twice": (
+        "llama3_json",
+        f'Now: {LLAMA}; {{"name": "now", "parameters": {{}}}}',
+        *("Now: ", [WEATHER, NOW]),
+    ),
+    "llama says JSON": (
+        "llama3_json",
+        '{"name": "Bob", "age": 3}',
+        '{"name": "Bob", "age": 3}',
+        [],
+    ),
+    "llama says nested JSON": ("llama3_json", f'{{"a": {LLAMA}}}', f'{{"a": {LLAMA}}}', []),
+    "llama runs code": ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    "pythonic": (
+        "pythonic",
+        "[weather(city='Pa\"r\\nis é😀\\\\', days=3), now()]",
+        *("", [WEATHER, NOW]),
+    ),
+    "pythonic with tags": (
+        "pythonic",
+        '<|python_start|>[weather(city="\\u00e9\\ud83d\\ude00", places=["a)", None], days = -1)]'
+        "<|python_end|>",
+        *("", [("weather", {"city": "é😀", "places": ["a)", None], "days": -1})]),
+    ),
+    "a list": ("pythonic", "[1, now] a", "[1, now] a", []),
+    "mistral": ("mistral", f'[TOOL_CALLS][{JSON}, {{"name": "now"}}]', "", [WEATHER, NOW]),
+    "mistral's later format": (
+        "mistral",
+        'Hm[TOOL_CALLS]weather[ARGS]{"days": 3}[TOOL_CALLS]now{}',
+        *("Hm", [("weather", {"days": 3}), NOW]),
+    ),
+    "mistral's ids": ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", [NOW]),
+}
+BAD = {
+    "no JSON": ("hermes", "a<tool_call>\nno</tool_call> b"),
+    "half a call": ("hermes", 'a<tool_call>{"name": "f", "arg'),
+    "another object": ("hermes", '<tool_call>{"tool": "f"}</tool_call>'),
+    "a list of arguments": ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    "no name": ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    "half an XML call": ("qwen3_coder", "<tool_call>\n<function=now"),
+    "no XML call": ("qwen3_coder", "<tool_call>\n{}\n</tool_call>"),
+    "no list": ("mistral", "[TOOL_CALLS][1, 2]"),
+    "no tool": ("llama3_json", '{"name": "other", "parameters": {}}'),
+    "no call": ("pythonic", "[other(a=1)]"),
+}
+# Calls that are malformed behind their name: a stream has sent a part of them.
+LATE = {
+    "cut": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b'),
+    "Python": ("hermes", '<tool_call>{"name": "f", "arguments": {\'a\': 1}}</tool_call>'),
+    "a bracket": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1]}}</tool_call>'),
+    "cut XML": ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=a>\nb"),
+    "a name alone": ("pythonic", "[weather(days=x y)]"),
+}
+
+
+def parsed(
+    family: str, chunks: list[str], stream: bool, **more: Any
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """The content, the reasoning, and the name and arguments of each call."""
+    parser = MessageParser(MessageFormat(FAMILIES[family], TOOLS, **more), stream)
+    found = {"content": "", "reasoning": ""}
+    calls: list[list[str]] = []
+    ids: set[str] = set()
+    for place, chunk in enumerate([*chunks, ""]):
+        parser.feed(chunk, place == len(chunks))
+        taken = parser.take()
+        for part in found:
+            found[part] += taken.get(part, "")
+        for call in taken.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append([call["name"], ""])
+                ids.add(call["id"])
+            calls[call["index"]][1] += call["arguments"]
+    assert len(ids) == len(calls)
+    return found["content"], found["reasoning"], [(name, text) for name, text in calls]
+
+
+def split(text: str, seed: int) -> list[str]:
+    """The text in random chunks; with seed 0, in characters."""
+    draw = random.Random(seed)
+    found: list[str] = []
+    while text:
+        size = draw.randint(1, 9) if seed else 1
+        found, text = [*found, text[:size]], text[size:]
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", GOOD)
+def test_calls_and_content(case: str, stream: bool) -> None:
+    family, text, content, calls = GOOD[case]
+    for chunks in ([text], *(split(text, seed) for seed in range(12))):
+        said, _, made = parsed(family, chunks, stream)
+        assert said == content
+        assert [(name, json.loads(arguments)) for name, arguments in made] == calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", BAD)
+def test_malformed_calls_are_content(case: str, stream: bool) -> None:
+    family, text = BAD[case]
+    for chunks in ([text], *(split(text, seed) for seed in range(6))):
+        assert parsed(family, chunks, stream) == (text, "", [])
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_calls_that_are_malformed_late(case: str) -> None:
+    family, text = LATE[case]
+    assert parsed(family, [text], stream=False) == (text, "", [])
+    streamed = {repr(parsed(family, split(text, seed), stream=True)) for seed in range(8)}
+    assert len(streamed) == 1
+    assert len(parsed(family, [text], stream=True)[2]) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_text_is_parsed_alike_in_any_chunks(family: str) -> None:
+    draw = random.Random(family)
+    pieces = [
+        piece for case in (GOOD, BAD) for each in case.values() for piece in split(str(each[1]), 7)
+    ]
+    for _ in range(300):
+        text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
+        for stream in (False, True):
+            found = {repr(parsed(family, split(text, seed), stream)) for seed in range(3)}
+            assert len(found) == 1, text
+
+
+def test_arguments_are_sent_as_they_come() -> None:
+    parser = MessageParser(MessageFormat(FAMILIES["hermes"], TOOLS), stream=True)
+    parser.feed('<tool_call>{"name": "weather", "arguments": ')
+    assert parser.take() == {}
+    parser.feed("{")
+    (call,) = parser.take()["tool_calls"]
+    assert (call["name"], call["arguments"]) == ("weather", "{")
+    for char in '"city": "Paris"}':
+        parser.feed(char)
+        assert parser.take() == {"tool_calls": [{"index": 0, "arguments": char}]}
+    parser.feed("}")
+    assert parser.take() == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_where_several_are_not_wanted(stream: bool) -> None:
+    for case in ("hermes with text", "qwen twice", "llama twice", "pythonic", "mistral"):
+        family, text, _, calls = GOOD[case]
+        _, _, made = parsed(family, split(text, 3), stream, parallel=False)
+        assert [(name, json.loads(arguments)) for name, arguments in made] == calls[:1]
+
+
+def test_ids_fit_templates() -> None:
+    assert len(FAMILIES["mistral"].new_id()) == 9 and FAMILIES["mistral"].new_id().isalnum()
+    assert FAMILIES["hermes"].new_id().startswith("call_")
+
+
+THOUGHT = {
+    "<think>\nHm\n\nso\n</think>\n\nYes.\n": ("Yes.\n", "Hm\n\nso"),
+    "\n<think></think>\n\nYes": ("Yes", ""),
+    "<think>Hm": ("", "Hm"),
+    "Yes <think>a</think>": ("Yes <think>a</think>", ""),
+    "<thin": ("<thin", ""),
+    " <": (" <", ""),
+}
+
+
+@pytest.mark.parametrize("text", THOUGHT)
+@pytest.mark.parametrize("tools", [{}, TOOLS], ids=["", "tools"])
+def test_reasoning_is_split(text: str, tools: dict[str, Any]) -> None:
+    for seed in range(5):
+        form = MessageFormat(FAMILIES["hermes"], tools, REASONING["qwen3"])
+        parser = MessageParser(form, stream=True)
+        content = reasoning = ""
+        for chunk in [*split(text, seed), ""]:
+            parser.feed(chunk, not chunk)
+            taken = parser.take()
+            content += taken.get("content", "")
+            reasoning += taken.get("reasoning", "")
+        assert (content, reasoning) == THOUGHT[text]
+
+
+def test_reasoning_that_the_prompt_has_begun_and_calls() -> None:
+    text = f"\nHm <tool_call>\n</think>\n\n<tool_call>{JSON}</tool_call>"
+    for begin in ("", "<think>"):
+        for seed in range(5):
+            content, reasoning, calls = parsed(
+                *("hermes", split(begin + text, seed), True),
+                reasoning=REASONING["qwen3"],
+                thinking=True,
+            )
+            assert (content, reasoning) == ("", "Hm <tool_call>")
+            assert [(name, json.loads(arguments)) for name, arguments in calls] == [WEATHER]
+
+
+HINTS = {
+    "{{ messages }}": ("none", "none"),
+    '<tool_call>{"name": <function-name>} <think></think>': ("hermes", "qwen3"),
+    "<tool_call>\n<function=x>": ("qwen3_coder", "none"),
+    "[TOOL_CALLS] [THINK][/THINK]": ("mistral", "mistral"),
+    "<|python_tag|>": ("llama3_json", "none"),
+    '{"name": function name, "parameters": dictionary of argument name and its value}': (
+        *("llama3_json", "none"),
+    ),
+    "[func_name1(params_name1=params_value1, params_name2=params_value2)]": ("pythonic", "none"),
+}
+
+
+@pytest.mark.parametrize("template", HINTS)
+def test_parsers_are_those_of_the_template(template: str) -> None:
+    assert parsers_of([template]) == HINTS[template]

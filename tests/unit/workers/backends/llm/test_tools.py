@@ -1,0 +1,217 @@
+"""Tools of requests, and grammars that enforce their calls."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import llguidance
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from shmserve.errors import InvalidArgument
+from shmserve.workers.backends.llm import tools
+from shmserve.workers.backends.llm.message_parsers import MessageParser
+from shmserve.workers.backends.llm.tool_formats import FAMILIES
+from tests.support.hf_folders import END, tokenizer_text
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "note": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+        "places": {"type": "array", "items": {"$ref": "#/$defs/Place"}, "maxItems": 2},
+        "wind": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {
+        "Place": {
+            "type": "object",
+            "properties": {"x": {"type": "number", "minimum": 0, "maximum": 9}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+NOW: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>")
+
+
+def function(name: str, schema: Any = None, **more: Any) -> dict[str, Any]:
+    """A tool as OpenAI's API has it."""
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+GIVEN = [function("weather", SCHEMA), function("now", NOW)]
+
+
+def tokenizer(*special: str) -> Tokenizer:
+    """A tokenizer with added tokens, half of which are special."""
+    made = Tokenizer.from_str(tokenizer_text())
+    for place, each in enumerate(special):
+        made.add_tokens([AddedToken(each, special=place % 2 == 0, normalized=False)])
+    return made
+
+
+def grammar(
+    family: str,
+    made: Tokenizer,
+    given: list[dict[str, Any]] = GIVEN,
+    reasoning: str = "none",
+    prompt: str = "",
+    **choice: Any,
+) -> tuple[Any, Any]:
+    """The matcher of a request's grammar, and the format of its messages."""
+    request = tools.take({"tools": given, **choice})
+    formats = tools.MessageFormats(family, reasoning, made)
+    found = formats.format(request, prompt)
+    assert found is not None
+    text = formats.grammar(request, found, body=False)
+    ends = [made.token_to_id(END)]
+    wrapped: Any = llguidance.LLTokenizer
+    library = wrapped(made.to_str(), n_vocab=made.get_vocab_size(), eos_token=ends)
+    matcher: Any = llguidance.LLMatcher(library, text)
+    assert not matcher.get_error(), (matcher.get_error(), text)
+    return matcher, found
+
+
+def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) -> str:
+    """A random text of a grammar; "" if it is longer than so many tokens."""
+    tokens: list[int] = []
+    while not matcher.is_stopped() and len(tokens) < most:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        token = draw.choice(allowed)
+        matcher.consume_token(token)
+        if token == made.token_to_id(END):
+            break
+        tokens.append(token)
+    text: str = made.decode(tokens, skip_special_tokens=False)
+    return text if matcher.is_stopped() else ""
+
+
+def calls_of(text: str, found: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """The content and the calls of a message."""
+    parser = MessageParser(found, stream=True)
+    parser.feed(text, ended=True)
+    taken = parser.take()
+    calls = [(each["name"], json.loads(each["arguments"])) for each in taken.get("tool_calls", ())]
+    return taken.get("content", ""), calls
+
+
+@pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_required_calls_always_parse_and_validate(family: str, special: tuple[str, ...]) -> None:
+    made, draw, seen = tokenizer(*special), random.Random(5), 0
+    matcher, found = grammar(family, made, tool_choice="required")
+    for _ in range(60):
+        text = said(matcher.deep_copy(), made, draw)
+        if not text:
+            continue
+        content, calls = calls_of(text, found)
+        assert calls and not content, text
+        for name, arguments in calls:
+            jsonschema_rs.validate({"weather": SCHEMA, "now": NOW}[name], arguments)
+            seen += name == "weather"
+    assert seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_named_call(family: str) -> None:
+    made, draw = tokenizer(), random.Random(1)
+    choice = {"type": "function", "function": {"name": "now"}}
+    matcher, found = grammar(family, made, tool_choice=choice, parallel_tool_calls=False)
+    assert calls_of(said(matcher, made, draw), found) == ("", [("now", {})])
+
+
+EXAMPLES = {
+    "hermes": '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=NAME>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "NAME", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "NAME", "arguments": {}}]',
+    "pythonic": "[NAME()]",
+}
+
+
+@pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
+@pytest.mark.parametrize("family", EXAMPLES)
+def test_strict_calls_follow_a_grammar_from_their_tag_on(
+    family: str, special: tuple[str, ...]
+) -> None:
+    made = tokenizer(*special)
+    matcher, _ = grammar(family, made, [function("now", NOW, strict=True)])
+
+    def accepted(text: str) -> bool:
+        tokens = [*made.encode(text, add_special_tokens=False).ids, made.token_to_id(END)]
+        return bool(matcher.deep_copy().try_consume_tokens(tokens) == len(tokens))
+
+    call = EXAMPLES[family]
+    assert accepted("some < text { of [ any kind")
+    assert accepted(f"Look: {call.replace('NAME', 'now')}")
+    assert not accepted(f"Look: {call.replace('NAME', 'now')[:-2]}")
+    if family != "pythonic":  # where any list may be content
+        assert not accepted(f"Look: {call.replace('NAME', 'other')}")
+
+
+@pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
+def test_calls_come_after_reasoning(special: tuple[str, ...]) -> None:
+    made, draw = tokenizer(*special), random.Random(2)
+    settings: Any = {"reasoning": "qwen3", "tool_choice": "required", "parallel_tool_calls": False}
+    for prompt, begin in (("", "<think>\n"), ("<|model|><think>\n", ""), ("", "")):
+        matcher, found = grammar("hermes", made, [function("now", NOW)], prompt=prompt, **settings)
+        thought = f"{begin}a < b\n</think>\n\n" if begin or prompt else ""
+        tokens = made.encode(thought, add_special_tokens=False).ids
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+        texts = (said(matcher.deep_copy(), made, draw) for _ in range(40))
+        _, calls = calls_of(thought + next(filter(None, texts)), found)
+        assert calls and {name for name, _ in calls} == {"now"}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a number": ({"tools": [3]}, r"tools\[0\]: 3 is not a function"),
+    "another kind": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
+    "no name": ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\].function.name"),
+    "a list": ({"tools": [function("f", [1])]}, r"tools\[0\].function.parameters"),
+    "an unknown choice": ({"tools": GIVEN, "tool_choice": "often"}, "tool_choice: 'often' is not"),
+    "an unknown tool": (
+        {"tools": GIVEN, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice: 'g' is none of the tools",
+    ),
+    "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_name_the_field(case: str) -> None:
+    given, message = WRONG[case]
+    with pytest.raises(InvalidArgument, match=message):
+        tools.take(given)
+
+
+def test_choices() -> None:
+    assert tools.take({"tools": GIVEN, "tool_choice": "none"}) is None
+    assert tools.take({"tools": [], "tool_choice": "auto"}) is None
+    conversation = {"tools": GIVEN, "parallel_tool_calls": False}
+    free = tools.take(conversation)
+    assert free is not None and not free.constrained and not free.parallel
+    assert conversation == {"tools": GIVEN}
+    some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    for choice in (
+        {"type": "allowed_tools", "allowed_tools": some},
+        {"type": "allowed_tools", **some},
+    ):
+        found = tools.take({"tools": GIVEN, "tool_choice": choice})
+        assert found is not None and found.required
+        assert [tool.name for tool in found.tools] == ["now"]
+
+
+def test_calls_in_no_known_format() -> None:
+    formats = tools.MessageFormats("none", "none", tokenizer())
+    assert formats.format(None, "") is None
+    with pytest.raises(InvalidArgument, match=r"tools: .* set tool_parser"):
+        formats.format(tools.take({"tools": GIVEN}), "")
+    assert formats.format(tools.take({"tools": GIVEN, "tool_choice": "required"}), "") is not None

@@ -1,0 +1,410 @@
+"""The backend `vllm` with a fake engine; `make test-vllm` runs the same doors with vLLM itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc.credit import FIRST_CREDIT
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.arrays import NUMPY, decode_bytes
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    RequestedOutput,
+    pack_inference,
+    unpack_inferred,
+)
+from shmserve.workers.backends.vllm import VllmBackend, devices_of, families
+from shmserve.workers.backends.vllm.answers import Answer
+from shmserve.workers.backends.vllm.engine import Arguments, Call, VllmEngine
+from tests.rigs.stream_rig import Streams
+from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
+from tests.support.waiting import until
+
+
+def sample(text: str = "", tokens: Sequence[int] = (), **more: Any) -> SimpleNamespace:
+    """A part of a sample, as vLLM's `CompletionOutput`."""
+    plain = {"index": 0, "finish_reason": None, "logprobs": None, "cumulative_logprob": None}
+    return SimpleNamespace(text=text, token_ids=list(tokens), **{**plain, **more})
+
+
+def output(*samples: SimpleNamespace, finished: bool = False, **more: Any) -> SimpleNamespace:
+    """A part of a request, as vLLM's `RequestOutput`."""
+    plain = {"prompt_token_ids": [7, 8, 9], "num_cached_tokens": 2, "prompt_logprobs": None}
+    return SimpleNamespace(outputs=list(samples), finished=finished, **{**plain, **more})
+
+
+class Refused(Exception):
+    """An error that the fake engine has for a request."""
+
+
+class FakeEngine:
+    """An engine whose outputs are set by the test; `aborted` are the calls that were closed."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.outputs: list[Any] = []
+        self.pause = asyncio.Event()
+        self.calls: list[tuple[Mapping[str, Any], bool, bool]] = []
+        self.priorities: list[int] = []
+        self.aborted = self.taken = 0
+        self.ended = False
+
+    async def call(self, given: Mapping[str, Any], openai: bool, message: bool) -> Call:
+        self.calls.append((given, openai, message))
+        if given["parameters"].get("temperature", 0) < 0:
+            raise Refused("temperature")
+        return Call(given.get("text_input"), None, text="")
+
+    async def generate(self, call: Call, request_id: str, priority: int) -> AsyncIterator[Any]:
+        self.priorities.append(priority)
+        try:
+            for each in self.outputs:
+                if each is None:
+                    await self.pause.wait()
+                elif isinstance(each, Exception):
+                    raise each
+                else:
+                    self.taken += 1
+                    yield each
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
+            raise
+
+    @staticmethod
+    def refusal(error: BaseException) -> ShmserveError | None:
+        return InvalidArgument(f"{error}: refused") if isinstance(error, Refused) else None
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+class Model(Streams):
+    """A model of the backend with a fake engine."""
+
+    def __init__(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(made)
+        self.engine = FakeEngine()
+        folder = made.context.version_dir
+        (folder / "model.json").write_text('{"model": "m", "tool_call_parser": "hermes"}')
+
+        async def start(arguments: Arguments) -> Any:
+            self.arguments = arguments
+            return self.engine
+
+        monkeypatch.setattr(VllmEngine, "start", start)
+        self.backend = VllmBackend(made.context)
+        base = {"name": "m", "backend": "vllm", "max_batch_size": 0, "parameters": {}}
+        self.config = self.backend.complete_config(base)
+        self.rig.serve(self.backend, self.config)
+
+    def ask(
+        self, given: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **work: Any
+    ) -> None:
+        """Begin a request."""
+        tensors = []
+        for name, value in given.items():
+            kind = {bool: np.bool_, int: np.int32}.get(type(value), np.object_)
+            raw = value.encode() if isinstance(value, str) else value
+            tensors.append(tensor(name, np.array([raw], kind)))
+        requested = tuple(RequestedOutput(name) for name in outputs)
+        packed = pack_inference(Inference(tuple(tensors), requested))
+        self.rig.execute([m.Work(key, CLIENT_PID, *packed, f"id-{key}", **work)])
+
+    def tell(self, message: Any) -> None:
+        """Send a message of the scheduler, which the pumping thread reads."""
+        self.rig.scheduler.post(self.rig._peer, message)
+        self.rig.scheduler.flush()
+
+    def _show(self, message: Any, key: int) -> Iterator[Any]:
+        if not isinstance(message, m.ExecutionResponded) or message.key != key:
+            return
+        if message.code:
+            yield message.message
+        elif message.schema:
+            found = {}
+            for each in unpack_inferred(message.schema, message.data).outputs:
+                assert isinstance(each.data, bytes)
+                if each.datatype == "BYTES":
+                    array = decode_bytes(memoryview(each.data), each.shape, each.name, "m")
+                    found[each.name] = [text.decode() for text in array.ravel()]
+                else:
+                    found[each.name] = np.frombuffer(each.data, NUMPY[each.datatype]).tolist()
+            yield found
+        if message.final:
+            yield "end"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    with rig(tmp_path) as made:
+        model = Model(made, monkeypatch)
+        with model.pumping():
+            yield model
+        model.backend.unload()
+        assert model.engine.ended
+
+
+# --- requests
+
+
+def test_a_stream_has_the_text_of_each_output(model: Model) -> None:
+    model.engine.outputs = [
+        output(sample("Hel", [1, 2])),
+        output(sample("lo", [3], finish_reason="stop"), finished=True, prompt_token_ids=None),
+    ]
+    model.ask({"text_input": "hi", "stream": True, "sampling_parameters": '{"top_k": 1}'})
+    assert model.responses(1) == [{"text_output": ["Hel"]}, {"text_output": ["lo"]}, "end"]
+    ((given, openai, message),) = model.engine.calls
+    assert given["text_input"] == "hi"
+    assert given["parameters"] == {"top_k": 1, "stream": True}
+    assert not openai
+    assert not message
+
+
+def test_outputs_of_the_openai_doors(model: Model) -> None:
+    model.engine.outputs = [
+        output(sample("a", [1]), sample("b", [2, 3], index=1)),
+        output(sample("c", [4], finish_reason="length"), prompt_token_ids=None),
+        output(sample("", [], index=1, finish_reason="stop"), finished=True),
+    ]
+    wanted = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
+    model.ask({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, wanted)
+    one, two, three, end = model.responses(1)
+    assert end == "end"
+    assert one["text_output"] == ["a", "b"]
+    assert one["index"] == [0, 1]
+    assert one["token_ids"] == [1, 2, 3]
+    assert one["prompt_token_ids"] == [7, 8, 9]
+    assert one["usage"] == [""]
+    assert two["finish_reason"] == ["length"]
+    assert two["prompt_token_ids"] == []
+    assert three["finish_reason"] == ["stop"]
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2, "samples": [2, 2]}
+    assert json.loads(three["usage"][0]) == usage
+    assert model.engine.calls[0][1:] == (True, False)
+
+
+def test_outputs_of_triton_s_backend(model: Model) -> None:
+    step = {5: SimpleNamespace(logprob=-0.5, rank=1, decoded_token="x")}
+    model.engine.outputs = [
+        output(sample("x", [5], logprobs=[step], cumulative_logprob=-0.5)),
+        output(sample("", [], finish_reason="stop"), finished=True),
+    ]
+    flags = ("finish_reason", "cumulative_logprob", "num_input_tokens", "num_output_tokens")
+    asked = {f"return_{name}": True for name in (*flags, "logprobs")}
+    model.ask({"text_input": "hi", "stream": True, **asked})
+    first, last, _ = model.responses(1)
+    assert first["finish_reason"] == ["None"]
+    assert last["finish_reason"] == ["stop"]
+    assert first["cumulative_logprob"] == [-0.5]
+    assert (first["num_input_tokens"], first["num_output_tokens"]) == ([3], [1])
+    told = [{"5": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
+    assert json.loads(first["logprobs"][0]) == told
+    assert last["logprobs"] == ["null"]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"text_input": "hi", "image": "..."}, "image: it is not supported"),
+        ({"text_input": "hi", "embedding_request": "{}"}, "embedding_request: it is not"),
+        ({"text_input": "hi", "sampling_parameters": "["}, "sampling_parameters: "),
+        (
+            {"text_input": "hi", "sampling_parameters": '{"temperature": -1}'},
+            "temperature: refused",
+        ),
+    ],
+)
+def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> None:
+    model.ask(given)
+    told, end = model.responses(1)
+    assert told.startswith(problem)
+    assert end == "end"
+
+
+def test_an_unexpected_error_fails_only_its_request(model: Model) -> None:
+    model.engine.outputs = [output(sample("a", [1])), RuntimeError("broken")]
+    model.ask({"text_input": "hi"})
+    first, error, end = model.responses(1)
+    assert first == {"text_output": ["a"]}
+    assert "RuntimeError: broken" in error
+    assert end == "end"
+    assert model.backend.is_ready()
+
+
+def test_a_priority_is_passed_on(model: Model) -> None:
+    model.engine.outputs = [output(sample("a", [1], finish_reason="stop"), finished=True)]
+    model.ask({"text_input": "hi"}, priority=3)
+    model.responses(1)
+    assert model.engine.priorities == [3]
+
+
+# --- clients that leave or do not read
+
+
+def test_a_cancelled_request_is_aborted(model: Model) -> None:
+    model.engine.outputs = [output(sample("a", [1])), None]
+    model.ask({"text_input": "hi"})
+    assert model.responses(1, 1) == [{"text_output": ["a"]}]
+    model.tell(m.CancelExecution(1))
+    assert model.responses(1)[-1] == "end"
+    until("the engine aborts it", lambda: model.engine.aborted == 1)
+
+
+def test_outputs_are_not_read_from_the_engine_without_credit(model: Model) -> None:
+    model.engine.outputs = [output(sample("a", [1])) for _ in range(FIRST_CREDIT + 20)]
+    model.ask({"text_input": "hi"})
+    assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
+    assert model.engine.taken <= FIRST_CREDIT + 1
+    model.tell(m.CreditExecution(1, 20))
+    assert len(model.responses(1)) == FIRST_CREDIT + 20 + 1
+
+
+# --- the engine's end
+
+
+def test_a_dead_engine_ends_the_worker(model: Model) -> None:
+    model.engine.outputs = [output(sample("a", [1])), None, RuntimeError("dead")]
+    model.ask({"text_input": "hi"})
+    model.responses(1, 1)
+    model.engine.errored = True
+    assert not model.backend.is_ready()
+    inbox = model.rig.context.control.inbox
+    until("the main loop is told", lambda: len(inbox) == 1)
+    assert isinstance(inbox.pop(), Exception)
+
+
+# --- metrics
+
+
+def test_metrics_of_prometheus() -> None:
+    registry = CollectorRegistry()
+    names: dict[str, Any] = {"labelnames": ["model_name"], "registry": registry}
+    Counter("vllm:tokens", "Tokens.", **names).labels("m").inc(3)
+    Gauge("vllm:running", "Running.", **names).labels("m").set(2)
+    times = Histogram("vllm:time", "Time.", buckets=[1, 2], **names).labels("m")
+    for value in (0.5, 0.6, 1.5, 9):
+        times.observe(value)
+    samples = [
+        (each.name, each.documentation, each.type.upper(), *part[:3])
+        for each in registry.collect()
+        for part in each.samples
+        if not part.name.endswith("_created")
+    ]
+    counter, gauge, histogram = families(samples, "1")
+    labels = (("model_name", "m"), ("version", "1"))
+    assert counter == ["vllm:tokens_total", "Tokens.", "COUNTER", [[labels, [3.0], []]]]
+    assert gauge[:3] == ["vllm:running", "Running.", "GAUGE"]
+    assert gauge[3][0][1][0] == 2
+    assert histogram[3] == [[labels, [pytest.approx(11.6), 2, 1, 1], [1.0, 2.0]]]
+
+
+# --- answers
+
+
+def likeliest(token: int, logprob: float, rank: int) -> SimpleNamespace:
+    return SimpleNamespace(logprob=logprob, rank=rank, decoded_token=f"<{token}>")
+
+
+def test_logprobs_of_an_echoed_prompt() -> None:
+    call = Call(None, None, text="ab", top=1, prompt_top=1)
+    answer = Answer(call, ["text_output", "logprobs"], [], stream=False)
+    found = output(
+        sample("c", [3], finish_reason="stop", logprobs=[{3: likeliest(3, -1.0, 1)}]),
+        finished=True,
+        prompt_token_ids=[1, 2],
+        prompt_logprobs=[None, {2: likeliest(2, float("-inf"), 5), 4: likeliest(4, -0.1, 1)}],
+    )
+    made = {each.name: each.data[0] for each in answer.outputs(found)}
+    assert made["text_output"] == b"abc"
+    told = json.loads(made["logprobs"])
+    first, second, third = told["content"]
+    assert first["logprob"] is None
+    assert second["logprob"] == -9999.0
+    assert [each["token_id"] for each in second["top_logprobs"]] == [4]
+    assert (third["token"], third["logprob"], third["text_offset"]) == ("<3>", -1.0, 3)
+    assert told["prompt"][0] is None
+    assert told["prompt"][1]["rank"] == 5
+
+
+def test_only_the_prompt() -> None:
+    call = Call(None, None, text="ab", only_prompt=True)
+    answer = Answer(call, ["text_output", "finish_reason", "usage"], [], stream=False)
+    found = output(sample("c", [3], finish_reason="length"), finished=True)
+    made = {each.name: each.data[0] for each in answer.outputs(found)}
+    assert (made["text_output"], made["finish_reason"]) == (b"ab", b"length")
+    assert json.loads(made["usage"])["completion_tokens"] == 0
+
+
+# --- configuration
+
+
+def test_the_configuration_is_completed(model: Model) -> None:
+    names = {each["name"] for each in model.config["input"]}
+    assert names >= {"text_input", "messages", "input_ids", "return_logprobs", "image"}
+    outputs = [each["name"] for each in model.config["output"]]
+    assert outputs[-1] == "message"  # model.json has a parser
+    assert model.config["model_transaction_policy"] == {"decoupled": True}
+    assert model.arguments.server == {"tool_call_parser": "hermes"}
+    assert model.arguments.engine == {"model": "m", "served_model_name": "m"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "unable to find '1/model.json'"),
+        ("{", "model.json: it is not JSON"),
+        ("[]", "model.json: found [], allowed is an object"),
+        ("{}", "model.json: model: it is missing"),
+    ],
+)
+def test_a_wrong_file(tmp_path: Path, text: str | None, problem: str) -> None:
+    folder = tmp_path / "1"
+    folder.mkdir()
+    if text is not None:
+        (folder / "model.json").write_text(text)
+    with pytest.raises(InvalidArgument, match=problem.replace("[", r"\[").replace("]", r"\]")):
+        Arguments.read(folder, "m")
+
+
+def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
+    folder = tmp_path / "1"
+    (folder / "weights").mkdir(parents=True)
+    given = {"model": "weights", "enforce_eager": "true", "disable_log_requests": "true"}
+    (folder / "model.json").write_text(json.dumps({**given, "enable_lora": True}))
+    (folder / "multi_lora.json").write_text('{"alpaca": "/a"}')
+    found = Arguments.read(folder, "m")
+    engine = {"model": str(folder / "weights"), "enforce_eager": True, "enable_lora": True}
+    assert found.engine == {**engine, "served_model_name": "m"}
+    assert found.adapters == {"alpaca": "/a"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "given", "expected"),
+    [
+        ("GPU", 1, "", "1"),
+        ("GPU", 2, "", "KIND_GPU is for engines on one GPU"),
+        ("MODEL", 2, "2, 3", "2,3"),
+        ("MODEL", 1, "", ""),
+    ],
+)
+def test_devices(kind: str, count: int, given: str, expected: str) -> None:
+    parameters = {"GPU_DEVICE_IDS": {"string_value": given}} if given else {}
+    spec = ModelSpec.of({"name": "m", "parameters": parameters})
+    context: Any = SimpleNamespace(kind=kind, device_id=1)
+    if expected.startswith("KIND"):
+        with pytest.raises(InvalidArgument, match=expected):
+            devices_of(context, spec, count)
+    else:
+        assert devices_of(context, spec, count) == expected
