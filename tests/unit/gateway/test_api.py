@@ -133,6 +133,7 @@ SCOPES = {
     "/openapi.json": "metadata",
     "/docs": "metadata",
     "/completions": "inference",
+    "/responses": "inference",
     "/embeddings": "inference",
 }
 
