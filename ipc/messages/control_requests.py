@@ -313,7 +313,7 @@ class WithdrawMemory:
 
 Answer = Answered | Refused
 LoadRequest = LoadModel | UnloadModel
-AdminRequest = LoadRequest | IndexRepository | ChangeLogging | ChangeTracing
+AdminRequest = LoadRequest | IndexRepository | NameModels | ChangeLogging | ChangeTracing
 RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
 RegionUse = RegionReleased | RegionAbandoned
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace

@@ -28,7 +28,7 @@ from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
 
-_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.AskReady | m.NameModels
+_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.AskReady
 _Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 
