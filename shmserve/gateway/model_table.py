@@ -59,8 +59,9 @@ class GatewayModel:
             engine = EngineSettings.of(json.loads(published.config.parameters.get(PARAMETER, "{}")))
         self.max_model_len = engine.max_model_len or None
         self.aliases = list(engine.aliases)
-        # Whether texts may have reasoning to split.
-        self.reasons = engine.reasoning_parser not in ("", "none")
+        # Texts may have reasoning to split. An engine of vLLM has the output only with a parser.
+        reasons = engine.reasoning_parser not in ("", "none")
+        self.reasons = reasons or published.config.backend == "vllm"
 
 
 _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors

@@ -183,3 +183,32 @@ def test_a_body_may_be_compressed(encoding: str, pack: Any) -> None:
 def test_a_body_is_a_json_object(raw: bytes) -> None:
     with pytest.raises(InvalidArgument, match="JSON"):
         read_body(raw, Content_Length=str(len(raw)))
+
+
+def test_a_chat_with_reasoning_and_calls() -> None:
+    choices = Choices(CHAT, "m", 1)
+    head = {"index": 0, "id": "c", "name": "f", "arguments": "{"}
+    messages: list[dict[str, Any]] = [
+        {"reasoning": "hm"},
+        {"tool_calls": [head]},
+        {"tool_calls": [{"index": 0, "arguments": "}"}]},
+    ]
+    chunks = [choices.add(0, Delta(0, "", message=message)) for message in messages]
+    chunks.append(choices.add(0, Delta(0, "", "stop", message={})))
+    thought = {"reasoning_content": "hm", "reasoning": "hm"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    assert [chunk["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": "", **thought},
+        {"tool_calls": [{"index": 0, **call}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
+        {},
+    ]
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+    (choice,) = choices.whole()["choices"]
+    call["function"] = {"name": "f", "arguments": "{}"}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        **thought,
+        "tool_calls": [call],
+    }

@@ -55,14 +55,16 @@ class FakeEngine:
         self.errored = False
         self.outputs: list[Any] = []
         self.pause = asyncio.Event()
-        self.calls: list[tuple[Mapping[str, Any], bool, bool]] = []
+        self.calls: list[tuple[dict[str, Any], bool, bool]] = []
         self.priorities: list[int] = []
         self.aborted = self.taken = 0
         self.ended = False
 
-    async def call(self, given: Mapping[str, Any], openai: bool, message: bool) -> Call:
-        self.calls.append((given, openai, message))
-        if given["parameters"].get("temperature", 0) < 0:
+    async def call(
+        self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+    ) -> Call:
+        self.calls.append((parameters, echoes, openai))
+        if parameters.get("temperature", 0) < 0:
             raise Refused("temperature")
         return Call(given.get("text_input"), None, text="")
 
@@ -165,11 +167,7 @@ def test_a_stream_has_the_text_of_each_output(model: Model) -> None:
     ]
     model.ask({"text_input": "hi", "stream": True, "sampling_parameters": '{"top_k": 1}'})
     assert model.responses(1) == [{"text_output": ["Hel"]}, {"text_output": ["lo"]}, "end"]
-    ((given, openai, message),) = model.engine.calls
-    assert given["text_input"] == "hi"
-    assert given["parameters"] == {"top_k": 1, "stream": True}
-    assert not openai
-    assert not message
+    assert model.engine.calls == [({"top_k": 1, "stream": True, "echo": False}, False, False)]
 
 
 def test_outputs_of_the_openai_doors(model: Model) -> None:
@@ -180,11 +178,11 @@ def test_outputs_of_the_openai_doors(model: Model) -> None:
     ]
     wanted = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
     model.ask({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, wanted)
-    one, two, three, end = model.responses(1)
+    one, other, two, three, end = model.responses(1)
     assert end == "end"
-    assert one["text_output"] == ["a", "b"]
-    assert one["index"] == [0, 1]
-    assert one["token_ids"] == [1, 2, 3]
+    assert (one["text_output"], other["text_output"]) == (["a"], ["b"])
+    assert (one["index"], other["index"]) == ([0], [1])
+    assert (one["token_ids"], other["token_ids"]) == ([1], [2, 3])
     assert one["prompt_token_ids"] == [7, 8, 9]
     assert one["usage"] == [""]
     assert two["finish_reason"] == ["length"]
@@ -192,7 +190,7 @@ def test_outputs_of_the_openai_doors(model: Model) -> None:
     assert three["finish_reason"] == ["stop"]
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2, "samples": [2, 2]}
     assert json.loads(three["usage"][0]) == usage
-    assert model.engine.calls[0][1:] == (True, False)
+    assert model.engine.calls[0][1:] == (False, True)
 
 
 def test_outputs_of_triton_s_backend(model: Model) -> None:
@@ -318,7 +316,7 @@ def likeliest(token: int, logprob: float, rank: int) -> SimpleNamespace:
 
 
 def test_logprobs_of_an_echoed_prompt() -> None:
-    call = Call(None, None, text="ab", top=1, prompt_top=1)
+    call = Call(None, None, text="ab", first="<1>", top=1, prompt_top=1)
     answer = Answer(call, ["text_output", "logprobs"], [], stream=False)
     found = output(
         sample("c", [3], finish_reason="stop", logprobs=[{3: likeliest(3, -1.0, 1)}]),
@@ -326,14 +324,14 @@ def test_logprobs_of_an_echoed_prompt() -> None:
         prompt_token_ids=[1, 2],
         prompt_logprobs=[None, {2: likeliest(2, float("-inf"), 5), 4: likeliest(4, -0.1, 1)}],
     )
-    made = {each.name: each.data[0] for each in answer.outputs(found)}
+    made = {each.name: each.data[0] for each in answer.responses(found)[0]}
     assert made["text_output"] == b"abc"
     told = json.loads(made["logprobs"])
     first, second, third = told["content"]
-    assert first["logprob"] is None
+    assert (first["token"], first["logprob"]) == ("<1>", None)
     assert second["logprob"] == -9999.0
     assert [each["token_id"] for each in second["top_logprobs"]] == [4]
-    assert (third["token"], third["logprob"], third["text_offset"]) == ("<3>", -1.0, 3)
+    assert (third["token"], third["logprob"], third["text_offset"]) == ("<3>", -1.0, 6)
     assert told["prompt"][0] is None
     assert told["prompt"][1]["rank"] == 5
 
@@ -342,7 +340,7 @@ def test_only_the_prompt() -> None:
     call = Call(None, None, text="ab", only_prompt=True)
     answer = Answer(call, ["text_output", "finish_reason", "usage"], [], stream=False)
     found = output(sample("c", [3], finish_reason="length"), finished=True)
-    made = {each.name: each.data[0] for each in answer.outputs(found)}
+    made = {each.name: each.data[0] for each in answer.responses(found)[0]}
     assert (made["text_output"], made["finish_reason"]) == (b"ab", b"length")
     assert json.loads(made["usage"])["completion_tokens"] == 0
 
@@ -391,20 +389,21 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "given", "expected"),
+    ("kind", "size", "given", "expected"),
     [
         ("GPU", 1, "", "1"),
-        ("GPU", 2, "", "KIND_GPU is for engines on one GPU"),
+        ("GPU", 2, "", "instance_group: with tensor_parallel_size, the kind has to be KIND_MODEL"),
         ("MODEL", 2, "2, 3", "2,3"),
         ("MODEL", 1, "", ""),
     ],
 )
-def test_devices(kind: str, count: int, given: str, expected: str) -> None:
+def test_devices(kind: str, size: int, given: str, expected: str) -> None:
     parameters = {"GPU_DEVICE_IDS": {"string_value": given}} if given else {}
     spec = ModelSpec.of({"name": "m", "parameters": parameters})
     context: Any = SimpleNamespace(kind=kind, device_id=1)
-    if expected.startswith("KIND"):
+    arguments = {"tensor_parallel_size": size}
+    if expected.startswith("instance_group"):
         with pytest.raises(InvalidArgument, match=expected):
-            devices_of(context, spec, count)
+            devices_of(context, spec, arguments)
     else:
-        assert devices_of(context, spec, count) == expected
+        assert devices_of(context, spec, arguments) == expected

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, meta, nodes
@@ -19,6 +18,7 @@ from shmserve.errors import InvalidArgument, clip
 # Variables that have to be in the template if a request has them.
 _NEEDED = ("documents", "reasoning_effort")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_JSON = ("ensure_ascii", "indent", "separators", "sort_keys")  # arguments of `tojson`
 _TESTS = ("string", "iterable", "sequence", "mapping")
 _END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to be continued
 
@@ -52,7 +52,7 @@ class ChatTemplate:
             extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
         )
         self._environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        self._environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        self._environment.filters["tojson"] = _to_json
         self._compiled: dict[str, _Compiled] = {}
 
     def render(self, given: Mapping[str, Any]) -> str:
@@ -109,12 +109,12 @@ class ChatTemplate:
 
 
 class _Compiled(NamedTuple):
-    """A template, and what it knows.
+    """A compiled template and its properties.
 
     Attributes:
         iterates: Whether it iterates over the parts of a content.
         distinguishes: Whether it distinguishes a content of parts from a text.
-        developer: Whether it knows the role of that name; otherwise that role is "system".
+        developer: Whether it has the role `developer`; otherwise that role becomes `system`.
         variables: The names of its variables.
     """
 
@@ -233,3 +233,8 @@ def _refuse(message: str) -> NoReturn:
 
 def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
+
+
+def _to_json(value: Any, *given: Any, **named: Any) -> str:
+    settings = dict(zip(_JSON, given, strict=False)) | named
+    return json.dumps(value, **{"ensure_ascii": False, **settings})

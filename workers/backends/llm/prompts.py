@@ -123,7 +123,7 @@ class PromptReader:
         Raises:
             InvalidArgument: An input or a parameter is wrong.
         """
-        settings, echoes = _settings(request, given)
+        settings, echoes = merged_parameters(request, given)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
         scores = echoes and parameters.logprobs >= 0 and "messages" not in given
         message, frame = None, ""
@@ -311,7 +311,7 @@ class PromptReader:
         )
 
 
-def _settings(request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+def merged_parameters(request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs.
 
     Returns:

@@ -14,7 +14,6 @@ that a draft model has drawn is accepted by rejection sampling (Leviathan et al.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -333,19 +332,22 @@ def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]
 
 
 class Grammars:
-    """A factory of matchers for one tokenizer. Its library is imported at the first use."""
+    """A factory of matchers for one tokenizer.
+
+    Its library reads a large vocabulary for seconds, with the GIL held. A factory is therefore
+    created before there are streams.
+    """
 
     def __init__(self, tokenizer_text: str, vocabulary: int, ends: tuple[int, ...]) -> None:
-        self._text = tokenizer_text
-        self._vocabulary = vocabulary
-        self._ends = ends
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
         import llguidance
 
+        self._ends, self._tokenizer, self._error = ends, None, ""
         wrapped: Any = llguidance.LLTokenizer  # its type hints lack the list of ends
-        return wrapped(self._text, n_vocab=self._vocabulary, eos_token=list(self._ends))
+        try:
+            if ends:
+                self._tokenizer = wrapped(tokenizer_text, n_vocab=vocabulary, eos_token=[*ends])
+        except ValueError as error:
+            self._error = str(error)
 
     def matcher(self, grammar: tuple[str, str], frame: str = "") -> Any:
         """Return a new matcher of a grammar (kind, text), which is `body` in the grammar `frame`.
@@ -365,6 +367,8 @@ class Grammars:
             "grammar": _lark,
         }
         try:
+            if self._error:
+                raise ValueError(self._error)
             made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
             if not made.get_error():
                 made.compute_bitmask()  # finds grammars that allow no text

@@ -22,7 +22,13 @@ from shmserve.workers.backends.llm.message_parsers import (
 )
 
 # The separators of json.dumps and of templates, which models have seen in training.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Formats without an implementation are annotations, as in other grammars.
+_OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": True,
+}
 
 
 class Tool(NamedTuple):
@@ -81,7 +87,7 @@ class Lark:
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
-        spaced = {**schema, "x-guidance": {**_SPACING, **schema.get("x-guidance", {})}}
+        spaced = {**schema, "x-guidance": {**_OPTIONS, **schema.get("x-guidance", {})}}
         return f"%json {json.dumps(spaced)}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:

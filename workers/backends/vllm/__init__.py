@@ -10,18 +10,18 @@ answers.py    from the engine's outputs to responses
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from prometheus_client import REGISTRY
 
-from shmserve.errors import Cancelled, InvalidArgument, Unavailable, Unsupported, clip
+from shmserve.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import (
     Backend,
@@ -30,7 +30,8 @@ from shmserve.workers.backends import (
     Response,
     ResponseStream,
 )
-from shmserve.workers.backends.vllm.answers import FLAGS, Answer
+from shmserve.workers.backends.llm.prompts import given_inputs, merged_parameters
+from shmserve.workers.backends.vllm.answers import FLAGS, OUTPUTS, Answer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
 from shmserve.workers.batch.response_stream import MOST_WAIT_S
 from shmserve.workers.user_code import EventLoopThread
@@ -41,40 +42,18 @@ _PERIOD_S = 0.5  # between checks of the engine and reports of its metrics
 _CANCELLED = Cancelled("request cancelled")
 # vLLM's own names, which begin in this way.
 _METRICS = "vllm:"
+_SINGLE = ("num_input_tokens", "usage")  # outputs of the whole request
 
 
-def _tensor(name: str, data_type: str, size: int = 1, **more: Any) -> dict[str, Any]:
-    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **more}
+_INPUTS = (
+    *("text_input STRING 1", "input_ids INT32 -1", "messages STRING 1", "image STRING -1"),
+    *("stream BOOL 1", "sampling_parameters STRING 1", "exclude_input_in_output BOOL 1"),
+    *("embedding_request STRING 1", *(f"return_{name} BOOL 1" for name in FLAGS)),
+)
 
 
-_INPUTS = [
-    _tensor("text_input", "STRING", optional=True),
-    _tensor("input_ids", "INT32", -1, optional=True),
-    _tensor("messages", "STRING", optional=True),
-    _tensor("image", "STRING", -1, optional=True),
-    _tensor("stream", "BOOL", optional=True),
-    _tensor("sampling_parameters", "STRING", optional=True),
-    _tensor("exclude_input_in_output", "BOOL", optional=True),
-    *(_tensor(f"return_{name}", "BOOL", optional=True) for name in FLAGS),
-    _tensor("embedding_request", "STRING", optional=True),
-]
-_OUTPUTS = [
-    _tensor("text_output", "STRING", -1),
-    _tensor("index", "INT32", -1),
-    _tensor("token_ids", "INT32", -1),
-    _tensor("prompt_token_ids", "INT32", -1),
-    _tensor("finish_reason", "STRING", -1),
-    _tensor("cumulative_logprob", "FP32", -1),
-    _tensor("logprobs", "STRING", -1),
-    _tensor("num_input_tokens", "UINT32"),
-    _tensor("num_output_tokens", "UINT32", -1),
-    _tensor("usage", "STRING"),
-]
-_MESSAGE = _tensor("message", "STRING", -1)
-
-
-class EngineDied(Exception):
-    """An error of an engine that has ended. Its worker ends, too, and is restarted."""
+def _tensor(name: str, kind: str, size: str) -> dict[str, Any]:
+    return {"name": name, "data_type": f"TYPE_{kind}", "dims": [int(size)]}
 
 
 class VllmBackend(Backend):
@@ -93,10 +72,14 @@ class VllmBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of Triton's vllm_backend and those of the OpenAI doors."""
-        arguments = self._read()
+        inputs = [{**_tensor(*each.split()), "optional": True} for each in _INPUTS]
+        outputs = [
+            _tensor(name, kind.replace("BYTES", "STRING"), "1" if name in _SINGLE else "-1")
+            for name, kind in OUTPUTS.items()
+            if name != "message" or self._read().parsed
+        ]
         completed = {**config, "model_transaction_policy": {"decoupled": True}}
-        outputs = [*_OUTPUTS, _MESSAGE] if arguments.parsed else _OUTPUTS
-        for field, known in (("input", _INPUTS), ("output", outputs)):
+        for field, known in (("input", inputs), ("output", outputs)):
             given = config.get(field) or []
             names = {each["name"] for each in given}
             completed[field] = given + [each for each in known if each["name"] not in names]
@@ -114,7 +97,7 @@ class VllmBackend(Backend):
         if not config.decoupled:
             raise InvalidArgument("model_transaction_policy: backend 'vllm' is decoupled")
         arguments = self._read()
-        devices = devices_of(self.context, config, arguments.device_count)
+        devices = devices_of(self.context, config, arguments.engine)
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
         self._engine = self._loop.wait(VllmEngine.start(arguments))
@@ -129,11 +112,14 @@ class VllmBackend(Backend):
         """Pass requests to the engine."""
         for stream in streams:
             try:
-                given = _given(stream.request)
+                given = given_inputs(stream.request, sys.maxsize)
+                parameters = merged_parameters(stream.request, given)
             except Exception as error:
                 stream.fail_raised(error)
                 continue
-            future = self._loop.run(self._serve(stream, given), partial(self._failed, stream))
+            future = self._loop.run(
+                self._serve(stream, given, *parameters), partial(self._failed, stream)
+            )
             future.add_done_callback(partial(_end_cancelled, stream))
             stream.on_cancel(future.cancel)
 
@@ -160,24 +146,34 @@ class VllmBackend(Backend):
 
     # --- in the event loop
 
-    async def _serve(self, stream: ResponseStream, given: dict[str, Any]) -> None:
+    async def _serve(
+        self,
+        stream: ResponseStream,
+        given: dict[str, Any],
+        parameters: dict[str, Any],
+        echoes: bool,
+    ) -> None:
         assert self._engine is not None
+        for name in ("image", "embedding_request"):
+            if name in given:
+                raise Unsupported(f"{name}: it is not supported, only requests for text are")
         wanted = {output.name for output in stream.request.schema.outputs}
-        call = await self._engine.call(given, "usage" in wanted, "message" in wanted)
-        work = stream.request.work
+        streams = bool(parameters.get("stream"))
+        call = await self._engine.call(given, parameters, echoes, openai="usage" in wanted)
         flags = [name for name in FLAGS if given.get(f"return_{name}")]
-        answer = Answer(call, wanted, flags, bool(given["parameters"].get("stream")))
+        answer = Answer(call, wanted, flags, streams)
         self._number += 1
-        credit = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        stream.on_credit(partial(loop.call_soon_threadsafe, credit.set))
+        work, credit = stream.request.work, asyncio.Event()
+        stream.on_credit(partial(asyncio.get_running_loop().call_soon_threadsafe, credit.set))
         async for found in self._engine.generate(call, f"shmserve-{self._number}", work.priority):
-            while not stream.may_send:
-                # Further outputs of the request are merged by vLLM until they are read.
-                credit.clear()
-                if not stream.may_send:
-                    await _wait(credit)
-            stream.send(Response(answer.outputs(found)), found.finished)
+            responses = answer.responses(found)
+            for count, outputs in enumerate(responses, 1):
+                while not stream.may_send:
+                    # vLLM merges further outputs of the request until they are read.
+                    credit.clear()
+                    if not stream.may_send:
+                        await _wait(credit)
+                stream.send(Response(outputs), found.finished and count == len(responses))
         stream.send(final=True)  # has no effect after a final response
 
     async def _watch(self) -> None:
@@ -190,7 +186,7 @@ class VllmBackend(Backend):
                 self._families = families(samples, self.context.version)
                 self.metrics_changed(True)
             await asyncio.sleep(_PERIOD_S)
-        raise EngineDied("vLLM's engine has ended")
+        raise Internal("vLLM's engine has ended")
 
     def _failed(self, stream: ResponseStream, error: BaseException) -> None:
         assert self._engine is not None
@@ -204,7 +200,7 @@ class VllmBackend(Backend):
         if not self._dead:
             self._dead = True
             logger.error("model '%s': vLLM's engine has ended", self.context.model_name)
-            self.context.control.inbox.append(EngineDied(str(error)))
+            self.context.control.inbox.append(Internal(str(error)))
             self.context.control.wake(always=True)
 
 
@@ -221,56 +217,18 @@ def _end_cancelled(stream: ResponseStream, future: Future[None]) -> None:
         stream.fail(_CANCELLED)  # ignored if the stream has ended
 
 
-def _given(request: Request) -> dict[str, Any]:
-    """Return the inputs of a request, which do not refer to its memory, and its "parameters".
-
-    Raises:
-        InvalidArgument: An input is invalid.
-        Unsupported: The request is not one for text.
-    """
-    found: dict[str, Any] = {}
-    for name, tensor in request.inputs.items():
-        values = tensor.numpy().ravel().tolist()
-        if name in ("image", "embedding_request"):
-            raise Unsupported(f"{name}: it is not supported, only requests for text are")
-        if name == "input_ids":
-            found[name] = values
-        elif tensor.datatype == "BYTES":
-            try:
-                found[name] = values[0].decode()
-            except UnicodeDecodeError:
-                raise InvalidArgument(f"{name}: {clip(repr(values[0]))} is not UTF-8") from None
-        else:
-            found[name] = values[0]
-    parameters = {**request.schema.parameters}
-    text = found.get("sampling_parameters") or parameters.pop("sampling_parameters", None)
-    try:
-        parameters |= json.loads(text or "{}")
-    except (TypeError, ValueError):
-        problem = f"sampling_parameters: {clip(repr(text))} is not a JSON object"
-        raise InvalidArgument(problem) from None
-    if "stream" in found:
-        parameters["stream"] = found["stream"]
-    excluded = parameters.pop("exclude_input_in_output", None)
-    if excluded is not None:
-        found.setdefault("exclude_input_in_output", excluded)
-    return {**found, "parameters": parameters}
-
-
-def devices_of(context: ModelContext, config: ModelSpec, count: int) -> str:
+def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str, Any]) -> str:
     """Return the numbers of the GPUs of this instance, or "" for those that vLLM selects.
 
     Raises:
         InvalidArgument: An instance on one GPU has an engine on several.
     """
-    if context.kind == "GPU":
-        if count > 1:
-            raise InvalidArgument(
-                "instance_group: KIND_GPU is for engines on one GPU; use KIND_MODEL for "
-                f"{count} of them"
-            )
-        return str(context.device_id)
-    return config.parameters.get("GPU_DEVICE_IDS", "").replace(" ", "")
+    if context.kind != "GPU":
+        return config.parameters.get("GPU_DEVICE_IDS", "").replace(" ", "")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if arguments.get(name, 1) != 1:
+            raise InvalidArgument(f"instance_group: with {name}, the kind has to be KIND_MODEL")
+    return str(context.device_id)
 
 
 # --- metrics

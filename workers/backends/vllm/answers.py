@@ -1,4 +1,4 @@
-"""The outputs of a response, from an output of vLLM's engine."""
+"""The outputs of responses, from the outputs of vLLM's engine."""
 
 from __future__ import annotations
 
@@ -9,29 +9,36 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal
+from shmserve.ipc.tensors.arrays import STORED
 from shmserve.workers.backends import Output
 from shmserve.workers.backends.vllm.engine import Call, Parser
 
-FLAGS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
-_KINDS: Mapping[str, Any] = {
-    "BYTES": np.object_,
-    "INT32": np.int32,
-    "UINT32": np.uint32,
-    "FP32": np.float32,
+OUTPUTS: Mapping[str, str] = {
+    "text_output": "BYTES",
+    "index": "INT32",
+    "token_ids": "INT32",
+    "prompt_token_ids": "INT32",
+    "finish_reason": "BYTES",
+    "cumulative_logprob": "FP32",
+    "logprobs": "BYTES",
+    "num_input_tokens": "UINT32",
+    "num_output_tokens": "UINT32",
+    "usage": "BYTES",
+    "message": "BYTES",
 }
+# The outputs that clients of Triton's vllm_backend request by inputs, such as return_logprobs.
+FLAGS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Answer:
     """The responses to one request.
 
-    In stream mode a response has the new text of one sample, and otherwise the whole text of all.
-
     Args:
         call: The request.
         wanted: The names of the outputs; empty: the text.
-        flags: The names of `FLAGS` that are requested in the form of Triton's vllm_backend.
-        stream: Whether the request has several responses.
+        flags: The names of `FLAGS` that are requested by inputs.
+        stream: Whether a response has the new text of one sample, or the whole text of all.
     """
 
     def __init__(
@@ -41,91 +48,87 @@ class Answer:
         self._wanted = {*(wanted or ("text_output",)), *flags}
         self._flags = flags
         self._stream = stream
-        self._prompt: list[int] | None = None
+        self._prompt: list[int] = []
         self._cached = 0
         self._counts: dict[int, int] = {}  # the number of tokens by sample
         self._offsets: dict[int, int] = {}  # the number of characters of tokens by sample
         self._parsers: dict[int, Parser] = {}
 
-    def outputs(self, found: Any) -> list[Output]:
-        """Return the requested outputs.
+    def responses(self, found: Any) -> list[list[Output]]:
+        """Return the outputs of each response.
 
         Raises:
             Internal: The engine has failed to generate a sample.
         """
-        if found.prompt_token_ids is not None and self._prompt is None:
-            self._prompt = list(found.prompt_token_ids)
+        self._prompt = self._prompt or list(found.prompt_token_ids or ())
         self._cached = self._cached or found.num_cached_tokens or 0
-        samples = found.outputs
-        if any(each.finish_reason == "error" for each in samples):
-            raise Internal("the engine has failed to generate the text")
-        first = [each for each in samples if each.index not in self._counts]
-        tokens = [[] if self._call.only_prompt else list(each.token_ids) for each in samples]
-        echoed = [self._call.text if each in first else "" for each in samples]
-        ends = ["length" if self._call.only_prompt else each.finish_reason for each in samples]
-        made: dict[str, tuple[str, Any]] = {
-            "text_output": (
-                "BYTES",
-                [
-                    (echo + ("" if self._call.only_prompt else each.text)).encode()
-                    for echo, each in zip(echoed, samples, strict=True)
-                ],
-            ),
-            "index": ("INT32", [each.index for each in samples]),
-            "token_ids": ("INT32", [token for each in tokens for token in each]),
-            "prompt_token_ids": ("INT32", (self._prompt or []) if first else []),
-            "num_input_tokens": ("UINT32", [len(self._prompt or ())]),
-            "num_output_tokens": ("UINT32", list(map(len, tokens))),
-            "cumulative_logprob": ("FP32", [each.cumulative_logprob or 0.0 for each in samples]),
+        for each in found.outputs:
+            if each.finish_reason == "error":
+                raise Internal("the engine has failed to generate the text")
+            if self._call.only_prompt:
+                each.text, each.token_ids, each.logprobs = "", [], []
+                each.finish_reason = "length"
+        groups = [[each] for each in found.outputs] if self._stream else [found.outputs]
+        last = len(groups) if found.finished else 0
+        return [self._outputs(found, each, n == last) for n, each in enumerate(groups, 1)]
+
+    def _outputs(self, found: Any, samples: Sequence[Any], ends: bool) -> list[Output]:
+        first = {each.index for each in samples} - self._counts.keys()
+        for each in samples:
+            self._counts[each.index] = self._counts.get(each.index, 0) + len(each.token_ids)
+        texts = [(self._call.text if each.index in first else "") + each.text for each in samples]
+        none = "None" if "finish_reason" in self._flags else ""
+        made: dict[str, Iterable[Any]] = {
+            "text_output": map(str.encode, texts),
+            "index": [each.index for each in samples],
+            "token_ids": [token for each in samples for token in each.token_ids],
+            "prompt_token_ids": self._prompt if first else (),
+            "finish_reason": [(each.finish_reason or none).encode() for each in samples],
+            "cumulative_logprob": [each.cumulative_logprob or 0.0 for each in samples],
+            "num_input_tokens": [len(self._prompt)],
+            "num_output_tokens": [len(each.token_ids) for each in samples],
+            "usage": [self._usage() if ends else b""],
         }
-        plain = map(str, ends) if "finish_reason" in self._flags else (end or "" for end in ends)
-        made["finish_reason"] = "BYTES", [end.encode() for end in plain]
         if "logprobs" in self._flags:
-            made["logprobs"] = "BYTES", [_plain_logprobs(each.logprobs) for each in samples]
+            made["logprobs"] = [_plain_logprobs(each.logprobs) for each in samples]
         elif "logprobs" in self._wanted:
-            texts = [self._logprobs(found, each, each in first) for each in samples]
-            made["logprobs"] = "BYTES", texts
+            made["logprobs"] = [
+                self._logprobs(found, each, each.index in first) for each in samples
+            ]
         if "message" in self._wanted:
-            made["message"] = "BYTES", [self._message(each) for each in samples]
-        for each, new in zip(samples, tokens, strict=True):
-            self._counts[each.index] = self._counts.get(each.index, 0) + len(new)
-        made["usage"] = "BYTES", [self._usage() if found.finished else b""]
+            made["message"] = map(self._message, samples)
         return [
-            Output(name, datatype, np.array(values, _KINDS[datatype]))
-            for name, (datatype, values) in made.items()
+            Output(name, kind, np.array(list(made[name]), STORED.get(kind, np.dtype(object))))
+            for name, kind in OUTPUTS.items()
             if name in self._wanted
         ]
 
     def _usage(self) -> bytes:
         counts = [count for _, count in sorted(self._counts.items())]
-        usage = {
-            "prompt_tokens": len(self._prompt or ()),
-            "completion_tokens": sum(counts),
-            "cached_tokens": self._cached,
-            "samples": counts,
-        }
-        return json.dumps(usage).encode()
+        prompt, cached = len(self._prompt), self._cached
+        usage = {"prompt_tokens": prompt, "completion_tokens": sum(counts), "samples": counts}
+        return json.dumps({**usage, "cached_tokens": cached}).encode()
 
     def _message(self, sample: Any) -> bytes:
         if self._call.make_parser is None:
             return json.dumps({"content": sample.text}).encode()
-        index = sample.index
-        parser = self._parsers.get(index)
+        parser = self._parsers.get(sample.index)
         if parser is None:
-            parser = self._parsers[index] = self._call.make_parser()
+            parser = self._parsers[sample.index] = self._call.make_parser()
         ended = sample.finish_reason is not None
         parts = sample.text, list(sample.token_ids), self._prompt
         return json.dumps(parser.parse(*parts, self._stream, ended)).encode()
-
-    # --- log probabilities
 
     def _logprobs(self, found: Any, sample: Any, first: bool) -> bytes:
         """Return the log probabilities in the form that the OpenAI doors read."""
         call = self._call
         prompt = _listed(self._prompt, found.prompt_logprobs) if first else []
-        pairs = [] if call.only_prompt else _listed(sample.token_ids, sample.logprobs)
-        pairs = prompt + pairs if call.text else pairs
-        content = [_scored(token, step, call.top) for token, step in pairs]
+        new = _listed(sample.token_ids, sample.logprobs)
+        content = [
+            _scored(*each, call.top) for each in (prompt if call.first is not None else []) + new
+        ]
+        if first and call.first and content:  # vLLM does not decode it
+            content[0] |= {"token": call.first, "bytes": list(call.first.encode())}
         for each in content:
             offset = each["text_offset"] = self._offsets.get(sample.index, 0)
             self._offsets[sample.index] = offset + len(each["token"])
@@ -135,13 +138,14 @@ class Answer:
         return json.dumps(told).encode()
 
 
-def _listed(
-    tokens: Sequence[int] | None, steps: Iterable[Any] | None
-) -> list[tuple[int, Mapping[int, Any] | None]]:
-    return list(zip(tokens or (), steps, strict=False)) if steps is not None else []
+Step = Mapping[int, Any]  # the log probabilities of the tokens in one place
 
 
-def _scored(token: int, step: Mapping[int, Any] | None, top: int) -> dict[str, Any]:
+def _listed(tokens: Sequence[int], steps: Iterable[Any] | None) -> list[tuple[int, Step | None]]:
+    return list(zip(tokens, steps or (), strict=False))
+
+
+def _scored(token: int, step: Step | None, top: int) -> dict[str, Any]:
     """Return the log probability of a token, and those of the likeliest tokens in its place."""
     if step is None:  # the first token of a prompt
         return {**_token(token, None), "logprob": None, "top_logprobs": None}
@@ -157,13 +161,11 @@ def _token(token: int, found: Any) -> dict[str, Any]:
     return {"token_id": token, "token": text, "logprob": value, "bytes": list(text.encode())}
 
 
-def _plain_logprobs(steps: Iterable[Mapping[int, Any]] | None) -> bytes:
+def _plain_logprobs(steps: Iterable[Step] | None) -> bytes:
     """Return log probabilities in the form of Triton's vllm_backend."""
-    if steps is None:
-        return b"null"
     names = ("logprob", "rank", "decoded_token")
     told = [
         {token: {name: getattr(each, name) for name in names} for token, each in step.items()}
-        for step in steps
+        for step in steps or ()
     ]
-    return json.dumps(told).encode()
+    return json.dumps(None if steps is None else told).encode()

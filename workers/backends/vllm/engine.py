@@ -1,8 +1,7 @@
 """vLLM's asynchronous engine: its arguments, and the calls that requests become.
 
-Only this module imports vLLM. Chats and completions are rendered, validated and parsed by the
-classes of vLLM's own server for OpenAI's API. Requests in the form of Triton's vllm_backend become
-`SamplingParams` directly.
+Only this module imports vLLM. Prompts are rendered, parameters validated and messages parsed by the
+classes of vLLM's own server for OpenAI's API.
 """
 
 from __future__ import annotations
@@ -21,80 +20,56 @@ from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 logger = logging.getLogger(__name__)
 
 FILE = "model.json"
-_ADAPTERS = "multi_lora.json"
 # Arguments of vLLM's server; the others are arguments of its engine.
-_OF_SERVER = (
-    *("tool_call_parser", "enable_auto_tool_choice", "chat_template"),
-    *("chat_template_content_format", "default_chat_template_kwargs"),
-)
-# Arguments of earlier engines, which repositories for Triton still have.
-_REMOVED = ("disable_log_requests", "engine_use_ray", "worker_use_ray", "use_v2_block_manager")
-# Defaults of environment variables that vLLM reads.
-_ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
-    "VLLM_NO_USAGE_STATS": "1",
-}
+_OF_SERVER = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
+_TOOLS = "tool_call_parser"  # of the server, too
+# Arguments without effect, which repositories for Triton have.
+_PLAIN_ARGUMENTS = ("disable_log_requests", "engine_use_ray", "enable_auto_tool_choice")
+# Defaults of environment variables. Processes are not forked, because this one has threads.
+_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
 _PROMPTS = ("text_input", "input_ids", "messages")
-# Parameters of requests that are not the engine's.
-_PLAIN = ("model", "user", "metadata", "request_id", "timeout", "stream_options", "lora_name")
+# Parameters that are read elsewhere, or have no effect.
+_PLAIN = ("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output")
+_STRUCTURED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 _UNLIMITED = 1 << 24  # tokens, in chats without a limit
-_STRUCTURED = ("json", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The contents of model.json and multi_lora.json.
+    """The contents of model.json: arguments of the engine and of vLLM's server.
 
-    Attributes:
-        engine: The arguments of the engine.
-        server: The arguments of vLLM's server.
-        adapters: The path of each LoRA adapter by its name.
+    `adapters` is multi_lora.json, the path of each LoRA adapter by its name.
     """
 
     engine: dict[str, Any]
-    server: dict[str, Any] = field(default_factory=dict)
-    adapters: dict[str, str] = field(default_factory=dict)
+    server: dict[str, Any]
+    adapters: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path, model_name: str) -> Arguments:
-        """Read the files in the folder of a version.
-
-        A relative path of a model that exists in the folder is meant; a folder with a checkpoint
-        of its own needs no path.
+        """Read the files in the folder of a version, which relative paths of models refer to.
 
         Raises:
             InvalidArgument: A file is missing, or is not a JSON object.
         """
-        given = _object(folder / FILE)
-        server = {name: given.pop(name) for name in _OF_SERVER if name in given}
-        for name in _REMOVED:
-            if given.pop(name, None) is not None:
-                logger.warning("%s: %s has no effect on this version of vLLM", FILE, name)
-        for name, value in given.items():
-            if value in ("true", "false"):
-                given[name] = value == "true"
-        model = given.get("model", "" if (folder / "config.json").exists() else None)
-        if not isinstance(model, str):
+        given = {
+            name: {"true": True, "false": False}.get(str(value), value)
+            for name, value in _object(folder / FILE).items()
+            if name not in _PLAIN_ARGUMENTS
+        }
+        server = {name: given.pop(name) for name in (*_OF_SERVER, _TOOLS) if name in given}
+        if not isinstance(given.get("model"), str):
             raise InvalidArgument(f"{FILE}: model: it is missing; a path or a name is needed")
-        for name in ("model", "tokenizer"):
-            path = folder / str(given.get(name, "" if name == "model" else "?"))
-            if path.exists():
-                given[name] = str(path)
+        if (folder / given["model"]).exists():
+            given["model"] = str(folder / given["model"])
         given.setdefault("served_model_name", model_name)
-        adapters = _object(folder / _ADAPTERS) if given.get("enable_lora") else {}
+        adapters = _object(folder / "multi_lora.json") if given.get("enable_lora") else {}
         return cls(given, server, adapters)
 
     @property
     def parsed(self) -> bool:
         """Return whether texts are parsed for reasoning or tool calls."""
-        return bool(self.engine.get("reasoning_parser") or self.server.get("tool_call_parser"))
-
-    @property
-    def device_count(self) -> int:
-        """Return the number of devices of one engine."""
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        tensor, pipeline = (int(self.engine.get(name, 1)) for name in sizes)
-        return tensor * pipeline
+        return bool(self.engine.get("reasoning_parser") or self.server.get(_TOOLS))
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -111,16 +86,15 @@ def _object(path: Path) -> dict[str, Any]:
 
 @dataclass
 class Call:
-    """A request in the form of the engine.
+    """A request in the form of the engine: a rendered prompt and sampling parameters.
 
     Attributes:
-        prompt: The prompt, rendered.
-        parameters: The sampling parameters.
         options: Further arguments of `generate`.
         text: The text of the prompt if responses begin with it, or "".
-        top: The number of likeliest tokens to report; -1: no log probabilities.
-        prompt_top: The same for the prompt.
+        first: The first token of the prompt if log probabilities begin with those of the prompt.
         only_prompt: Whether the response is the prompt, and nothing is generated.
+        top: The number of likeliest tokens to report.
+        prompt_top: The same for the prompt; -1: no log probabilities.
         make_parser: Creates the parser of a sample's message; None: texts are not parsed.
     """
 
@@ -128,9 +102,10 @@ class Call:
     parameters: Any
     options: dict[str, Any] = field(default_factory=dict)
     text: str = ""
-    top: int = -1
-    prompt_top: int = -1
+    first: str | None = None
     only_prompt: bool = False
+    top: int = 0
+    prompt_top: int = -1
     make_parser: Callable[[], Parser] | None = None
 
 
@@ -142,41 +117,32 @@ class Parser:
         self._request = request
 
     def parse(
-        self, text: str, tokens: list[int], prompt: list[int] | None, stream: bool, ended: bool
+        self, text: str, tokens: list[int], prompt: list[int], stream: bool, ended: bool
     ) -> dict[str, Any]:
         """Return the content, the reasoning and the tool calls of a part of a text, or of all."""
-        if stream:
-            found = self._parser.parse_delta(text, tokens, self._request, prompt, finished=ended)
-            if found is None:
-                return {}
-            parts = found.content, found.reasoning
-            calls = [(each.index, each.id, each.function) for each in found.tool_calls]
-        else:
-            if prompt is not None:
-                self._parser.set_prompt_token_ids(prompt)
-            options = {"enable_auto_tools": True, "model_output_token_ids": tokens}
-            reasoning, content, made = self._parser.parse(text, self._request, **options)
-            parts = content, reasoning
-            calls = [(index, each.id or "", each) for index, each in enumerate(made or ())]
-        return self._message(*parts, calls)
-
-    def _message(
-        self, content: str | None, reasoning: str | None, calls: list[tuple[int, Any, Any]]
-    ) -> dict[str, Any]:
         from vllm.renderers.chat_utils import make_tool_call_id
 
-        message: dict[str, Any] = {"content": content} if content else {}
-        if reasoning and self._request.include_reasoning:
-            message["reasoning"] = reasoning
+        request = self._request
+        if stream:
+            found = self._parser.parse_delta(text, tokens, request, prompt, finished=ended)
+            content, reasoning = (found.content, found.reasoning) if found else (None, None)
+            made = found.tool_calls if found else ()
+            calls = [(each.index, each.id, each.function) for each in made]
+        else:
+            self._parser.set_prompt_token_ids(prompt)
+            options = {"enable_auto_tools": True, "model_output_token_ids": tokens}
+            reasoning, content, made = self._parser.parse(text, request, **options)
+            calls = [(index, each.id, each) for index, each in enumerate(made or ())]
         told = []
         for index, number, function in calls:
-            if index and self._request.parallel_tool_calls is False:
-                continue
             call = {"index": index, "arguments": (function and function.arguments) or ""}
             if function is not None and function.name:
                 call |= {"id": number or make_tool_call_id(), "name": function.name}
-            told.append(call)
-        return {**message, "tool_calls": told} if told else message
+            if not index or request.parallel_tool_calls is not False:
+                told.append(call)
+        shown = reasoning if request.include_reasoning else None
+        parts = {"content": content, "reasoning": shown, "tool_calls": told}
+        return {name: part for name, part in parts.items() if part}
 
 
 class VllmEngine:
@@ -189,13 +155,9 @@ class VllmEngine:
         self._engine = engine
         self._renderer = renderer
         self._adapters = adapters
-        config = engine.model_config
-        self._defaults = config.get_diff_sampling_param()
-        self._override = (
-            self._defaults.get("max_tokens")
-            if config.generation_config not in ("auto", "vllm")
-            else config.override_generation_config.get("max_new_tokens")
-        )
+        self._config = engine.model_config
+        self._tokenizer = engine.renderer.tokenizer
+        self._defaults = self._config.get_diff_sampling_param()
 
     @classmethod
     async def start(cls, arguments: Arguments) -> VllmEngine:
@@ -208,34 +170,31 @@ class VllmEngine:
             os.environ.setdefault(name, value)
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.lora.request import LoRARequest
+            from vllm.renderers.chat_utils import load_chat_template
+            from vllm.renderers.online_renderer import OnlineRenderer
+            from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise InvalidArgument(f"backend 'vllm' needs vLLM: {error}") from None
-        from vllm.lora.request import LoRARequest
-        from vllm.renderers.online_renderer import OnlineRenderer
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         known = AsyncEngineArgs.__dataclass_fields__
-        strange = [name for name in arguments.engine if name not in known]
-        if strange:
-            near = suggestion(strange[0], known)
-            raise InvalidArgument(f"{FILE}: {strange[0]} is no argument of vLLM's engine{near}")
+        for name in arguments.engine:
+            if name not in known:
+                near = suggestion(name, known)
+                raise InvalidArgument(f"{FILE}: {name} is no argument of vLLM's engine{near}")
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments.engine))
-        server = arguments.server
+        server = {"chat_template_content_format": "auto", **arguments.server}
+        tools = server.pop(_TOOLS, None)
         renderer = OnlineRenderer(
             engine.model_config,
             engine.renderer,
             request_logger=None,
-            chat_template=_template(server.get("chat_template")),
-            chat_template_content_format=server.get("chat_template_content_format", "auto"),
-            enable_auto_tools=bool(server.get("tool_call_parser")),
-            tool_parser=server.get("tool_call_parser"),
+            enable_auto_tools=bool(tools),
+            tool_parser=tools,
             reasoning_parser=arguments.engine.get("reasoning_parser") or None,
-            default_chat_template_kwargs=server.get("default_chat_template_kwargs"),
+            **{**server, "chat_template": load_chat_template(server.get("chat_template"))},
         )
-        adapters = {
-            name: LoRARequest(str(number), number, path)
-            for number, (name, path) in enumerate(arguments.adapters.items(), 1)
-        }
+        numbered = enumerate(arguments.adapters.items(), 1)
+        adapters = {name: LoRARequest(name, number, path) for number, (name, path) in numbered}
         return cls(engine, renderer, adapters)
 
     @property
@@ -259,165 +218,119 @@ class VllmEngine:
     def refusal(error: BaseException) -> ShmserveError | None:
         """Return the error for a client whose request vLLM has refused; None: another error."""
         from pydantic import ValidationError
-        from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError
+        from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
         if isinstance(error, GracefulHTTPError):
             return QueueFull(str(error))
+        text, name = str(error.args[0] if error.args else error), getattr(error, "parameter", None)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            return InvalidArgument(f"{'.'.join(map(str, first['loc'][:1]))}: {first['msg']}")
-        if isinstance(error, VLLMNotFoundError):
-            return NotFound(str(error))
-        if isinstance(error, VLLMClientError | ValueError | TypeError | NotImplementedError):
-            text = str(error.args[0] if error.args else error)  # without the name
-            name = getattr(error, "parameter", None)
-            if "maximum context length" in text:
-                return InvalidArgument(f"text_input: {PROMPT_TOO_LONG}: {text}")
-            return InvalidArgument(f"{name}: {text}" if name else text)
-        return None
+            text, name = first["msg"], ".".join(map(str, first["loc"][:1]))
+        elif not isinstance(error, VLLMClientError | ValueError | TypeError | NotImplementedError):
+            return None
+        if "maximum context length" in text:
+            return InvalidArgument(f"text_input: {PROMPT_TOO_LONG}: {text}")
+        return InvalidArgument(f"{name}: {text}" if name else text)
 
     # --- calls
 
-    async def call(self, given: Mapping[str, Any], openai: bool, message: bool) -> Call:
+    async def call(
+        self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+    ) -> Call:
         """Return the call for the inputs and the parameters of a request.
 
         Args:
-            given: The inputs by name, and the parameters in "parameters".
-            openai: Whether the parameters are those of OpenAI's API, else those of Triton's
-                vllm_backend.
-            message: Whether messages are parsed.
+            given: The inputs by name.
+            parameters: The parameters.
+            echoes: Whether log probabilities begin with those of the prompt.
+            openai: Whether parameters have the defaults of vLLM's server, as chats always do.
 
         Raises:
-            InvalidArgument: An input or a parameter is wrong.
+            InvalidArgument: An input or a parameter is wrong; other errors are for `refusal`.
         """
         named = [name for name in _PROMPTS if name in given]
         if len(named) != 1:
             found = " and ".join(named) or "none"
             raise InvalidArgument(f"the prompt is one of {', '.join(_PROMPTS)}: {found} is given")
-        parameters = {key: each for key, each in given["parameters"].items() if each is not None}
-        if named[0] == "messages":
-            call = await self._chat(given["messages"], parameters, message)
-        else:
-            call = await self._completion(given[named[0]], parameters, given, openai)
         adapter = parameters.get("lora_name")
+        if adapter is not None and adapter not in self._adapters:
+            raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
+        body = {key: each for key, each in parameters.items() if each is not None}
+        echo = bool(body.pop("echo", False))
+        rules = {key: body.pop(f"guided_{key}", None) for key in _STRUCTURED}
+        rules = {**body.pop("guided_decoding", {}), **rules}
+        rules = {key: each for key, each in rules.items() if each is not None and key != "backend"}
+        if rules:
+            body["structured_outputs"] = rules
+        if named[0] == "messages":
+            call = await self._chat(json.loads(given["messages"]), body)
+        else:
+            source = given[named[0]]
+            source = source if isinstance(source, str) else source.tolist()
+            defaults = self._defaults if openai else {}
+            call = await self._completion({**body, "prompt": source, "echo": echoes}, defaults)
+            if echo:
+                text = isinstance(source, str)
+                call.text = source if text else self._tokenizer.decode(source)
         if adapter is not None:
-            if adapter not in self._adapters:
-                names = ", ".join(self._adapters) or "none"
-                raise InvalidArgument(f"lora_name: {clip(repr(adapter))} is not known, of: {names}")
             call.options["lora_request"] = self._adapters[adapter]
         return call
 
-    async def _chat(self, text: str, parameters: dict[str, Any], message: bool) -> Call:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        conversation = json.loads(text)
-        if isinstance(conversation, list):
-            conversation = {"messages": conversation}
-        parameters.setdefault("add_special_tokens", False)
-        if parameters.get("max_tokens") == _UNLIMITED:
-            del parameters["max_tokens"]
-        request = _parsed(ChatCompletionRequest, {**_structured(parameters), **conversation})
-        kind = self._renderer.parser
-        if request.tools and request.tool_choice != "none" and kind is None:
-            raise InvalidArgument(f"tools: the model's {FILE} has no tool_call_parser")
-        _, (prompt,) = _accepted(await self._renderer.render_chat(request))
-        tokens = prompt["prompt_token_ids"]
-        limit = request.max_completion_tokens or request.max_tokens
-        values = request.to_sampling_params(self._limit(limit, tokens), self._defaults)
-        call = Call(prompt, values, {"priority": request.priority} if request.priority else {})
-        call.top = (request.top_logprobs or 0) if request.logprobs else -1
-        call.prompt_top = _count(request.prompt_logprobs)
-        if kind is not None:
-            options = self._renderer.effective_chat_template_kwargs(request)
-            config = self._engine.model_config
-            tokenizer = self._engine.renderer.tokenizer
-
-            def made() -> Any:
-                return kind(
-                    tokenizer, request.tools, chat_template_kwargs=options, model_config=config
-                )
-
-            parser = made()
-            call.options["reasoning_ended"] = request.resolve_reasoning_ended(parser, tokens)
-            if parser.reasoning_parser is not None:
-                call.options["reasoning_parser_kwargs"] = {"chat_template_kwargs": options}
-            if message:
-                call.make_parser = lambda: Parser(made(), request)
-        return call
-
-    async def _completion(
-        self, source: Any, parameters: dict[str, Any], given: Mapping[str, Any], openai: bool
-    ) -> Call:
+    async def _completion(self, body: dict[str, Any], defaults: dict[str, Any]) -> Call:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
-        echo = bool(parameters.pop("echo", False)) if openai else _prepends(given, parameters)
-        if openai:
-            body = {**_structured(parameters), "prompt": source, "echo": echo}
-            request = _parsed(CompletionRequest, body)
-        else:
-            body = {name: parameters.pop(name) for name in names if name in parameters}
-            request = _parsed(CompletionRequest, {**body, "prompt": source})
+        request = _parsed(CompletionRequest, body)
         (prompt,) = _accepted(await self._renderer.render_completion(request))
-        tokens = prompt["prompt_token_ids"]
-        if openai:
-            limit = self._limit(request.max_tokens, tokens)
-            values = request.to_sampling_params(limit, self._defaults)
-        else:
-            values = _triton_parameters(parameters)
-        call = Call(prompt, values, {"priority": request.priority} if request.priority else {})
-        call.top, call.prompt_top = _count(values.logprobs), _count(request.prompt_logprobs)
-        call.only_prompt = openai and echo and request.max_tokens == 0
-        if echo:
-            decode = self._engine.renderer.tokenizer.decode
-            call.text = source if isinstance(source, str) else decode(tokens)
+        call = self._call(prompt, request, request.max_tokens, defaults)
+        call.top = request.logprobs or 0
+        if request.echo:
+            call.first = self._tokenizer.decode(prompt["prompt_token_ids"][:1])
+        call.only_prompt = request.echo and request.max_tokens == 0
         return call
 
-    def _limit(self, wanted: int | None, tokens: list[int]) -> int:
+    async def _chat(self, conversation: Any, body: dict[str, Any]) -> Call:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        told = {"messages": conversation} if isinstance(conversation, list) else conversation
+        if body.get("max_tokens") == _UNLIMITED:
+            del body["max_tokens"]
+        request = _parsed(ChatCompletionRequest, {**body, **told})
+        kind = self._renderer.parser
+        if request.tools and request.tool_choice != "none" and kind is None:
+            raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOLS}")
+        _, (prompt,) = _accepted(await self._renderer.render_chat(request))
+        limit = request.max_completion_tokens or request.max_tokens
+        call = self._call(prompt, request, limit, self._defaults)
+        call.top = (request.logprobs and request.top_logprobs) or 0
+        if kind is not None:
+            options = self._renderer.effective_chat_template_kwargs(request)
+            more = {"chat_template_kwargs": options, "model_config": self._config}
+            parser = kind(self._tokenizer, request.tools, **more)
+            ended = request.resolve_reasoning_ended(parser, prompt["prompt_token_ids"])
+            call.options["reasoning_ended"] = ended
+            if parser.reasoning_parser is not None:
+                call.options["reasoning_parser_kwargs"] = {"chat_template_kwargs": options}
+            call.make_parser = lambda: Parser(kind(self._tokenizer, request.tools, **more), request)
+        return call
+
+    def _call(self, prompt: Any, request: Any, limit: int | None, defaults: dict[str, Any]) -> Call:
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
-        longest = self._engine.model_config.max_model_len
-        if len(tokens) >= longest:
-            raise InvalidArgument(
-                f"text_input: {PROMPT_TOO_LONG}: {len(tokens)} tokens and one more are above "
-                f"{longest}"
-            )
-        limits = longest, wanted, len(tokens), self._defaults, self._override
-        return int(get_max_tokens(*limits))
-
-
-def _count(wanted: int | None) -> int:
-    return -1 if wanted is None else wanted
-
-
-def _template(given: str | None) -> str | None:
-    from vllm.renderers.chat_utils import load_chat_template
-
-    found: str | None = load_chat_template(given)
-    return found
-
-
-def _prepends(given: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
-    """Return whether the text begins with the prompt, by the rules of Triton's vllm_backend."""
-    excluded = given.get("exclude_input_in_output")
-    stream = bool(parameters.get("stream"))
-    if excluded is False and stream:
-        raise InvalidArgument("When streaming, `exclude_input_in_output` = False is not allowed.")
-    return not stream if excluded is None else not excluded
-
-
-def _structured(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters with vLLM's earlier fields for structured outputs in their present form."""
-    found = {name: each for name, each in parameters.items() if name not in _PLAIN}
-    given = {key: found.pop(f"guided_{key}", None) for key in (*_STRUCTURED, "whitespace_pattern")}
-    made = {key: each for key, each in given.items() if each is not None}
-    return {**found, "structured_outputs": made} if made else found
+        size = len(prompt["prompt_token_ids"])
+        most = get_max_tokens(self._config.max_model_len, limit, size, defaults)
+        call = Call(prompt, request.to_sampling_params(most, defaults))
+        if request.priority:
+            call.options["priority"] = request.priority
+        if request.prompt_logprobs is not None:
+            call.prompt_top = request.prompt_logprobs
+        return call
 
 
 def _parsed(kind: Any, body: dict[str, Any]) -> Any:
     """Return a request of vLLM's API; a field that it does not know is refused."""
+    body = {name: each for name, each in body.items() if name not in _PLAIN}
     for name in body:
-        if name not in kind.model_fields and not name.startswith("triton_"):
+        if name not in kind.model_fields:
             near = suggestion(name, kind.model_fields)
             raise InvalidArgument(f"{name}: it is refused: vLLM does not know it{near}")
     if body.get("use_beam_search"):
@@ -430,31 +343,3 @@ def _accepted(rendered: Any) -> Any:
     if error is not None:
         raise InvalidArgument(f"{error.param}: {error.message}" if error.param else error.message)
     return rendered
-
-
-def _triton_parameters(given: dict[str, Any]) -> Any:
-    """Return the sampling parameters for those of Triton's vllm_backend, which may be strings."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
-    stream = given.pop("stream", False)
-    values = {
-        name: each
-        for name, each in given.items()
-        if name not in _PLAIN and not name.startswith("triton_")
-    }
-    for name in ("guided_decoding", "structured_outputs"):
-        rules = values.pop(name, None)
-        if rules is not None:
-            rules = json.loads(rules) if isinstance(rules, str) else dict(rules)
-            rules.pop("backend", None)
-            values["structured_outputs"] = StructuredOutputsParams(**rules)
-    for name, value in values.items():
-        kind = SamplingParams.__annotations__.get(name)
-        if kind is None:
-            near = suggestion(name, SamplingParams.__annotations__)
-            raise InvalidArgument(f"{name}: it is no sampling parameter of vLLM{near}")
-        for each in (int, float, bool):
-            if isinstance(value, str) and kind in (each, each | None):
-                values[name] = value.lower() == "true" if each is bool else each(value)
-    values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**values)

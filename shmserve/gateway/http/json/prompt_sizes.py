@@ -63,11 +63,12 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
         return ""
     for name in ("prompt", "text_input", "input_ids", "messages", "input"):
         value = given.get(name)
-        prompts = value if isinstance(value, list) and name != "messages" else [value]
+        is_conversation = name in ("messages", "input")
+        prompts = value if isinstance(value, list) and not is_conversation else [value]
         if prompts and type(prompts[0]) is int:
             prompts = [prompts]
         for prompt in prompts:
-            text = isinstance(prompt, str) or name == "messages"
+            text = isinstance(prompt, str) or (is_conversation and prompt is not None)
             limit = max(most * _BYTES_A_TOKEN, LARGE) if text else most
             size = len(orjson.dumps(prompt)) if text else len(prompt or ())
             if size > limit:

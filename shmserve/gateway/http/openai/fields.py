@@ -94,6 +94,13 @@ _CHAT = {"messages", "max_completion_tokens", "top_logprobs"}
 CHAT = (_GENERATION | CONVERSATION | _CHAT) - {"echo"}
 TOKENIZE = CONVERSATION | _names("model prompt messages add_special_tokens return_token_strs")
 DETOKENIZE = _EVERY | {"tokens"}
+_RESPONSE = _names(
+    "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
+    "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
+    "background conversation previous_response_id prompt "  # the only values are checked there
+    "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs"
+)
+RESPONSE = _EVERY | _RESPONSE
 EMBEDDING = _EVERY | {"input", "encoding_format"}
 _EMBEDDING_REFUSED: Mapping[str, Allowed] = {
     "dimensions": Allowed((), "the model has vectors of one size"),

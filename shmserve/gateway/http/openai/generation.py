@@ -142,6 +142,7 @@ class _Sample:
     finish_reason: str = ""
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
+    only_logprobs: dict[str, Any] | None = None  # those of the only part
     more: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -206,6 +207,7 @@ class Choices:
             "logprobs": self.form.logprobs(content, len(sample.text)),
             "finish_reason": sample.reason(delta.finish_reason),
         }
+        sample.only_logprobs = None if sample.begun else choice["logprobs"]
         if delta.more:
             choice |= self._add_more(sample, delta.more)
         sample.begun = True
@@ -238,7 +240,7 @@ class Choices:
             {
                 "index": index,
                 **self.form.content(sample.text, sample.parts()),
-                "logprobs": self.form.logprobs(sample.logprobs, 0),
+                "logprobs": sample.only_logprobs or self.form.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.reason(sample.finish_reason),
                 **sample.more,
             }

@@ -19,6 +19,7 @@ from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
 from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai.fields import RESPONSE, carried
 from shmserve.gateway.http.openai.generation import Delta, respond
 from shmserve.gateway.http.openai.names import shown_name
 
@@ -65,7 +66,8 @@ _LOGPROBS = "message.output_text.logprobs"
 async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the output of a model: messages, reasoning and calls of functions."""
     body = await bodies.read(gateway, request)
-    text_request = await bodies.chat(gateway, _chat(body))
+    given = carried(body, RESPONSE, gateway.settings.refuse_unknown_fields)
+    text_request = await bodies.chat(gateway, _chat(given))
     shown = {**body, "model": shown_name(gateway, text_request.model.name)}
     return await respond(gateway, request, text_request, ResponseObject(shown))
 

@@ -21,6 +21,8 @@ LONG = "a" * (LARGE + 1)
         ({"model": "m", "prompt": [5] * 101}, "101 tokens are above 100"),
         ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens are above 100"),
         ({"model": "m", "messages": [{"role": "user", "content": LONG}]}, "messages: the prompt"),
+        ({"model": "m", "input": LONG}, "input: the prompt is longer"),
+        ({"model": "m", "input": [{"role": "user", "content": LONG}]}, "input: the prompt is"),
         ({"text_input": LONG}, "text_input: the prompt is longer"),
         ({"input_ids": [5] * 101}, "input_ids: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 100}, ""),
@@ -38,15 +40,15 @@ def test_a_prompt_that_no_model_takes_is_found(body: Any, found: str) -> None:
 
 
 def test_another_process_parses_while_others_are_served() -> None:
-    body = json.dumps({"prompt": [123] * 5_000_000}).encode()
+    body = json.dumps({"prompt": [123] * 1_000_000}).encode()
     gaps = []
 
     async def served() -> None:
-        last = time.perf_counter()
+        last = time.thread_time()
         while True:
-            await asyncio.sleep(0)
-            gaps.append(time.perf_counter() - last)
-            last = time.perf_counter()
+            await asyncio.sleep(0.001)
+            gaps.append(time.thread_time() - last)
+            last = time.thread_time()
 
     async def both() -> str:
         other = asyncio.create_task(served())
@@ -54,8 +56,8 @@ def test_another_process_parses_while_others_are_served() -> None:
         other.cancel()
         return found
 
-    assert "5000000 tokens are above 100" in asyncio.run(both())
-    assert sorted(gaps)[-5] < 0.05
+    assert "1000000 tokens are above 100" in asyncio.run(both())
+    assert max(gaps) < 0.02  # of computing: others may have the processor
 
 
 def test_what_is_no_json_has_no_prompt() -> None:

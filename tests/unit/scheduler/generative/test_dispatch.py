@@ -34,6 +34,7 @@ class Llm:
     pid: int = 100
     most: int = 6
     samples: int = 1
+    replays: bool = False
     inbox: list[Any] = field(default_factory=list)
     told: dict[int, str] = field(default_factory=dict)
 
@@ -69,11 +70,12 @@ class Llm:
         (work,) = message.requests
         self.worker.prompts[work.key] = PROMPT
         self.worker.most[work.key] = self.most
-        for had in message.resumed:
+        replays = self.replays and bool(message.resumed)
+        for had in message.resumed if not replays else ():
             self.worker.resumed[work.key, had.sample] = array("i", had.tokens)
-        over = sum(bool(had.over) for had in message.resumed)
+        over = 0 if replays else sum(bool(had.over) for had in message.resumed)
         self.open[work.key] = self.samples - over
-        prepared = g.Prepared(work.key, PROMPT.tobytes(), self.most, self.samples)
+        prepared = g.Prepared(work.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
         self.rig.worker(self.peer, prepared)
 
     def _step(self, message: g.Step) -> None:
@@ -225,6 +227,30 @@ def test_what_a_dead_instance_had_goes_on_where_it_was(turns: int, samples: int)
         pass
     assert before | ended(rig) == {number: ""}
     assert not successor.worker.known
+
+
+@pytest.mark.parametrize("second", [1, 3, 5, 40])
+@pytest.mark.parametrize("first", [4, 7, 40])
+def test_samples_that_begin_again_keep_what_they_had(first: int, second: int) -> None:
+    """Their worker generates the same tokens; those of all deaths are known to the last one."""
+    settings = engine_settings()
+    rig = rig_of(settings)
+    (number,) = submit(rig)
+    known: dict[int, bytes] = {}
+    codes: dict[int, str] = {}
+    for pid, turns in enumerate((first, second, 10_000), 100):
+        llm = Llm(rig, settings, pid=pid, most=20, samples=2, replays=True)
+        for prepare in [each for each in llm.receive() if isinstance(each, g.Prepare)]:
+            for had in prepare.resumed:
+                assert had.tokens.startswith(known.get(had.sample, b""))
+                known[had.sample] = had.tokens
+        for _ in range(turns):
+            if not llm.turn():
+                break
+        codes |= ended(rig)
+        if pid < 102:
+            rig.supervisor(ProcessExited(pid, "killed"))
+    assert codes == {number: ""}
 
 
 def test_a_sample_that_was_over_does_not_begin_again() -> None:

@@ -74,8 +74,7 @@ class Checkpoint:
         quantisation = Quantisation.of(_quantisation(path, config, problems), problems)
         defaults = _json(path / "generation_config.json", problems, optional=True)
         preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
-        said = {**preset, **config, **defaults}.get("eos_token_id")
-        ends = _token_ids(said)
+        ends = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         if architecture is not None:
             _check_weights(architecture, quantisation, stored, problems)
         templates = _templates(path, settings, problems)

@@ -37,52 +37,36 @@ class Method(NamedTuple):
 
     Attributes:
         values: The data types of q by name.
-        scales: The possible names of s.
-        zeros: The name of z.
-        groups: The name of the group of each column.
+        roles: The possible names of "scales", "zeros" and "groups", the group of each column.
         settings: The supported values of settings.
     """
 
     values: Mapping[str, tuple[str, ...]]
-    scales: tuple[str, ...]
-    zeros: str = ""
-    groups: str = ""
+    roles: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, tuple[Any, ...]] = {}
-
-    @property
-    def roles(self) -> dict[str, tuple[str, ...]]:
-        """Return the possible names of each role."""
-        return {
-            "values": tuple(self.values),
-            "scales": self.scales,
-            "zeros": (self.zeros,),
-            "groups": (self.groups,),
-        }
 
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _PACKED = {"qweight": ("I32",)}
+_QROLES = {"scales": ("scales",), "zeros": ("qzeros",)}
 _METHODS = {
-    "fp8": Method({"weight": _FLOATS}, ("weight_scale_inv", "weight_scale")),
+    "fp8": Method({"weight": _FLOATS}, {"scales": ("weight_scale_inv", "weight_scale")}),
     "compressed-tensors": Method(
         {"weight_packed": ("I32",), "weight": ("I8", *_FLOATS)},
-        ("weight_scale",),
-        "weight_zero_point",
-        "weight_g_idx",
+        {
+            "scales": ("weight_scale",),
+            "zeros": ("weight_zero_point",),
+            "groups": ("weight_g_idx",),
+        },
         {"format": (*_FORMATS, "mixed-precision", "dense")},
     ),
     "gptq": Method(
         _PACKED,
-        ("scales",),
-        "qzeros",
-        "g_idx",
+        {**_QROLES, "groups": ("g_idx",)},
         dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2")),
     ),
     "awq": Method(
-        _PACKED,
-        ("scales",),
-        "qzeros",
-        settings=dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm",)),
+        _PACKED, _QROLES, dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm",))
     ),
 }
 
@@ -96,12 +80,15 @@ class Quantisation:
         offset: The number that the stored zero points lack.
         steps: The sizes of groups and blocks; shapes do not determine the size of partial blocks.
         required: The roles of tensors without which values have another meaning.
+        interleaved: Whether AWQ stores the even values of a word before its odd ones. GPTQModel
+            does so for 4 bits only.
     """
 
     method: str = ""
     offset: int = 0
     steps: tuple[int, ...] = ()
     required: tuple[str, ...] = ("scales",)
+    interleaved: bool = True
 
     @classmethod
     def of(cls, given: Mapping[str, Any], problems: list[str]) -> Self:
@@ -133,7 +120,9 @@ class Quantisation:
         version = given.get("checkpoint_format") or given.get("format")
         offset = 1 if name == "gptq" and version != "gptq_v2" else 0
         required = ("scales", *_required(given))
-        return cls(name if name in _METHODS else "", offset, tuple(_steps(given)), required)
+        interleaved = "gptqmodel" not in str((given.get("meta") or {}).get("quantizer"))
+        method = name if name in _METHODS else ""
+        return cls(method, offset, tuple(_steps(given)), required, interleaved)
 
     def parts(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
@@ -143,7 +132,7 @@ class Quantisation:
             found["values"] = stored[name]
         if end == "weight" and self.method:
             method = _METHODS[self.method]
-            for role, ends in method.roles.items():
+            for role, ends in {"values": tuple(method.values), **method.roles}.items():
                 for each in ends:
                     if prefix + each in stored:
                         found.setdefault(role, stored[prefix + each])
@@ -163,7 +152,11 @@ class Quantisation:
         if values.dtype not in allowed:
             supported = ", ".join(allowed)
             return f"{values.name} is {values.dtype}, supported for {self.method}: {supported}"
-        lacks = [" or ".join(method.roles[role]) for role in self.required if role not in parts]
+        lacks = [
+            " or ".join(ends)
+            for role, ends in method.roles.items()
+            if role in self.required and role not in parts
+        ]
         return f"{values.name} has no {' and no '.join(lacks)}" if lacks else ""
 
     def dequantised(
@@ -199,8 +192,9 @@ class Quantisation:
             zeros = None if zeros is None else _unpacked(zeros, bits).t() + self.offset
         elif self.method == "awq":  # q and z are packed along rows
             bits = _bits(values.shape[1], rows)
-            values, scales = _unpacked(values, bits, True).t(), scales.t()
-            zeros = None if zeros is None else _unpacked(zeros, bits, True).t()
+            interleaved = self.interleaved or bits == 4
+            values, scales = _unpacked(values, bits, interleaved).t(), scales.t()
+            zeros = None if zeros is None else _unpacked(zeros, bits, interleaved).t()
         elif values.dtype == torch.int32:
             bits = _bits(values.shape[1], columns)
             values = _unpacked(values, bits)[:, :columns]

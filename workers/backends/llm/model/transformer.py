@@ -1,4 +1,4 @@
-"""The decoder of Llama, Qwen2 and Qwen3 in plain torch: one flat batch of rows."""
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3 in plain torch: one flat batch of rows."""
 
 from __future__ import annotations
 

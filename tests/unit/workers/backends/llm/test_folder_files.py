@@ -250,7 +250,7 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "tojson": (
         "{{ tools | tojson }}{{ tools | tojson(indent=4) }}{{ tools | tojson(ensure_ascii=True) }}"
         "{{ tools | tojson(separators=(',', ':'), sort_keys=True) }}"
-        "{{ tools | tojson(indent='\\t') }}",
+        "{{ tools | tojson(indent='\\t') }}{{ tools | tojson(true, 2, (', ', ':'), true) }}",
         MESSAGES,
         {"tools": TOOLS},
     ),

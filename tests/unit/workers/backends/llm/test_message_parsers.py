@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
+from shmserve.ipc import engine_settings
 from shmserve.workers.backends.llm.message_parsers import MessageFormat, MessageParser
-from shmserve.workers.backends.llm.tool_formats import FAMILIES, REASONING, parsers_of
+from shmserve.workers.backends.llm.tool_formats import (
+    FAMILIES,
+    REASONING,
+    TOOL_PARSERS,
+    parsers_of,
+)
 
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {
@@ -300,3 +306,8 @@ HINTS = {
 @pytest.mark.parametrize("template", HINTS)
 def test_parsers_are_those_of_the_template(template: str) -> None:
     assert parsers_of([template]) == HINTS[template]
+
+
+def test_all_formats_have_a_name_in_engine_yaml() -> None:
+    assert {*engine_settings.TOOL_PARSERS} == {*TOOL_PARSERS}
+    assert {*engine_settings.REASONING_PARSERS} == {*REASONING}

@@ -151,7 +151,13 @@ def gptq(
     return found if zeros else without(found, "qzeros"), exact
 
 
-def awq(weight: torch.Tensor, bits: int = 4, group: int = GROUP, zeros: bool = True) -> Made:
+def awq(
+    weight: torch.Tensor,
+    bits: int = 4,
+    group: int = GROUP,
+    zeros: bool = True,
+    order: tuple[int, ...] = (),
+) -> Made:
     rows, columns = weight.shape
     values = drawn(columns, rows, 1 << bits)
     points = drawn(columns // group, rows, 1 << bits, 3) * zeros + (1 << bits - 1) * (not zeros)
@@ -159,9 +165,9 @@ def awq(weight: torch.Tensor, bits: int = 4, group: int = GROUP, zeros: bool = T
     groups = torch.arange(columns) // group
     exact = ((values - points[groups]).float() * scales.float()[groups]).t()
     found = {
-        "qweight": packed(values, bits, AWQ_ORDER[bits]),
+        "qweight": packed(values, bits, order or AWQ_ORDER[bits]),
         "scales": scales,
-        "qzeros": packed(points, bits, AWQ_ORDER[bits]),
+        "qzeros": packed(points, bits, order or AWQ_ORDER[bits]),
     }
     return found if zeros else without(found, "qzeros"), exact
 
@@ -196,6 +202,7 @@ def compressed(kind: str, group: int | None = None, **more: Any) -> dict[str, An
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 ROW, ALL = (1, 1 << 20), (1 << 20, 1 << 20)
 INT, PACK = compressed("int-quantized"), compressed("pack-quantized")
 CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
@@ -241,6 +248,8 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
     "gptq no zero points": (lambda w: gptq(w, zeros=False), GPTQ),
     "awq 4": (awq, AWQ),
     "awq 8": (lambda w: awq(w, 8), {**AWQ, "bits": 8}),
+    "awq 4 of GPTQModel": (awq, {**AWQ, **GPTQMODEL}),
+    "awq 8 of GPTQModel": (lambda w: awq(w, 8, order=(0, 1, 2, 3)), {**AWQ, **GPTQMODEL}),
     "awq no zero points": (lambda w: awq(w, zeros=False), {**AWQ, "zero_point": False}),
 }
 

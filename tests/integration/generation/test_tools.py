@@ -1,0 +1,182 @@
+"""Tool calls and reasoning of models that say a script: each format, whole and streamed."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.generation.conftest import client_of
+from tests.support.scripted_llm import ANSWER, ANSWERS, CALL, CALLED, TEMPLATE, write_scripted
+from tests.support.servers import Server, running
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
+LONG = tuple(f"{number:04x}" for number in range(240))
+# The script, the hint in the chat template, the special tokens, and the arguments.
+SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]] = {
+    "hermes": (
+        (
+            "<tool_call>",
+            '{"name": "get_weather", "ar',
+            'guments": {"city": "a',
+            'b"}}',
+            "</tool_call>",
+        ),
+        *("<tool_call>", ("<tool_call>", "</tool_call>"), {"city": "ab"}),
+    ),
+    "qwen": (
+        ("<tool_call>\n<function=get", "_weather>\n<parameter=city>\nSão ", "Paulo\n</para"),
+        *("<function=", (), {"city": "São Paulo", "days": 3}),
+    ),
+    "llama": (
+        (
+            "<|python_tag|>",
+            '{"name": "get_weather", "par',
+            'ameters": {"city": "a"',
+            ', "days": 3}}',
+        ),
+        *("<|python_tag|>", ("<|python_tag|>",), {"city": "a", "days": 3}),
+    ),
+    "mistral": (
+        ("[TOOL_CALLS]", '[{"name": "get_weather", "argum', 'ents": {"city": "a', 'b"}}]'),
+        *("[TOOL_CALLS]", ("[TOOL_CALLS]",), {"city": "ab"}),
+    ),
+    "pythonic": (
+        ("[get_", "weather(city='a", "\"b', da", "ys=3)]"),
+        *("[name(key=value)]", (), {"city": 'a"b', "days": 3}),
+    ),
+    "long": (
+        ('<tool_call>{"name": "get_weather", "arguments": {"city": "', *LONG, '"}}</tool_call>'),
+        *("<tool_call>", (), {"city": "".join(LONG)}),
+    ),
+}
+REST = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", "</tool_call>")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model for each script, and one that thinks and then says JSON."""
+    repository = tmp_path_factory.mktemp("tools") / "models"
+    for name, (script, hint, special, _) in SCRIPTS.items():
+        template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")
+        more = REST if name == "qwen" else ()
+        write_scripted(repository / name / "1", {CALLED: (*script, *more)}, template, special)
+    thinks = ("<think>", "so", "</think>", '{"city": "', 'x"}')
+    template = TEMPLATE.replace("<|called|>", "<|called|><think>\n")
+    write_scripted(repository / "thinks" / "1", {CALLED: thinks}, special=("<think>", "</think>"))
+    opened = {"<think>": ("hm", "</think>", "yes")}
+    write_scripted(repository / "opened" / "1", opened, template, ("</think>",))
+    write_scripted(repository / "loop" / "1", {CALLED: CALL, ANSWERS: ANSWER})
+    with running(repository) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with client_of(server) as made:
+        yield made
+
+
+def asked(model: str, **more: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": "a"}],
+        "temperature": 0,
+        **more,
+    }
+
+
+def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = None) -> list[Any]:
+    """The content, the reasoning, the arguments and the finish reason of a stream."""
+    content = reasoning = arguments = reason = ""
+    for place, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reasoning += str(choice.delta.to_dict().get("reasoning_content") or "")
+        for call in choice.delta.tool_calls or []:
+            assert call.function is not None and bool(call.id) == bool(call.function.name)
+            arguments += call.function.arguments or ""
+        reason = choice.finish_reason or reason
+        if kill is not None and place == 20:
+            kill.one(f"worker {body['model']}").kill()
+    return [content, reasoning, arguments, reason]
+
+
+@pytest.mark.parametrize("model", SCRIPTS)
+def test_calls_in_each_format(client: openai.OpenAI, model: str) -> None:
+    body = asked(model, tools=TOOLS)
+    (choice,) = client.chat.completions.create(**body).choices
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function" and call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == SCRIPTS[model][3]
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert streamed(client, body) == ["", "", call.function.arguments, "tool_calls"]
+
+
+@pytest.mark.parametrize("model", ["hermes", "mistral", "llama", "qwen", "pythonic"])
+@pytest.mark.parametrize("choice", ["required", "strict"])
+def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> None:
+    tools: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": choice == "strict"}}]
+    more = {"tool_choice": "required"} if choice == "required" else {}
+    body = asked(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
+    (made,) = client.chat.completions.create(**body).choices
+    if made.finish_reason == "length":  # the grammar had another spelling than the script
+        return
+    (call,) = made.message.tool_calls or []
+    assert call.type == "function" and json.loads(call.function.arguments)["city"]
+
+
+def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server) -> None:
+    body = asked("long", tools=TOOLS)
+    found = streamed(client, body, kill=server)
+    assert (json.loads(found[2]), found[3]) == (SCRIPTS["long"][3], "tool_calls")
+
+
+def test_reasoning_comes_before_a_grammar(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+    for more in ({}, {"tools": TOOLS}):
+        body = asked("thinks", response_format=form, max_tokens=60, **more)
+        (choice,) = client.chat.completions.create(**body).choices
+        assert choice.message.to_dict()["reasoning"] == "so"
+        assert json.loads(choice.message.content or "") == {"city": "x"}
+        assert streamed(client, body)[:2] == [choice.message.content, "so"]
+
+
+def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**asked("opened"))
+    assert whole.choices[0].message.to_dict()["reasoning_content"] == "hm"
+    assert whole.choices[0].message.content == "yes"
+    assert streamed(client, asked("opened")) == ["yes", "hm", "", "stop"]
+    hidden = client.chat.completions.create(
+        **asked("opened"), extra_body={"include_reasoning": False}
+    )
+    assert "reasoning" not in hidden.choices[0].message.to_dict()
+
+
+def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
+    free = client.chat.completions.create(**asked("hermes", tools=TOOLS, tool_choice="none"))
+    assert free.choices[0].message.tool_calls is None
+    named = {"type": "function", "function": {"name": "f"}}
+    body = asked("hermes", tools=TOOLS, tool_choice=named)
+    with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is none of the tools"):
+        client.chat.completions.create(**body)
+    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]
+    body = asked("hermes", tools=wrong, tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="tools: cannot be compiled") as raised:
+        client.chat.completions.create(**body)
+    assert raised.value.param == "tools"
+
+
+def test_errors_of_responses(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no response is stored") as raised:
+        client.responses.create(model="loop", input="a", previous_response_id="resp_1")
+    assert raised.value.param == "previous_response_id"
+    made = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)
+    assert (made.status, made.to_dict()["store"]) == ("incomplete", False)

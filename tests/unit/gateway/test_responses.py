@@ -1,0 +1,173 @@
+"""The Responses API: requests as chats, and the events of a response."""
+
+import json
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.gateway.http.openai import responses
+from shmserve.gateway.http.openai.generation import Delta
+from shmserve.gateway.http.openai.responses import ResponseObject
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "reasoning_tokens": 2, "cached_tokens": 1}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    """The chat that a request means, without what is absent."""
+    made = responses._chat({"model": "m", "input": "hi", **body})
+    return {name: value for name, value in made.items() if value not in (None, [])}
+
+
+def events(made: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
+    """The events of a stream."""
+    frames = made.frames([[made.add(0, delta)] for delta in deltas]) + made.ending(usage=False)
+    found = []
+    for frame in frames:
+        name, data = frame.decode().rstrip("\n").split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    return found
+
+
+def test_a_text_is_a_message_of_the_user() -> None:
+    user = {"role": "user", "content": "hi"}
+    assert chat() == {"model": "m", "messages": [user]}
+    assert chat(instructions="x", max_output_tokens=5, store=True) == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "x"}, user],
+        "max_completion_tokens": 5,
+    }
+
+
+def test_items_are_messages_with_calls_and_results() -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        CALL,
+        {**CALL, "call_id": "d"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+        {
+            "type": "function_call_output",
+            "call_id": "d",
+            "output": [{"type": "input_text", "text": "2"}],
+        },
+        {"role": "assistant", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": name, "type": "function", "function": function} for name in "cd"]
+    said = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": calls}
+    assert chat(input=items)["messages"] == [
+        {"role": "user", "content": "hi"},
+        said,
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+        {"role": "tool", "tool_call_id": "d", "content": "2"},
+        {"role": "assistant", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+def test_tools_and_formats_have_the_form_of_chats() -> None:
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
+    choice = {"type": "function", "name": "f"}
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    made = chat(
+        tools=[tool], tool_choice=choice, text={"format": form}, reasoning={"effort": "low"}
+    )
+    assert made["tools"] == [
+        {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
+    ]
+    assert made["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert made["response_format"] == {"type": "json_schema", "json_schema": form}
+    assert made["reasoning_effort"] == "low"
+    assert chat(include=["message.output_text.logprobs"])["logprobs"] is True
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a response": ({"previous_response_id": "r"}, "previous_response_id: 'r': no response is stor"),
+    "a conversation": ({"conversation": "c"}, "conversation: .* is stored"),
+    "background": ({"background": True}, "background: True: supported is False"),
+    "truncation": ({"truncation": "auto"}, "truncation: 'auto': supported is 'disabled'"),
+    "no input": ({"input": []}, "input: it is neither a text nor a list"),
+    "a number": ({"input": [3]}, r"input\[0\]: 3 is no item"),
+    "an image": (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        r"input\[0\]: content of type 'input_image' is not a text",
+    ),
+    "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
+    "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
+    "a tool": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: 'web_search' is not 'function'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_supported_is_named(case: str) -> None:
+    body, message = WRONG[case]
+    with pytest.raises(InvalidArgument, match=message):
+        chat(**body)
+
+
+def test_items_follow_one_another_and_are_remembered() -> None:
+    made = ResponseObject({"model": "m", "store": True, "metadata": {"a": "b"}})
+    call = {"index": 0, "id": "call_1", "name": "f", "arguments": '{"a'}
+    found = events(
+        made,
+        [
+            Delta(0, "", message={"reasoning": "hm"}),
+            Delta(0, "", message={"content": "Loo"}),
+            Delta(0, "", message={"content": "k", "tool_calls": [call]}),
+            Delta(0, "", message={"tool_calls": [{"index": 0, "arguments": '": 1}'}]}),
+            Delta(0, "", "stop", usage=USAGE, message={}),
+        ],
+    )
+    kinds = [each["type"].removeprefix("response.") for each in found]
+    part = ["output_item.added", "content_part.added"]
+    ends = ["content_part.done", "output_item.done"]
+    assert kinds == [
+        *("created", "in_progress"),
+        *(*part, "reasoning_text.delta", "reasoning_text.done", *ends),
+        *(*part, "output_text.delta", "output_text.delta", "output_text.done", *ends),
+        *("output_item.added", *["function_call_arguments.delta"] * 2),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    response = found[-1]["response"]
+    reasoning, message, function = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"][0]["text"] == "Look" and message["status"] == "completed"
+    assert (function["call_id"], function["arguments"]) == ("call_1", '{"a": 1}')
+    assert (response["status"], response["store"], response["metadata"]) == (
+        *("completed", False),
+        {"a": "b"},
+    )
+    assert response["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 1},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 7,
+    }
+    reference = {"type": "item_reference", "id": message["id"]}
+    assert chat(input=[reference])["messages"] == [{"role": "assistant", "content": "Look"}]
+
+
+def test_a_text_that_is_too_long_is_incomplete() -> None:
+    made = ResponseObject({"model": "m"})
+    made.add(0, Delta(0, "a b", "length", usage=USAGE))
+    whole = made.whole()
+    assert (whole["status"], whole["incomplete_details"]) == (
+        *("incomplete",),
+        {"reason": "max_output_tokens"},
+    )
+    assert whole["output"][0]["status"] == "incomplete"
+
+
+def test_a_stream_that_fails_says_so() -> None:
+    made = ResponseObject({"model": "m"})
+    made.add(0, Delta(0, "a"))
+    first, second = made.failure(Unavailable("gone"))
+    assert b"event: error\n" in first and b'"message":"gone"' in first
+    assert b"event: response.failed\n" in second and b'"status":"failed"' in second
