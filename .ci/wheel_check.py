@@ -24,6 +24,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _CONSTRAINTS = _ROOT / ".ci" / "constraints.txt"
 _READY_WITHIN_S = 60.0
 _STOP_WITHIN_S = 45.0
+_MOST_BYTES = 150_000_000  # of a venv without extras
 
 _CONFIG = """\
 backend: "python"
@@ -78,6 +79,9 @@ def install(wheel: Path, venv: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     python = venv / "bin" / "python"
     pip(str(python), "install", "-c", str(_CONSTRAINTS), str(wheel))
+    blocks = sum(path.lstat().st_blocks for path in venv.rglob("*") if not path.is_symlink())
+    if blocks * 512 > _MOST_BYTES:
+        raise SystemExit(f"an installation without extras takes {blocks * 512 / 1e6:.0f} MB")
     return python
 
 

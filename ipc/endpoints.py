@@ -14,8 +14,6 @@ A forged token or the id of another client's memory fails the check.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 from collections.abc import Mapping
 from operator import attrgetter
@@ -110,6 +108,8 @@ class Capabilities:
         self.key = key
 
     def _mac(self, text: str, size: int) -> bytes:
+        import hashlib  # not at the top: clients do not need it, and it loads OpenSSL
+
         return hashlib.blake2b(text.encode(), key=self.key, digest_size=size).digest()
 
     def token(self, number: int) -> str:
@@ -118,6 +118,8 @@ class Capabilities:
 
     def local_client(self, identity: bytes) -> int:
         """Return the number of the local client with this link identity, or 0 if it is invalid."""
+        import hmac
+
         number, _, rest = identity.partition(b".")
         if len(number) != 9 or not number.isdigit() or int(number) < FIRST_LOCAL_CLIENT:
             return 0

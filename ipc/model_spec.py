@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Self
 
 from shmserve.ipc.model_settings import PADDING
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
-from shmserve.ipc.transport.records import Document, from_map
+from shmserve.ipc.transport.records import Document, from_map, record
 
 CORRELATION_ID = "CONTROL_SEQUENCE_CORRID"
 # The fields that may change while a version serves: the instances, and the loaded versions.
@@ -39,7 +39,7 @@ def _texts(parameters: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(each.get("string_value") or "") for name, each in parameters.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorSpec:
     """An input or output; `dims` excludes the batch dimension, and -1 is any size.
 
@@ -64,7 +64,7 @@ class TensorSpec:
         return self.dims if self.reshape is None else self.reshape
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BatchTensor:
     """A `batch_input` or a `batch_output`.
 
@@ -78,7 +78,7 @@ class BatchTensor:
     source_input: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LevelPolicy:
     """The limits of a priority level of the queue; 0: no limit.
 
@@ -110,7 +110,7 @@ class LevelPolicy:
         return timeout_us if self.allow_timeout_override and 0 < timeout_us < longest else 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DynamicBatching:
     """The dynamic batcher; also the batching of the oldest requests by the sequence batcher."""
 
@@ -124,7 +124,7 @@ class DynamicBatching:
     max_candidate_sequences: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceControl:
     """A control input of a sequence.
 
@@ -139,7 +139,7 @@ class SequenceControl:
     bool_false_true: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ControlTensor:
     """An input with the request's position in its sequence."""
 
@@ -147,7 +147,7 @@ class ControlTensor:
     control: tuple[SequenceControl, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InitialState:
     """The initial state of a sequence: the bytes of a file, or zeros."""
 
@@ -155,7 +155,7 @@ class InitialState:
     data_file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceState:
     """A tensor that a model returns for the next request of the same sequence."""
 
@@ -167,7 +167,7 @@ class SequenceState:
     use_same_buffer_for_input_output: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceBatching:
     """The sequence batcher, its control inputs and states."""
 
@@ -193,7 +193,7 @@ class SequenceBatching:
         return "", ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EnsembleStep:
     """A model of an ensemble; the maps are from its tensor names to those of the ensemble."""
 
@@ -208,7 +208,7 @@ class EnsembleStep:
         return str(self.model_version) if self.model_version > 0 else ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EnsembleScheduling:
     """The steps of an ensemble; `max_inflight_requests` 0: no limit."""
 
@@ -216,7 +216,7 @@ class EnsembleScheduling:
     max_inflight_requests: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LimitedResource:
     """An amount of a resource of the rate limiter, per device or, if `is_global`, per host."""
 
@@ -225,7 +225,7 @@ class LimitedResource:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RateLimit:
     """The resources and priority of an execution for the rate limiter."""
 
@@ -238,7 +238,7 @@ class RateLimit:
         return any(each.count for each in self.resources)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InstanceGroup:
     """Instances of one kind; for KIND_GPU, `count` on each of `gpus`."""
 
@@ -249,7 +249,7 @@ class InstanceGroup:
     gpus: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExecutionAccelerator:
     """An execution provider of onnxruntime."""
 
@@ -257,14 +257,14 @@ class ExecutionAccelerator:
     parameters: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GraphShape:
     """A batch size to record a CUDA graph for."""
 
     batch_size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Optimization:
     """The effective part of `optimization`; accelerators are by the name of their field."""
 
@@ -276,7 +276,7 @@ class Optimization:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WarmupInput:
     """An input of a warm-up sample; `zero_data` and `random_data` are None if not chosen."""
 
@@ -287,7 +287,7 @@ class WarmupInput:
     input_data_file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WarmupSample:
     """A batch to run before a model is ready, `count` times (0: once)."""
 
@@ -297,7 +297,7 @@ class WarmupSample:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MetricControl:
     """The buckets of the histogram of a metric family."""
 
@@ -305,7 +305,7 @@ class MetricControl:
     buckets: tuple[float, ...] = _at("histogram_options.buckets", ())
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelSpec(Document):
     """A model's configuration.
 

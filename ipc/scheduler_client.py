@@ -26,7 +26,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.lent import unread
-from shmserve.ipc.messages import SchedulerToClient
 from shmserve.ipc.messages.inference import (
     Cancel,
     Credit,
@@ -35,6 +34,7 @@ from shmserve.ipc.messages.inference import (
     Release,
     Responded,
     Response,
+    SchedulerToClient,
     Settled,
     StatisticsReported,
     Submit,

@@ -20,7 +20,6 @@ exceptions are logged where they occur, and the client receives `Internal("inter
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar, cast
@@ -141,6 +140,12 @@ def from_code(code: str, message: str) -> ShmserveError:
     return _BY_CODE.get(code, Internal)(message)
 
 
+def from_status(status: int, message: str) -> ShmserveError:
+    """Return the exception of an HTTP status; an unknown status is an `Internal`."""
+    kinds = [kind for kind in ShmserveError.__subclasses__() if kind.status == status]
+    return (kinds or [Internal])[0](message)
+
+
 def clip(text: str, limit: int = 60) -> str:
     """Shorten `text` for an error line, and escape its control characters."""
     shown = text if text.isprintable() else ascii(text)[1:-1]
@@ -149,6 +154,8 @@ def clip(text: str, limit: int = 60) -> str:
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """Return the known name with the highest difflib ratio, or None if it is below `likeness`."""
+    import difflib  # not at the top: only errors need it
+
     close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
     return close[0] if close else None
 
@@ -157,6 +164,24 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of an error, `, did you mean 'NAME'?`, or "" if no name is near."""
     near = nearest(name, known)
     return f", did you mean '{near}'?" if near else ""
+
+
+def how_to_install(package: str, extra: str) -> str:
+    """Return the commands that install a package by an extra of shmserve."""
+    command = f"pip install 'shmserve[{extra}]'"
+    if package != "torch":
+        return command
+    index = "https://download.pytorch.org/whl/cpu"
+    return f"{command}, or for the CPU only first: pip install torch --index-url {index}"
+
+
+def missing_package(user: str, error: ImportError, extra: str) -> str:
+    """Return the message for a part of the server whose package cannot be imported."""
+    package = (error.name or extra).partition(".")[0]
+    return (
+        f"{user} needs the package {package}, which cannot be imported ({error}): "
+        + how_to_install(package, extra)
+    )
 
 
 class Problems(InvalidArgument):

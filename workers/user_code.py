@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from shmserve import model as tensor_types
-from shmserve.errors import Internal, suggestion
+from shmserve.errors import Internal, how_to_install, suggestion
 
 T = TypeVar("T")
 
@@ -73,6 +73,8 @@ def in_words(error: BaseException) -> str:
             name = str(error).split("'")[1]
             near = suggestion(name, tensor_types.__all__)
             return f"{kind}: there is no '{name}' in {error.name}{near}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            return f"{kind}: {error}: {how_to_install('torch', 'torch')}"
         return f"{kind}: {error}"
     except BaseException:  # its `__str__` may be a model's, too
         return kind

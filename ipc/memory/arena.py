@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 from bisect import bisect
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
@@ -116,7 +115,7 @@ class Arena:
         self._list = FreeList(capacity)
         self._committed = 0
         self.memory = Memory(
-            id=secrets.randbits(62),
+            id=int.from_bytes(os.urandom(8)) >> 2,
             pid=os.getpid(),
             fd=self._fd,
             inode=os.fstat(self._fd).st_ino,

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, Unavailable, how_to_install
 from shmserve.ipc.tensors.descriptors import CudaHandle
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,10 @@ class Driver:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
             logger.error("cuda-bindings cannot be imported: %s", error)
-            raise Unavailable("CUDA shared memory needs shmserve's extra 'cuda'") from None
+            needed = how_to_install("cuda-bindings", "cuda")
+            raise Unavailable(
+                f"CUDA shared memory needs the package cuda-bindings: {needed}"
+            ) from None
         try:
             self._call("cuInit", 0)
         except Exception as error:  # the package has its own error for a missing library

@@ -413,3 +413,7 @@ def correlation_fields(correlation_id: int | str) -> tuple[int, str]:
 def message_size(submit: Submit) -> int:
     """Return the bytes of a request's message, about: its schema and its inline tensors."""
     return len(submit.schema) + sum([len(each) for each in submit.data if type(each) is bytes])
+
+
+# From a scheduler to a client of its model.
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported

@@ -26,6 +26,13 @@ SEQUENCES = "sequences/"
 RECENT = "recent/"
 
 
+@message
+class Acknowledged:
+    """Sent when the change with this number is applied in this process."""
+
+    number: int
+
+
 # --- models
 
 

@@ -182,13 +182,6 @@ class Ping:
 
 
 @message
-class Acknowledged:
-    """Sent when the change with this number is applied in this process."""
-
-    number: int
-
-
-@message
 class SetLogging:
     """Apply log settings: the fields of shmserve.logs.LogSettings by name."""
 

@@ -40,8 +40,32 @@ _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
 # The types of a class's fields, the number of required ones, closer checks, and nested records.
 _Within = tuple[tuple[int, "_Records | _Document"], ...]
 _Kind = tuple[type[Any], list[type[Any]], int, _Checks, _Within]
-_BY_TAG: dict[str, _Kind] = {}
-_GETTERS: dict[type[Any], tuple[str, Callable[[Any], Any]]] = {}  # tag, field values
+_CLASSES: dict[str, type[Any]] = {}  # by tag
+
+
+class _Kinds(dict[str, _Kind]):
+    """The kinds of messages by tag, each read from its class at its first use."""
+
+    def __missing__(self, tag: str) -> _Kind:
+        _read(tag, _CLASSES[tag])
+        return self[tag]
+
+
+class _Getters(dict[type[Any], tuple[str, Callable[[Any], Any]]]):
+    """The tag of each message class, and the function that returns the values of its fields."""
+
+    def __missing__(self, cls: type[Any]) -> tuple[str, Callable[[Any], Any]]:
+        _read(_tag(cls), cls)
+        return self[cls]
+
+
+_BY_TAG = _Kinds()
+_GETTERS = _Getters()
+
+
+def _tag(cls: type[Any]) -> str:
+    tag: str = getattr(cls, "TAG", cls.__name__)
+    return tag
 
 
 def _plain(kind: Any) -> type[Any]:
@@ -122,8 +146,14 @@ def message(cls: type[T]) -> type[T]:
     class's name, or `TAG` if the wire name differs.
     """
     made = record(cls)
+    _CLASSES[_tag(made)] = made
+    return made
+
+
+def _read(tag: str, made: type[Any]) -> None:
+    """Read the fields of a message class."""
     hints = typing.get_type_hints(made)
-    names = [f.name for f in fields(made)]  # type: ignore[arg-type]
+    names = [f.name for f in fields(made)]
     kinds = [hints[name] for name in names]
     records = tuple((i, found) for i, kind in enumerate(kinds) if (found := _within(kind)))
     nested = {index for index, _ in records}
@@ -134,11 +164,9 @@ def message(cls: type[T]) -> type[T]:
         and index not in nested
         and typing.get_args(kind) != (Any,)
     )
-    needed = sum(f.default is MISSING for f in fields(made))  # type: ignore[arg-type]
-    tag = getattr(made, "TAG", made.__name__)
+    needed = sum(f.default is MISSING for f in fields(made))
     _BY_TAG[tag] = (made, list(map(_plain, kinds)), needed, closer, records)
     _GETTERS[made] = tag, _with_records(_getter(names), records) if records else _getter(names)
-    return made
 
 
 def _getter(names: list[str]) -> Callable[[Any], Any]:
@@ -162,7 +190,7 @@ def _with_records(getter: Callable[[Any], Any], within: _Within) -> Callable[[An
 
 def tags() -> dict[type[Any], str]:
     """Return the tag of each message class, in order of declaration."""
-    return {cls: tag for cls, (tag, _) in _GETTERS.items()}
+    return {cls: tag for tag, cls in _CLASSES.items()}
 
 
 def pack(messages: Iterable[Any]) -> bytes:
@@ -211,7 +239,7 @@ def unpack(frame: bytes, most: int = -1) -> list[Any]:
 def _typed(item: Any) -> Any:
     if type(item) is not list or not item or type(tag := item[0]) is not str:
         raise MalformedMessage("not a message")
-    if tag not in _BY_TAG:
+    if tag not in _CLASSES:
         raise MalformedMessage("unknown message")
     cls, kinds, needed, closer, records = _BY_TAG[tag]
     del item[0]

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import Unavailable
+from shmserve.errors import Unavailable, missing_package
 from shmserve.protocols.servers import token
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         from rich.console import Console, Group
-    except ImportError:
-        raise Unavailable("this takes an extra: pip install 'shmserve[top]'") from None
+    except ImportError as error:
+        raise Unavailable(missing_package("shmserve top", error, "top")) from None
     address = args.metrics_url.rstrip("/").removesuffix("/metrics") + "/live"
     request = urllib.request.Request(address)
     if args.token_file:

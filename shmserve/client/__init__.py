@@ -27,7 +27,7 @@ from shmserve.client.errors import Disconnected, Released, TimedOut
 from shmserve.client.memory.region import Region
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ResponseStream
-from shmserve.client.session import Session
+from shmserve.client.session import opened
 from shmserve.client.sync import Server
 from shmserve.errors import (
     AlreadyExists,
@@ -70,7 +70,7 @@ def connect(
     run_dir: str | os.PathLike[str] | None = None,
     *,
     memory_limit: int = 1 << 30,
-    timeout: float = 10.0,
+    timeout: float | None = None,
 ) -> Server:
     """Connect to a server.
 
@@ -78,10 +78,10 @@ def connect(
         run_dir: The server's run directory (`--run-dir`); by default $SHMSERVE_RUN_DIR, else that
             of this user's server.
         memory_limit: The maximum shared memory of this client in bytes.
-        timeout: Seconds to wait for the server's welcome.
+        timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
 
     Raises:
         Disconnected: There is no server.
         InvalidArgument: Several servers of this user run, and `run_dir` selects none.
     """
-    return Server(Session(run_dir, memory_limit, timeout))
+    return Server(opened(run_dir, memory_limit, timeout))

@@ -10,7 +10,16 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 from shmserve.client.connection import ServerConnection
@@ -20,7 +29,7 @@ from shmserve.client.request.channel import FULL, LATE, ClientRequest, RequestCh
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ClientStream
-from shmserve.client.session import Session, call_of, takes
+from shmserve.client.session import Session, Tensors, call_of, model_path, opened, takes
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 
 
@@ -247,6 +256,55 @@ class Server:
         """Return name and version of every model that is available."""
         return (await self._connected()).connection.models.names()
 
+    async def map(
+        self,
+        model: str,
+        inputs: Iterable[Tensors] | AsyncIterable[Tensors],
+        /,
+        *,
+        in_flight: int = 16,
+        outputs: Sequence[str] | None = None,
+        version: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109 - of each request
+    ) -> AsyncIterator[Result]:
+        """Yield the results for many inputs, in order; see `shmserve.client.Server.map`."""
+        given = _each(inputs)
+        waiting: deque[asyncio.Task[Result]] = deque()
+        try:
+            async for each in given:
+                call = self.infer(model, each, outputs=outputs, version=version, timeout=timeout)
+                waiting.append(asyncio.ensure_future(call))
+                if len(waiting) >= in_flight:
+                    yield await waiting.popleft()
+            while waiting:
+                yield await waiting.popleft()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def ready(self, model: str = "", version: str = "") -> bool:
+        """Check whether the server, or a model, is ready; see `shmserve.client.Server.ready`."""
+        return await asyncio.to_thread(self._session.ready, model, version)
+
+    async def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        """Load a model; see `shmserve.client.Server.load`."""
+        await asyncio.to_thread(self._session.load_model, model, config)
+
+    async def unload(self, model: str) -> None:
+        """Unload a model and wait until it is unloaded."""
+        await asyncio.to_thread(self._session.unload_model, model)
+
+    async def metadata(self, model: str, version: str = "") -> dict[str, Any]:
+        """Return the inputs and outputs of a model, as `GET /v2/models/NAME`."""
+        path = model_path(model, version)
+        found: dict[str, Any] = await asyncio.to_thread(self._session.control, "GET", path)
+        return found
+
+    async def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Return the statistics of each version; see `shmserve.client.Server.statistics`."""
+        return await asyncio.to_thread(self._session.statistics, model, version)
+
     async def _connected(self) -> _Turns:
         turns = self._turns
         if turns is not None and turns.loop is not asyncio.get_running_loop():
@@ -287,6 +345,15 @@ class Server:
             self._turns.close_soon()
 
 
+async def _each(inputs: Iterable[Tensors] | AsyncIterable[Tensors]) -> AsyncIterator[Tensors]:
+    if isinstance(inputs, AsyncIterable):
+        async for each in inputs:
+            yield each
+        return
+    for each in inputs:
+        yield each
+
+
 class _Connecting:
     """`await connect(...)`, or `async with connect(...) as server`."""
 
@@ -299,7 +366,7 @@ class _Connecting:
         return await asyncio.to_thread(self._open)
 
     def _open(self) -> Server:
-        return Server(Session(*self._arguments))
+        return Server(opened(*self._arguments))
 
     def __await__(self) -> Any:
         return self._connect().__await__()
@@ -317,7 +384,7 @@ def connect(
     run_dir: str | os.PathLike[str] | None = None,
     *,
     memory_limit: int = 1 << 30,
-    timeout: float = 10.0,
+    timeout: float | None = None,
 ) -> _Connecting:
     """Connect to a server; see `shmserve.client.connect`."""
     return _Connecting(run_dir, memory_limit, timeout)

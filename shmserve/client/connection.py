@@ -37,8 +37,12 @@ from shmserve.ipc.messages.control_requests import (
     Welcome,
     WithdrawMemory,
 )
-from shmserve.ipc.messages.publications import HealthChanged, OwnerExited, ServerEnding
-from shmserve.ipc.messages.supervision import Acknowledged
+from shmserve.ipc.messages.publications import (
+    Acknowledged,
+    HealthChanged,
+    OwnerExited,
+    ServerEnding,
+)
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 

@@ -23,7 +23,15 @@ from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.channel import DECOUPLED, FULL
 from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
-from shmserve.errors import InvalidArgument, Unavailable, Unsupported
+from shmserve.client.server_state import ClientModel
+from shmserve.errors import (
+    InvalidArgument,
+    ShmserveError,
+    Unavailable,
+    Unsupported,
+    from_status,
+    suggestion,
+)
 from shmserve.ipc.memory.cuda_ipc import Exporting
 from shmserve.ipc.tensors.inference import runs_once
 
@@ -32,6 +40,15 @@ Tensors = Mapping[str, Any]
 Outputs = Sequence[str] | Mapping[str, Any]
 # Model, inputs, outputs, version, options, inputs given by keyword.
 Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
+
+_WELCOME_S = 10.0
+_SHORTEST_S = 0.1
+_PAUSE_S = 0.05  # between two attempts to find a server
+# The keywords of a call that are not inputs.
+_OPTIONS = (
+    *("outputs", "version", "timeout", "priority", "request_id", "parameters", "sequence"),
+    *("start", "end", "traceparent"),
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +96,46 @@ def takes(
         return method
 
     return declared
+
+
+def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
+    """Raise InvalidArgument if an input is unknown; the message has the nearest name."""
+    known = model.signature.inputs
+    for name in inputs if isinstance(inputs, Mapping) else ():
+        if name not in known:
+            near = suggestion(str(name), [*known, *(_OPTIONS if by_keyword else ())])
+            raise InvalidArgument(
+                f"unexpected inference input '{name}' for model '{model.name}'"
+                + (near or f", allowed are: {', '.join(known)}")
+            )
+
+
+def model_path(model: str, version: str = "", *rest: str) -> str:
+    """Return the path of a model, or of one of its versions, in the HTTP API."""
+    from urllib.parse import quote
+
+    parts = [model, *(("versions", version) if version else ()), *rest]
+    return "/v2/models/" + "/".join(quote(part, safe="") for part in parts)
+
+
+def opened(
+    run_dir: str | os.PathLike[str] | None, memory_limit: int, timeout_s: float | None
+) -> Session:
+    """Return a session; with a timeout, wait until there is a server.
+
+    Raises:
+        Disconnected: There is no server, also after the timeout.
+    """
+    if timeout_s is None:
+        return Session(run_dir, memory_limit, _WELCOME_S)
+    ends = time.monotonic() + timeout_s
+    while True:
+        try:
+            return Session(run_dir, memory_limit, max(_SHORTEST_S, ends - time.monotonic()))
+        except Disconnected:
+            if time.monotonic() + _PAUSE_S >= ends:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 class Session:
@@ -193,11 +250,80 @@ class Session:
         found = connection.models.resolve(model, version)
         if found.decoupled and not stream:
             raise Unsupported(DECOUPLED % found.name)
-        if inputs is None:
-            inputs = tensors
-        elif tensors:
-            raise InvalidArgument("inputs are given as a mapping or by keyword, not both")
-        return prepare(self.memories, found, inputs, outputs, options)
+        if inputs is not None and tensors:
+            near = suggestion(next(iter(tensors)), _OPTIONS)
+            raise InvalidArgument(f"inputs are given as a mapping or by keyword, not both{near}")
+        try:
+            return prepare(
+                self.memories, found, tensors if inputs is None else inputs, outputs, options
+            )
+        except InvalidArgument:
+            _check_names(found, tensors if inputs is None else inputs, inputs is None)
+            raise
+
+    def ready(self, model: str = "", version: str = "") -> bool:
+        """Check whether the server, or a model, is ready."""
+        path = model_path(model, version, "ready") if model else "/v2/health/ready"
+        try:
+            self.control("GET", path)
+        except Disconnected:
+            raise
+        except ShmserveError:
+            return False
+        return True
+
+    def load_model(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        """Load a model by the control plane."""
+        from json import dumps
+
+        body = {"parameters": {"config": dumps(config)}} if config else {}
+        self.control("POST", model_path(model, "", "load").replace("v2", "v2/repository", 1), body)
+
+    def unload_model(self, model: str) -> None:
+        """Unload a model by the control plane."""
+        self.control("POST", model_path(model, "", "unload").replace("v2", "v2/repository", 1), {})
+
+    def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
+        """Return the statistics of each version of the models."""
+        path = model_path(model, version, "stats") if model else "/v2/models/stats"
+        found: list[dict[str, Any]] = self.control("GET", path)["model_stats"]
+        return found
+
+    def control(self, method: str, path: str, body: Any = None) -> Any:
+        """Send a request to the HTTP API of this server, and return the decoded body.
+
+        Raises:
+            Unavailable: The server has no HTTP listener, or does not respond.
+            ShmserveError: The server's error.
+        """
+        import http.client
+        import json
+        from urllib.parse import urlsplit
+
+        self.connection()
+        assert self._found is not None
+        urls = [urlsplit(url) for url in discovery.addresses(self._found)]
+        url = next((url for url in urls if url.scheme in ("http", "https") and url.hostname), None)
+        if url is None:
+            raise Unavailable(f"the server of {self._found} does not listen for HTTP")
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(str(url.hostname), url.port)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body))
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"{url.geturl()}: no answer: {error}") from error
+        finally:
+            connection.close()
+        try:
+            found = json.loads(content) if content else None
+        except ValueError:
+            found = None
+        if response.status >= http.client.BAD_REQUEST:
+            text = found.get("error") if isinstance(found, dict) else None
+            raise from_status(response.status, text or f"{response.status} {response.reason}")
+        return found
 
     @staticmethod
     def load(connection: ServerConnection, model: str, version: str, options: Options) -> None:

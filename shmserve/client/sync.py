@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from shmserve.client.errors import TimedOut
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiting
-from shmserve.client.session import Session, Tensors, call_of, takes
+from shmserve.client.session import Session, Tensors, call_of, model_path, takes
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.endpoints import MOST_LINKS
 
@@ -51,6 +51,8 @@ class Server:
             sequence       the id of the request's sequence, for a stateful model
             start, end     whether the request is the first or the last one of its sequence
             traceparent    the W3C trace context of the request
+
+        Inputs that have the name of an option are given as a mapping: infer("m", {"timeout": x}).
 
         Raises:
             ShmserveError: The server's error, with its code.
@@ -154,6 +156,38 @@ class Server:
     def models(self) -> list[tuple[str, str]]:
         """Return name and version of every model that is available."""
         return self._session.connection().models.names()
+
+    def ready(self, model: str = "", version: str = "") -> bool:
+        """Check whether the server is ready, or a model, or one version of it."""
+        return self._session.ready(model, version)
+
+    def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        """Load a model, or load it again, and wait until it is ready.
+
+        This method, `unload`, `ready`, `metadata` and `statistics` use the server's HTTP listener.
+
+        Args:
+            model: A model of the repositories.
+            config: A configuration, as JSON has it, that replaces the configuration of the model.
+
+        Raises:
+            ShmserveError: The load failed, or --model-control-mode is not explicit.
+            Unavailable: The server does not listen for HTTP.
+        """
+        self._session.load_model(model, config)
+
+    def unload(self, model: str) -> None:
+        """Unload a model and wait until it is unloaded."""
+        self._session.unload_model(model)
+
+    def metadata(self, model: str, version: str = "") -> dict[str, Any]:
+        """Return the inputs and outputs of a model, as `GET /v2/models/NAME`."""
+        found: dict[str, Any] = self._session.control("GET", model_path(model, version))
+        return found
+
+    def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Return the statistics of each version of one model or of all, as `GET .../stats`."""
+        return self._session.statistics(model, version)
 
     def _waiting(self) -> Waiting:
         connection = self._session.connection()

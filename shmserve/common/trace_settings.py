@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.errors import InvalidArgument, Unsupported, how_to_install
 
 _FLAG = "--trace-config"
 _NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
@@ -148,7 +148,8 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     if mode not in MODES:
         raise InvalidArgument(f"{_FLAG}: mode={mode} is not one of {', '.join(MODES)}")
     if mode == OPENTELEMETRY and find_spec("opentelemetry") is None:
-        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the extra: pip install shmserve[otel]")
+        needed = how_to_install("opentelemetry-sdk", "otel")
+        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {needed}")
     named = {"trace_level": given.get("level", [])}
     named |= {_NAMES[name]: value for name, value in last.items() if _NAMES[name] in _RANGES}
     try:

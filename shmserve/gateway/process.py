@@ -35,6 +35,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import RegionReleased
 from shmserve.ipc.messages.publications import (
+    Acknowledged,
     HealthChanged,
     ModelOnDemand,
     ModelPublished,
@@ -260,7 +261,7 @@ class _Process:
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:
-            self._gateway.supervisor.post(m.Acknowledged(number))
+            self._gateway.supervisor.post(Acknowledged(number))
 
     def _notified(self) -> None:
         self._gateway.refusing = True

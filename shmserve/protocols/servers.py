@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmserve.client import discovery
-from shmserve.errors import InvalidArgument, Unavailable, refused
+from shmserve.errors import InvalidArgument, Unavailable, how_to_install, refused
 from shmserve.protocols import Address, AdminTransport, Credentials, Transport
 from shmserve.protocols.http import HttpTransport
 
@@ -85,7 +85,8 @@ def transport_at(place: Address, given: Credentials) -> AdminTransport:
     if place.protocol == "http":
         return HttpTransport(place, given)
     if importlib.util.find_spec("grpc") is None:
-        raise InvalidArgument("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
+        needed = how_to_install("grpcio", "grpc")
+        raise InvalidArgument(f"--url grpc://... needs the package grpcio: {needed}")
     from shmserve.protocols.grpc import GrpcTransport
 
     return GrpcTransport(place, given)

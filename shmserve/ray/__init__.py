@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, missing_package
 from shmserve.ray import server
 from shmserve.ray.node import Node
 
@@ -58,5 +58,5 @@ def application(args: Mapping[str, Any], **options: Any) -> serve.Application:
     try:
         from ray import serve
     except ImportError as error:
-        raise ImportError("shmserve.ray needs Ray Serve: install shmserve[ray]") from error
+        raise ImportError(missing_package("shmserve.ray", error, "ray")) from error
     return serve.deployment(name="Node", **{**SETTINGS, **options})(Node).bind(dict(args))

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError, Unavailable
-from shmserve.ipc.messages import SupervisorToBatching
 from shmserve.ipc.messages.control_requests import TicketGranted
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
@@ -24,6 +23,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceRetired,
     RetireInstance,
 )
+from shmserve.ipc.messages.unions import SupervisorToBatching
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping
 from shmserve.ipc.transport.records import MalformedMessage

@@ -20,7 +20,6 @@ from typing import Any, Generic, Protocol, TypeVar, assert_never
 from shmserve.common import model_metrics
 from shmserve.common.model_metrics import ModelMetrics
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
-from shmserve.ipc.messages import ClientToScheduler
 from shmserve.ipc.messages.inference import (
     Cancel,
     Credit,
@@ -41,6 +40,7 @@ from shmserve.ipc.messages.supervision import (
     StatisticsSnapshot,
     Stop,
 )
+from shmserve.ipc.messages.unions import ClientToScheduler
 from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.tensors.signature import stopping
 from shmserve.ipc.transport.router import last_number

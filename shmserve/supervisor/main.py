@@ -329,9 +329,9 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
     environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
     environment = marked(environment, os.getpid(), run_dir.path)
     devices = host.accelerators(visible=config.visible_devices).count > 0
-    # Devices require torch, and models that are loaded later may require it.
-    torch = devices or bool(config.model_files) or config.model_control_mode != "none"
-    preloads = worker_preloads(config.model_repositories, torch)
+    files = [Path(each.rpartition(":")[0] or each) for each in config.model_files]
+    later = config.model_control_mode != "none"
+    preloads = worker_preloads(config.model_repositories, files, devices, later)
     return Zygote(processes, run_dir, "worker zygote", preloads, environment)
 
 

@@ -17,8 +17,8 @@ from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSetting
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered, Refused
-from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
-from shmserve.ipc.messages.supervision import Acknowledged, encode_start
+from shmserve.ipc.messages.publications import Acknowledged, HealthChanged, ModelPublished
+from shmserve.ipc.messages.supervision import encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef

@@ -114,6 +114,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # a replica of Ray Serve, which has a server
     "ray": ("ipc", "config", "cli"),
     "__main__": ("cli",),
+    # what a script or a test imports to have a server: modules of the package itself
+    "": ("client",),
 }
 
 
@@ -172,7 +174,7 @@ def may(importer: str, imported: str) -> bool:
 def test_every_room_is_in_the_table() -> None:
     rooms = {room(module) for module in MODULES if module not in LEAVES} - {""}
     rooms = {name for name in rooms if not name.startswith("bench")}
-    assert rooms == set(LAYERS)
+    assert rooms == set(LAYERS) - {""}
 
 
 def test_rooms_import_as_the_table_says() -> None:

@@ -8,7 +8,13 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unsupported, suggestion
+from shmserve.errors import (
+    InvalidArgument,
+    Unavailable,
+    Unsupported,
+    missing_package,
+    suggestion,
+)
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
@@ -42,6 +48,8 @@ _BUILT_IN = {
     "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
     "vllm": "shmserve.workers.backends.vllm:VllmBackend",
 }
+# The extras of shmserve that install the packages of a backend.
+_EXTRAS = {"llm": "llm", "pytorch": "torch"}
 # The backends of Triton's older `platform` field.
 _PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}
 
@@ -165,6 +173,7 @@ def find(config: ModelSpec) -> type[Backend]:
 
     Raises:
         InvalidArgument: The backend is unknown, or cannot be imported.
+        Unavailable: A package that the backend needs is not installed.
         Unsupported: The backend cannot run decoupled models.
     """
     found = _named(config)
@@ -180,8 +189,15 @@ def _named(config: ModelSpec) -> type[Backend]:
     name = backend_name(config)
     target = _BUILT_IN.get(name)
     if target is not None:
-        module, _, attribute = target.partition(":")
-        return _checked(name, getattr(importlib.import_module(module), attribute))
+        path, _, attribute = target.partition(":")
+        try:
+            module = importlib.import_module(path)
+        except ImportError as error:
+            extra = _EXTRAS.get(name)
+            if extra is None or (error.name or "").startswith("shmserve"):
+                raise
+            raise Unavailable(missing_package(f"backend '{name}'", error, extra)) from None
+        return _checked(name, getattr(module, attribute))
     for entry in entry_points(group=GROUP, name=name):
         return _checked(name, entry.load())
     raise InvalidArgument(

@@ -11,15 +11,16 @@ Rows in clients' device memory are gathered there, unless the backend requires h
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
@@ -33,8 +34,11 @@ from shmserve.workers.backends import ModelContext, Output, Response
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.request import Copied, Input, Request
 from shmserve.workers.device import Device
+from shmserve.workers.memory.device_memory import is_module, is_tensor
 from shmserve.workers.memory.static_plan import MemoryPlan
-from shmserve.workers.memory.tensors import PROTOCOL, as_torch, to_host
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -240,14 +244,16 @@ class Runner:
         context, signature = self._context, self._signature
         self._batched = signature.max_batch_size > 0
         self._copied = context.copied
+        if "torch" in sys.modules:  # now, and not in the first request
+            importlib.import_module("shmserve.workers.memory.tensors")
         self._gatherer = Gatherer(
             signature, context.mappings, self._device.host_buffer, context.copied
         )
 
     def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
         """Return the memory plan of `model`, and allocate its buffers; None if shapes vary."""
-        weights = model if isinstance(model, torch.nn.Module) else None
-        plan = MemoryPlan.of(config, self._signature, _byte_size(weights))
+        weights = _byte_size(model) if is_module(model) else 0
+        plan = MemoryPlan.of(config, self._signature, weights)
         if plan is not None and plan.rows > 1 and config.has_scheduler:
             for name, row in plan.inputs.items():
                 self._gatherer.reserve(name, row * plan.rows)
@@ -286,13 +292,15 @@ class Runner:
             if name in self._as_numpy:
                 made[name] = values
             else:
+                import torch
+
                 made[name] = torch.from_numpy(values).to(self._device.torch)
 
     def _numpy(self, name: str, datatype: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
         raw, shape, view = self._gatherer.gather(name, requests)
         if not isinstance(raw, memoryview):
             self._copied.inputs += len(raw)
-            raw, view = to_host(raw), False
+            raw, view = _to_host(raw), False
         array: np.ndarray[Any, Any] = np.ndarray(shape, STORED[datatype], raw)
         if not array.flags.aligned:
             return array.copy()
@@ -305,6 +313,8 @@ class Runner:
         first = requests[0].inputs[name]
         aliased = (not self._device.remote or first.on_device) and not first.writable
         raw, shape, view = self._gatherer.gather(name, requests, aliased and not self._views)
+        from shmserve.workers.memory.tensors import as_torch
+
         tensor = as_torch(datatype, shape, raw)
         if isinstance(raw, memoryview):
             if self._learning and aliased:
@@ -374,7 +384,7 @@ class Runner:
             if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
                 made[name] = item.numpy()
             elif name in self._as_numpy:
-                made[name] = np.ndarray(item.shape, STORED[item.datatype], to_host(item.raw))
+                made[name] = np.ndarray(item.shape, STORED[item.datatype], _to_host(item.raw))
             else:
                 made[name] = item.torch().to(self._device.torch)
         self._add_ragged(made, [request])
@@ -393,8 +403,7 @@ class Runner:
         return Response([self._parts(item, [request])[0] for item in made])
 
     def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> BatchOutput:
-        if self._device.remote and isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
-            datatype = PROTOCOL[value.dtype]
+        if self._device.remote and is_tensor(value) and (datatype := _protocol(value)):
             readers = [request for request in requests if name in request.requested]
             host: torch.Tensor | None = None
             if not all(to_device(request, name) for request in readers):
@@ -405,9 +414,9 @@ class Runner:
         return BatchOutput(name, datatype, data, None)
 
     def _fetch_host(self, name: str, value: Any, requests: Sequence[Request]) -> Output:
-        if isinstance(value, torch.Tensor):
-            datatype = PROTOCOL.get(value.dtype)
-            if datatype is None:
+        if is_tensor(value):
+            datatype = _protocol(value)
+            if not datatype:
                 raise Internal(
                     f"inference output '{name}' has the datatype {value.dtype}, which no client "
                     "can receive"
@@ -430,8 +439,8 @@ class Runner:
     def _state(self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]) -> Output:
         """Return the state of a sequence, without a copy from device to host memory if possible."""
         value = outputs[name]
-        if isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
-            return Output(name, PROTOCOL[value.dtype], value)
+        if is_tensor(value) and (datatype := _protocol(value)):
+            return Output(name, datatype, value)
         return self._fetch_host(name, value, requests)
 
     def _parts(self, made: BatchOutput, requests: Sequence[Request]) -> list[Output]:
@@ -460,14 +469,25 @@ class Runner:
         return _slices(request.batch_size for request in requests)
 
 
+def _protocol(tensor: torch.Tensor) -> str:
+    """Return the datatype of a tensor, or "" if clients cannot receive it."""
+    from shmserve.workers.memory.tensors import PROTOCOL
+
+    return PROTOCOL.get(tensor.dtype, "")
+
+
+def _to_host(raw: Any) -> memoryview:
+    from shmserve.workers.memory.tensors import to_host  # imports torch, as device memory does
+
+    return to_host(raw)
+
+
 def _slices(sizes: Iterable[int]) -> list[slice]:
     """Return adjacent slices of these sizes."""
     return [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
 
 
-def _byte_size(model: torch.nn.Module | None) -> int:
-    if model is None:
-        return 0
+def _byte_size(model: Any) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 

@@ -38,6 +38,17 @@ def _torch() -> Any:
     return sys.modules.get("torch")
 
 
+def is_tensor(value: Any) -> bool:
+    """Check whether a value is a torch tensor, without importing torch."""
+    return isinstance(value, getattr(_torch(), "Tensor", ()))
+
+
+def is_module(value: Any) -> bool:
+    """Check whether a value is a torch module, without importing torch."""
+    torch = _torch()
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
 def lost(error: BaseException) -> bool:
     """Check whether an error means that this process cannot use its device any more."""
     return isinstance(error, DeviceLost | getattr(_torch(), "AcceleratorError", DeviceLost))

@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.memory.tensors import TORCH
+
+if TYPE_CHECKING:
+    import torch
 
 _MB = 1_000_000
 
@@ -124,7 +124,7 @@ def _row(spec: TensorSpec) -> int:
 
 _WARM_UPS = 3  # torch's advice, because libraries choose their algorithms in the first calls
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, "torch.Tensor"]
 
 
 class Recorder(Protocol):
@@ -145,6 +145,8 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+        import torch
+
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -158,6 +160,8 @@ class CudaRecorder:
         return graph.replay, results
 
     def reserved(self) -> int:
+        import torch
+
         return torch.cuda.memory_reserved(self._device)
 
 
@@ -172,6 +176,10 @@ class Graphs:
         call: Callable[[Tensors], Tensors],
         recorder: Recorder,
     ) -> None:
+        import torch
+
+        from shmserve.workers.memory.tensors import TORCH
+
         self._plan = plan
         self._batched = signature.max_batch_size > 0
         self._inputs = {

@@ -18,10 +18,9 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
-from shmserve.ipc.messages.inference import Release, Submit
-from shmserve.ipc.messages.publications import ModelPublished, SchedulerLost
-from shmserve.ipc.messages.supervision import Acknowledged
+from shmserve.ipc.messages.inference import Release, SchedulerToClient, Submit
+from shmserve.ipc.messages.publications import Acknowledged, ModelPublished, SchedulerLost
+from shmserve.ipc.messages.unions import SupervisorToEnsemble
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.descriptors import Range, unpack_range

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import Internal, ShmserveError
-from shmserve.ipc.messages import SchedulerToClient
 from shmserve.ipc.messages.inference import (
     Cancel,
     Credit,
@@ -21,6 +20,7 @@ from shmserve.ipc.messages.inference import (
     Finished,
     Release,
     Responded,
+    SchedulerToClient,
     Submit,
     message_size,
 )

@@ -19,7 +19,6 @@ from typing import Any, assert_never
 
 from shmserve.errors import QueueFull
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages import GenerationNews
 from shmserve.ipc.messages.generation import (
     Choose,
     Ended,
@@ -31,6 +30,7 @@ from shmserve.ipc.messages.generation import (
     Told,
 )
 from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.messages.unions import GenerationNews
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.engine import Engine

@@ -18,9 +18,8 @@ from typing import assert_never, get_args
 from shmserve import logs
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.messages import SupervisorToHost
+from shmserve.ipc.messages.publications import Acknowledged
 from shmserve.ipc.messages.supervision import (
-    Acknowledged,
     HostStart,
     OpenScheduler,
     Ping,
@@ -31,6 +30,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
     decode_start,
 )
+from shmserve.ipc.messages.unions import SupervisorToHost
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 from shmserve.scheduler.hosting.hosted import KINDS, HostedScheduler

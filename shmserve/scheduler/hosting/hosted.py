@@ -21,16 +21,7 @@ from typing import Any, ClassVar, NamedTuple, get_args
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.lent import LentMemory
-from shmserve.ipc.messages import (
-    ClientToScheduler,
-    LocalClientToScheduler,
-    SchedulerToClient,
-    SupervisorToBatching,
-    SupervisorToEnsemble,
-    SupervisorToScheduler,
-    WorkerToScheduler,
-)
-from shmserve.ipc.messages.inference import MetricsReported, Submit
+from shmserve.ipc.messages.inference import MetricsReported, SchedulerToClient, Submit
 from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import (
     CacheStart,
@@ -38,6 +29,14 @@ from shmserve.ipc.messages.supervision import (
     SchedulerReady,
     SchedulerStart,
     SetTracing,
+)
+from shmserve.ipc.messages.unions import (
+    ClientToScheduler,
+    LocalClientToScheduler,
+    SupervisorToBatching,
+    SupervisorToEnsemble,
+    SupervisorToScheduler,
+    WorkerToScheduler,
 )
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature

@@ -13,7 +13,6 @@ import logging
 from dataclasses import dataclass
 from operator import attrgetter
 
-from shmserve.ipc.messages import GenerationNews
 from shmserve.ipc.messages.inference import (
     RESCHEDULED,
     BatchFinished,
@@ -22,6 +21,7 @@ from shmserve.ipc.messages.inference import (
     Reply,
 )
 from shmserve.ipc.messages.supervision import KillInstance
+from shmserve.ipc.messages.unions import GenerationNews
 from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.batchers.dispatch import Dispatcher
 from shmserve.scheduler.batchers.dynamic import Batcher

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from shmserve.common.host import accelerators, cgroup_limit, cuda_devices
 from shmserve.config.server import ServerConfig
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, how_to_install
 from shmserve.ipc.memory.cuda_ipc import CudaError, DeviceAllocation, Driver
 from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 
@@ -186,7 +186,7 @@ class DeviceList(NamedTuple):
     driver: str = ""
     named: tuple[str, ...] = ()
     partitions: int = 0
-    torch: str = ""
+    torch: str | None = ""  # its version; None where it is not installed
 
 
 def gather_devices(config: ServerConfig) -> DeviceList:
@@ -201,8 +201,15 @@ def gather_devices(config: ServerConfig) -> DeviceList:
         driver=driver[0] if driver else "",
         named=tuple(sorted(map(_named, _DRIVER.glob("gpus/*/information")))),
         partitions=len(list(_DRIVER.glob("capabilities/gpu*/mig/gi*"))),
-        torch=metadata.version("torch"),
+        torch=_torch_version(),
     )
+
+
+def _torch_version() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _named(information: Path) -> str:
@@ -220,6 +227,8 @@ def judge_devices(devices: DeviceList) -> Verdict:
         return wrong(f"{found}; this user may not open {', '.join(devices.closed)}", fix)
     if devices.kind == "cuda" and not devices.driver:
         return wrong(f"{found}, and no driver", "load the module nvidia (modprobe nvidia)")
+    if devices.torch is None:
+        return warning(f"{found}, which models use by torch", how_to_install("torch", "torch"))
     if devices.kind == "cuda" and devices.torch.endswith("+cpu"):
         fix = "a torch built for CUDA (https://pytorch.org/get-started)"
         return warning(f"{found}, which torch {devices.torch} cannot use", fix)

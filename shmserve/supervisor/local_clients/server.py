@@ -37,8 +37,7 @@ from shmserve.ipc.messages.control_requests import (
     Welcome,
     WithdrawMemory,
 )
-from shmserve.ipc.messages.publications import OwnerExited, ServerEnding
-from shmserve.ipc.messages.supervision import Acknowledged
+from shmserve.ipc.messages.publications import Acknowledged, OwnerExited, ServerEnding
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage

@@ -17,21 +17,21 @@ from typing import Any, NamedTuple, get_args
 
 from shmserve import logs
 from shmserve.common.trace_settings import TraceSettings
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.publications import Acknowledged
+from shmserve.ipc.messages.supervision import (
+    RequestTraced,
+    SetLogging,
+    SetTracing,
+    Started,
+    WorkerStarted,
+)
+from shmserve.ipc.messages.unions import (
     EnsembleToSupervisor,
     GatewayToSupervisor,
     HostToSupervisor,
     SchedulerToSupervisor,
     WorkerToSupervisor,
     WorkspaceToSupervisor,
-)
-from shmserve.ipc.messages.supervision import (
-    Acknowledged,
-    RequestTraced,
-    SetLogging,
-    SetTracing,
-    Started,
-    WorkerStarted,
 )
 from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
 from shmserve.logs import LogSettings

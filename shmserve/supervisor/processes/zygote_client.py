@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import logging
 import os
@@ -40,11 +41,16 @@ _TORCH = ("torch", "shmserve.workers.device:preload_operations")
 _PRELOADS_FOR = {
     "*/*/*.pt": "shmserve.workers.device:preload_scripted",
     "*/*/*.pt2": "shmserve.workers.device:preload_exported",
-    "*/*/config.json": "shmserve.workers.backends.llm",
+    "*/*/config.json": "shmserve.workers.device:preload_text",
 }
-# Modules whose import does not import torch. importlib may import anything.
-_WITHOUT_TORCH = (sys.stdlib_module_names - {"importlib"}) | {
-    *("numpy", "triton_python_backend_utils", "c_python_backend_utils")
+# Files of models that a backend reads with torch, and the packages that import torch.
+_TORCH_FILES = ("*/*.pt", "*/*.pt2", "*/config.json")
+_TORCH_PACKAGES = {
+    *("torch", "torchvision", "torchaudio", "torchtext", "torch_npu", "torchao", "torchmetrics"),
+    *("accelerate", "bitsandbytes", "diffusers", "easyocr", "fairseq", "fastai", "flair", "kornia"),
+    *("lightning", "pytorch_lightning", "monai", "mmcv", "mmdet", "open_clip", "peft", "timm"),
+    *("sentence_transformers", "speechbrain", "stanza", "transformers", "trl", "TTS", "vllm"),
+    *("ultralytics", "whisper", "xformers"),
 }
 
 
@@ -313,14 +319,32 @@ class Zygote:
                 process.link.shutdown(socket.SHUT_RDWR)
 
 
-def worker_preloads(repositories: Sequence[Path], torch: bool) -> list[str]:
+def worker_preloads(
+    repositories: Sequence[Path],
+    files: Sequence[Path] = (),
+    devices: bool = False,
+    later: bool = False,
+) -> list[str]:
     """Return the modules to import and functions to call, in order, before the zygote forks.
 
-    Importing torch takes a second and about 200 MB. Torch is imported if `torch` is set, or if a
-    model in one of the repositories may import it.
+    Importing torch takes a second and about 200 MB. The zygote imports torch if a model's file
+    needs it or names it. A worker whose model imports torch by other ways imports it itself.
+
+    Args:
+        repositories: The model repositories.
+        files: The files of classes, and the folders of checkpoints.
+        devices: Whether the host has accelerators, which ONNX files use by torch.
+        later: Whether models may be added later: torch is imported for an empty repository.
     """
-    models = (model for root in repositories for model in root.glob("*/"))
-    if not torch and not any(map(_may_import_torch, models)):
+    if importlib.util.find_spec("torch") is None:
+        return [_WORKER]
+    models = [model for root in repositories for model in root.glob("*/")]
+    patterns = (*_TORCH_FILES, "*/*.onnx") if devices else _TORCH_FILES
+    unknown = (later and bool(repositories) and not models) or any(f.is_dir() for f in files)
+    sources = {each for file in files for each in _with_imported(file)}
+    if not (unknown or any(map(_imports_torch, sources))) and not any(
+        _uses_torch(model, patterns) for model in models
+    ):
         return [_WORKER]
     found = [
         module
@@ -330,21 +354,33 @@ def worker_preloads(repositories: Sequence[Path], torch: bool) -> list[str]:
     return [*_TORCH, _WORKER, *found]
 
 
-def _may_import_torch(model: Path) -> bool:
-    """Return whether a worker of this model may import torch.
+def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
+    files = any(any(model.glob(pattern)) for pattern in patterns)
+    return files or any(map(_imports_torch, model.rglob("*.py")))
 
-    A model with code may import torch unless all of its imports are known not to import torch. A
-    model with other files may import torch, because a backend reads the files.
-    """
-    sources = list(model.rglob("*.py"))
-    if not sources:
-        return any(model.glob("*/*"))
-    known = {*_WITHOUT_TORCH, *(path.stem for path in sources), *(p.parent.name for p in sources)}
+
+def _with_imported(file: Path) -> set[Path]:
+    """Return a Python file and the files in its folder that it imports, directly or not."""
+    found, waiting = set[Path](), [file]
+    while waiting:
+        source = waiting.pop()
+        if source in found or not source.is_file():
+            continue
+        found.add(source)
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            for name in _imported(source):
+                package = file.parent / name
+                waiting += [package.with_suffix(".py"), *package.glob("*.py")]
+    return found
+
+
+def _imports_torch(source: Path) -> bool:
+    """Return whether a Python file names a package that imports torch, in any import."""
     try:
         with warnings.catch_warnings(action="ignore"):  # running the file repeats them
-            return any(not known.issuperset(_imported(path)) for path in sources)
+            return not _TORCH_PACKAGES.isdisjoint(_imported(source))
     except (OSError, SyntaxError, ValueError):  # loading the model reports the error
-        return True
+        return False
 
 
 def _imported(source: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ import msgpack
 import pytest
 import zmq
 
-from shmserve.ipc import messages
+from shmserve.ipc.messages import inference, unions
 from shmserve.ipc.messages.control_requests import UnregisterRegion
 from shmserve.ipc.messages.inference import InstanceReady, Release
 from shmserve.ipc.messages.supervision import Stop
@@ -30,16 +30,16 @@ from tests.support.waiting import until
 
 RANDOM = random.Random(5)
 UNIONS = (
-    messages.ClientToScheduler,
-    messages.SchedulerToClient,
-    messages.SchedulerToWorker,
-    messages.WorkerToScheduler,
-    messages.SupervisorToGateway,
-    messages.GatewayToSupervisor,
-    messages.SupervisorToScheduler,
-    messages.SchedulerToSupervisor,
-    messages.SupervisorToWorker,
-    messages.WorkerToSupervisor,
+    unions.ClientToScheduler,
+    inference.SchedulerToClient,
+    unions.SchedulerToWorker,
+    unions.WorkerToScheduler,
+    unions.SupervisorToGateway,
+    unions.GatewayToSupervisor,
+    unions.SupervisorToScheduler,
+    unions.SchedulerToSupervisor,
+    unions.SupervisorToWorker,
+    unions.WorkerToSupervisor,
 )
 TAGS = sorted({frames.tags()[kind] for union in UNIONS for kind in typing.get_args(union)})
 FIELDS = {

@@ -19,7 +19,7 @@ import shmserve.client
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Refused, ShareMemory, WithdrawMemory
-from shmserve.ipc.messages.supervision import Acknowledged
+from shmserve.ipc.messages.publications import Acknowledged
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames, zmtp

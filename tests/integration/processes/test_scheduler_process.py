@@ -18,9 +18,8 @@ import pytest
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.publications import HealthChanged, ProcessExited
+from shmserve.ipc.messages.publications import Acknowledged, HealthChanged, ProcessExited
 from shmserve.ipc.messages.supervision import (
-    Acknowledged,
     Drain,
     Drained,
     HostStart,

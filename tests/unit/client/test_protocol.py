@@ -5,12 +5,12 @@ import sys
 import typing
 from pathlib import Path
 
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.unions import (
     LocalClientToScheduler,
     LocalClientToSupervisor,
     SupervisorToLocalClient,
 )
-from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.transport import frames

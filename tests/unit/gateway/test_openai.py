@@ -194,7 +194,9 @@ def test_a_chat_with_reasoning_and_calls() -> None:
         {"tool_calls": [{"index": 0, "arguments": "}"}]},
     ]
     chunks = [choices.add(0, Delta(0, "", message=message)) for message in messages]
-    chunks.append(choices.add(0, Delta(0, "", "stop", message={})))
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "reasoning_tokens": 1}
+    chunks.append(choices.add(0, Delta(0, "", "stop", usage=usage, message={})))
+    assert choices.usage()["completion_tokens_details"] == {"reasoning_tokens": 1}
     thought = {"reasoning_content": "hm", "reasoning": "hm"}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
     assert [chunk["delta"] for chunk in chunks] == [

@@ -8,7 +8,7 @@ from typing import Any
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import ChangeLogging, FindModel, IndexRepository
-from shmserve.ipc.messages.publications import SchedulerLost
+from shmserve.ipc.messages.publications import Acknowledged, SchedulerLost
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.processes.control_socket import Acknowledgements, ControlSocket
 from tests.rigs.arrivals import arrived
@@ -42,10 +42,10 @@ async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
     control.receive_all()
     assert not (heard or asked), "nobody has started it"
     control.enrol(os.getpid(), "gateway", heard.append)
-    known = asyncio.ensure_future(control.publish(m.Acknowledged, "gateway"))
+    known = asyncio.ensure_future(control.publish(Acknowledged, "gateway"))
     await asyncio.sleep(0)
     assert not known.done()
-    gateway.send(m.Acknowledged(1))
+    gateway.send(Acknowledged(1))
     control.receive_all()
     await known
     gateway.close()
@@ -83,7 +83,7 @@ async def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> N
     for message in (
         ChangeLogging(1, {"log_verbose_level": 7}),
         m.Started(),
-        m.Acknowledged(1),
+        Acknowledged(1),
         FindModel(1, "m", ""),
     ):
         worker.send(message)

@@ -20,9 +20,10 @@ from shmserve.cli.events import _as_json, _as_text
 from shmserve.client.errors import Disconnected
 from shmserve.client.events import TOPICS, EventReader, Gaps, ReceivedEvent
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import ServerEvent, publications
+from shmserve.ipc.messages import publications
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
+from shmserve.ipc.messages.unions import ServerEvent
 from shmserve.supervisor import events as events_package
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher, Subscriptions, changes
 from tests.support.waiting import until_async

@@ -20,8 +20,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import Hello, Refused, ShareMemory
-from shmserve.ipc.messages.publications import HealthChanged
-from shmserve.ipc.messages.supervision import Acknowledged
+from shmserve.ipc.messages.publications import Acknowledged, HealthChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.supervisor.local_clients.memory import LocalMemory

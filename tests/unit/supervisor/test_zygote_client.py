@@ -17,12 +17,12 @@ import_torch = "\d"
 """
 
 
-def _preloads(repository: Path, files: dict[str, str], torch: bool = False) -> list[str]:
+def _preloads(repository: Path, files: dict[str, str], devices: bool = False) -> list[str]:
     for name, text in files.items():
         path = repository / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return worker_preloads([repository], torch)
+    return worker_preloads([repository], devices=devices)
 
 
 def test_models_that_do_without_torch_are_not_given_it(tmp_path: Path) -> None:
@@ -37,7 +37,41 @@ def test_models_that_do_without_torch_are_not_given_it(tmp_path: Path) -> None:
     }
     (tmp_path / "ensemble" / "1").mkdir(parents=True)
     assert _preloads(tmp_path, files) == ["shmserve.workers.main"]
-    assert "torch" in worker_preloads([tmp_path], torch=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["from shmserve.model import FP32", "import importlib", "import cv2, onnxruntime", "import"],
+)
+def test_a_class_without_torch_costs_none_of_its_memory(tmp_path: Path, text: str) -> None:
+    assert _preloads(tmp_path, {"m/1/model.py": text}) == ["shmserve.workers.main"]
+    (tmp_path / "own.py").write_text(text)
+    assert worker_preloads([], [tmp_path / "own.py"], later=True) == ["shmserve.workers.main"]
+
+
+def test_a_class_whose_helper_imports_torch_has_it_imported(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import helpers")
+    (tmp_path / "helpers.py").write_text("from parts import words")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "words.py").write_text("import torch")
+    assert "torch" in worker_preloads([], [tmp_path / "own.py"])
+
+
+def test_onnx_files_need_torch_for_devices_only(tmp_path: Path) -> None:
+    assert "torch" not in _preloads(tmp_path, {"m/1/model.onnx": ""})
+    assert "torch" in _preloads(tmp_path, {}, devices=True)
+
+
+def test_an_empty_repository_whose_models_come_later_has_it_imported(tmp_path: Path) -> None:
+    assert "torch" in worker_preloads([tmp_path], later=True)
+    assert "torch" not in worker_preloads([tmp_path])
+
+
+def test_nothing_of_torch_is_imported_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert _preloads(tmp_path, {"m/1/model.pt": ""}) == ["shmserve.workers.main"]
 
 
 @pytest.mark.parametrize(
@@ -46,13 +80,9 @@ def test_models_that_do_without_torch_are_not_given_it(tmp_path: Path) -> None:
         ("1/model.py", "import numpy, torch"),
         ("1/model.py", "def execute():\n    from torch.nn import functional"),
         ("1/model.py", "import transformers"),
-        ("1/model.py", "from shmserve.model import Tensor"),
-        ("1/model.py", "import importlib"),
-        ("1/model.py", "import"),
         ("1/parts/words.py", "import torch"),
         ("helpers.py", "import torch"),
         ("1/model.pt", ""),
-        ("1/model.onnx", ""),
     ],
 )
 def test_one_model_that_may_import_torch_has_it_imported(
@@ -66,7 +96,7 @@ def test_one_model_that_may_import_torch_has_it_imported(
     [
         ("m/1/model.pt", "shmserve.workers.device:preload_scripted"),
         ("m/1/model.pt2", "shmserve.workers.device:preload_exported"),
-        ("m/1/config.json", "shmserve.workers.backends.llm"),
+        ("m/1/config.json", "shmserve.workers.device:preload_text"),
     ],
 )
 def test_what_a_kind_of_file_needs_is_imported_after_torch(

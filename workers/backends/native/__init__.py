@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
-
-import torch
 
 from shmserve.errors import InvalidArgument, suggestion
 from shmserve.ipc.model_settings import MAX_STREAMS
@@ -36,8 +35,8 @@ from shmserve.workers.backends.native import declaration
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
-from shmserve.workers.device import open_device
-from shmserve.workers.memory.tensors import as_bytes
+from shmserve.workers.device import import_torch, inference_mode, open_device
+from shmserve.workers.memory.device_memory import is_module
 from shmserve.workers.tensor_specs import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
 
@@ -54,7 +53,6 @@ class NativeBackend(Backend):
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
-        self._device = open_device(context.device)
         self._class: type | None = None
         self._file = ""
         self._places: dict[str, str] = {}  # the position of each attribute in the file
@@ -119,10 +117,12 @@ class NativeBackend(Backend):
             )
         self._take = predict.take
         as_numpy = frozenset(p.name for p in predict.parameters if p.numpy)
+        # A class that does not use torch computes with numpy, or on the device by other means.
+        self._device = open_device(context.device if "torch" in sys.modules else "cpu")
         self.read_only_inputs = bool(as_numpy)
         self._runner = Runner(context, signature, self._device, as_numpy, Ragged(config))
         self._model = kind()
-        if isinstance(self._model, torch.nn.Module):
+        if is_module(self._model):
             self._model.to(self._device.torch).eval()
         if hasattr(self._model, "load"):
             folder = context.version_dir.resolve()
@@ -133,7 +133,7 @@ class NativeBackend(Backend):
                     context.device,
                     folder,
                     config.parameters,
-                    partial(context.workspace.lease, seen_as=as_bytes),
+                    partial(context.workspace.lease, seen_as=_as_tensor),
                 )
             )
         plan = None if predict.streams else self._runner.memory_plan(config, self._model)
@@ -147,7 +147,7 @@ class NativeBackend(Backend):
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call `predict` once for the whole batch."""
         inputs = self._runner.inputs(requests)
-        with torch.inference_mode():
+        with inference_mode():
             with self._runner.calling():
                 result = self._model.predict(**inputs)
                 if asyncio.iscoroutine(result):
@@ -170,7 +170,7 @@ class NativeBackend(Backend):
             Internal: The result is not a bool. Exceptions of the model are passed on.
         """
         run = asyncio.run if self._streams is None else self._streams.wait
-        with torch.inference_mode():
+        with inference_mode():
             return says_ready(self._model, run)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -209,6 +209,13 @@ class NativeBackend(Backend):
         place = next((self._places[each] for each in own if each in self._places), "")
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"
         return f"{where}:{place}: " if place else f"{where}: "
+
+
+def _as_tensor(raw: Any) -> Any:
+    import_torch("a workspace")
+    from shmserve.workers.memory.tensors import as_bytes
+
+    return as_bytes(raw)
 
 
 def _check(signature: Signature, predict: declaration.PredictSignature) -> None:

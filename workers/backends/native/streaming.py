@@ -16,11 +16,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from shmserve.errors import Cancelled
 from shmserve.model import IS_CANCELLED
 from shmserve.workers.backends import Request, Response, ResponseStream
+from shmserve.workers.device import inference_mode
 from shmserve.workers.user_code import EventLoopThread
 
 _CANCELLED = Cancelled("request cancelled")
@@ -57,7 +56,7 @@ class GeneratorStreams:
     def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
         """Start a request that has a free place."""
         try:
-            with torch.inference_mode(), _responding(stream):
+            with inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
                 future = self._event_loop().run(
@@ -91,7 +90,7 @@ class GeneratorStreams:
 
     def _event_loop(self) -> EventLoopThread:
         if self._loop is None:
-            self._loop = EventLoopThread(torch.inference_mode)
+            self._loop = EventLoopThread(inference_mode)
         return self._loop
 
     def close(self) -> None:
@@ -107,7 +106,7 @@ class GeneratorStreams:
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:
-            with torch.inference_mode(), _responding(stream):
+            with inference_mode(), _responding(stream):
                 self._relay(iterator, stream)
         except BaseException as error:  # SystemExit too: it must not end the worker
             stream.fail_raised(error)

@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, Unavailable, missing_package
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.arrays import STORED
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
@@ -61,10 +61,8 @@ def import_onnxruntime() -> Any:
     try:
         runtime = importlib.import_module("onnxruntime")
     except ImportError as error:
-        raise Unavailable(
-            "backend 'onnxruntime' needs the package onnxruntime, which cannot be imported "
-            f"({error}): pip install 'shmserve[onnx]', or onnxruntime-gpu for CUDA"
-        ) from None
+        needed = missing_package("backend 'onnxruntime'", error, "onnx")
+        raise Unavailable(f"{needed}, or onnxruntime-gpu for CUDA") from None
     runtime.disable_telemetry_events()  # the environment is read at import at the latest
     return runtime
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.tensors.arrays import STORED
@@ -22,8 +21,10 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.device import Device
-from shmserve.workers.memory.tensors import as_torch
 from shmserve.workers.tensor_specs import Described, Description
+
+if TYPE_CHECKING:
+    import torch
 
 _WORTH = 64 * 1024  # bytes of an output; copying less is cheaper than binding
 # Memory that a client may change during the run must not be used as an index.
@@ -170,6 +171,10 @@ class DeviceBinding:
 
     def _made(self, name: str, value: Any, binding: Any) -> torch.Tensor:
         """Return a tensor over memory of onnxruntime, which it keeps."""
+        import torch
+
+        from shmserve.workers.memory.tensors import as_torch
+
         shape, datatype = tuple(value.shape()), self._datatypes[name]
         size = math.prod(shape) * ITEM_SIZE[datatype]
         held: Any = _Tensor(value, binding, np.dtype(np.uint8), size)

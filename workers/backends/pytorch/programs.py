@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.export.graph_signature import TensorArgument
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, Unavailable, missing_package
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.backends.pytorch.names import Argument
@@ -225,9 +225,7 @@ def _read_weights(path: Path) -> dict[str, Any]:
         try:
             load_file = importlib.import_module("safetensors.torch").load_file
         except ImportError as error:
-            raise Unavailable(
-                f"'{path.name}' cannot be read: the package safetensors is not installed"
-            ) from error
+            raise Unavailable(missing_package(f"'{path.name}'", error, "torch")) from error
         read = load_file
     else:
         read = partial(torch.load, map_location="cpu", weights_only=True)

@@ -190,6 +190,7 @@ class Choices:
     _found: dict[int, _Sample] = field(default_factory=dict)
     _prompt: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
+    _thoughts: int | None = None  # tokens of reasoning
 
     def __post_init__(self) -> None:
         self._id = f"{self.form.prefix}-{secrets.token_hex(16)}"
@@ -233,6 +234,8 @@ class Choices:
         self._usage["prompt"] += usage["prompt_tokens"]
         self._usage["new"] += usage["completion_tokens"]
         self._usage["cached"] += usage.get("cached_tokens", 0)
+        if "reasoning_tokens" in usage:
+            self._thoughts = (self._thoughts or 0) + usage["reasoning_tokens"]
 
     def whole(self) -> dict[str, Any]:
         """Return the response to a request that does not stream."""
@@ -273,7 +276,10 @@ class Choices:
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
         prompt, new, cached = self._usage.values()
+        thoughts = self._thoughts
+        details = {} if thoughts is None else {"reasoning_tokens": thoughts}
         return {
+            **({"completion_tokens_details": details} if details else {}),
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,

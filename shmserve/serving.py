@@ -1,0 +1,250 @@
+"""A server for a script, a test or a notebook: `with shmserve.serve(Blur) as server:`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import linecache
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from shmserve.client import discovery, errors, sync
+from shmserve.client.session import opened
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+
+Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
+
+_STOP_S = 40.0
+_PAUSE_S = 0.05
+# A process of the server ends with the program, however the program ends.
+_PROGRAM = """
+import signal, sys
+from shmserve.ipc.processes import signal_at_parents_death
+signal_at_parents_death(signal.SIGTERM)
+from shmserve.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+_INSIDE = "SHMSERVE_IN_SERVER"
+
+
+class LocalServer(sync.Server):
+    """The client of a server that `serve` has started.
+
+    Attributes:
+        url: The URL of its HTTP listener.
+        run_dir: Its run directory, for `shmserve.client.connect` in other processes.
+        log: The file of its log.
+    """
+
+    url: str
+    run_dir: Path
+    log: Path
+
+
+@contextlib.contextmanager
+def serve(
+    models: Models, *, port: int = 0, timeout: float = 60.0, **flags: Any
+) -> Iterator[LocalServer]:
+    """Run a server in a `with` block, which is entered once all models are ready.
+
+    Args:
+        models: A class with `predict`, "path/model.py:Class", a model repository, the folder of a
+            model, or a list of these. Of a class in a script or a notebook, the server receives
+            the definitions that the class uses.
+        port: The port of HTTP; 0 chooses a free one.
+        timeout: Seconds until all models must be ready.
+        flags: Flags of `shmserve serve` with underscores: `allow_grpc=True`.
+
+    Yields:
+        The client, which also has the attributes `url`, `run_dir` and `log`.
+
+    Raises:
+        ShmserveError: The error of a model that could not be loaded.
+        Unavailable: The server did not become ready in time.
+    """
+    if os.environ.get(_INSIDE):
+        raise InvalidArgument("a model called shmserve.serve() while the server imported its file")
+    single = isinstance(models, type | str | os.PathLike)
+    each: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
+    folder = Path(tempfile.mkdtemp(prefix="shmserve-"))
+    try:
+        arguments = [word for model in each for word in _arguments(model, folder)]
+        run_dir = folder / "run"
+        given = {"allow_grpc": False, "allow_metrics": False, **flags}
+        given |= {"http_port": port, "run_dir": run_dir}
+        arguments += [_flag(name, value) for name, value in given.items()]
+        with _process(arguments, folder / "log") as process:
+            server = _ready_client(process, run_dir, folder / "log", timeout)
+            try:
+                yield server
+            finally:
+                server.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flag(name: str, value: Any) -> str:
+    shown = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"--{name.replace('_', '-')}={shown}"
+
+
+@contextlib.contextmanager
+def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    paths = [path for path in sys.path if path]
+    environment = {**os.environ, _INSIDE: "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", _PROGRAM, "serve", *arguments]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _ready_client(
+    process: subprocess.Popen[bytes], run_dir: Path, log: Path, timeout: float
+) -> LocalServer:
+    ends = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < ends:
+        if b"the server is ready after" in log.read_bytes():
+            with contextlib.suppress(errors.Disconnected):
+                server = LocalServer(opened(run_dir, 1 << 30, ends - time.monotonic()))
+                server.url = next(iter(discovery.addresses(run_dir)), "")
+                server.run_dir, server.log = run_dir, log
+                return server
+        time.sleep(_PAUSE_S)
+    raise _failure(log.read_text(errors="replace"), process.poll(), timeout)
+
+
+# A line of the log: the level, the time, the process, the text.
+_ERROR_LINE = re.compile(r"(?m)^E \S+ \S+ (.*(?:\n(?![A-Z] \d{4}-).*)*)")
+_FAILED = re.compile(r"(?s)failed to load '[^']*' version \d+: ([A-Z][a-z ]+): (.*)")
+
+
+def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
+    """Return the error of a server that has ended, or that is not ready in time."""
+    lines = [line.strip() for line in _ERROR_LINE.findall(log)]
+    kinds = {kind.title: kind for kind in ShmserveError.__subclasses__()}
+    found = [match for match in map(_FAILED.match, lines) if match]
+    if found:
+        kind = kinds.get(found[0][1], ShmserveError)
+        texts = dict.fromkeys(match[2].replace("\\n", "\n") for match in found)
+        return kind("\n".join(texts))
+    if status is None:
+        return Unavailable(f"the server is not ready after {timeout} s:\n" + log[-2000:])
+    return InvalidArgument("\n".join(lines) or log.strip() or f"the server ended: status {status}")
+
+
+# --- models
+
+
+def _arguments(model: type | str | os.PathLike[str], folder: Path) -> list[str]:
+    """Return the arguments of `shmserve serve` for a model."""
+    if isinstance(model, type):
+        return [f"{_file_of(model, folder)}:{model.__name__}"]
+    text = os.fspath(model)
+    path = Path(text)
+    if not path.is_dir():
+        return [text]
+    versions = any(each.name.isdecimal() for each in path.iterdir() if each.is_dir())
+    if not versions and not (path / "config.pbtxt").is_file():
+        return [text] if (path / "config.json").is_file() else [f"--model-repository={text}"]
+    repository = folder / "models"
+    shutil.copytree(path, repository / path.resolve().name)
+    return [f"--model-repository={repository}"]
+
+
+def _file_of(kind: type, folder: Path) -> Path:
+    """Return a file that defines a class: its own, or one that is made for a script's class."""
+    package = kind.__module__.partition(".")[0]
+    importable = package != "__main__" and PathFinder.find_spec(package) is not None
+    if importable and "<locals>" not in kind.__qualname__:
+        text = f"from {kind.__module__} import {kind.__qualname__.partition('.')[0]}\n"
+        if "." in kind.__qualname__:
+            text += f"{kind.__name__} = {kind.__qualname__}\n"
+    else:
+        text = _definitions(kind)
+    path = folder / f"class_{kind.__name__}" / f"{kind.__name__.lower()}.py"
+    path.parent.mkdir()
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _definitions(kind: type) -> str:
+    """Return the source of a class, and of the definitions of its module that the class uses."""
+    try:
+        own = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError) as error:
+        raise InvalidArgument(f"the source of class '{kind.__name__}' is not known") from error
+    statements = list(_statements(kind))
+    named = _names(own)
+    used: list[ast.stmt] = []
+    while True:
+        found = [
+            each for each in statements if each not in used and not named.isdisjoint(_bound(each))
+        ]
+        if not found:
+            break
+        used += found
+        named = named.union(*map(_names, found))
+    chosen = [each for each in statements if each in used and kind.__name__ not in _bound(each)]
+    future = "from __future__ import annotations\n" if _postpones(statements) else ""
+    return future + "\n\n".join(map(ast.unparse, [*chosen, own])) + "\n"
+
+
+def _statements(kind: type) -> Iterator[ast.stmt]:
+    """Yield the top-level statements of the module of a class, or of a notebook's cells."""
+    module = sys.modules[kind.__module__]
+    cells = vars(module).get("In")
+    file = getattr(module, "__file__", None) or inspect.getsourcefile(kind)
+    texts = cells if isinstance(cells, list) else ["".join(linecache.getlines(str(file)))]
+    for text in texts:
+        with contextlib.suppress(SyntaxError):  # a cell with a magic command
+            yield from ast.parse(text).body
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in re.findall(r"\w+", node.value if len(node.value) < 100 else "")
+    }
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Return the names that a definition, an import or an assignment binds."""
+    match statement:
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {(each.asname or each.name).partition(".")[0] for each in names}
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Assign(targets=targets):
+            nodes = [node for target in targets for node in ast.walk(target)]
+            return {node.id for node in nodes if isinstance(node, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+    return set()
+
+
+def _postpones(statements: Sequence[ast.stmt]) -> bool:
+    return any(isinstance(s, ast.ImportFrom) and s.module == "__future__" for s in statements)

@@ -1,0 +1,32 @@
+"""A fixture of pytest for tests of models: `from shmserve.testing import serve_model`.
+
+def test_blur(serve_model):
+    server = serve_model(Blur)
+    assert server.infer("blur", image=x)["output"].shape == x.shape
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shmserve.serving import LocalServer, Models, serve
+
+__all__ = ["serve_model"]
+
+
+@pytest.fixture
+def serve_model() -> Iterator[Callable[..., LocalServer]]:
+    """Return a function with the arguments of `shmserve.serve`.
+
+    The servers that it starts end with the test.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(models: Models, **options: Any) -> LocalServer:
+            return stack.enter_context(serve(models, **options))
+
+        yield start
