@@ -11,7 +11,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
-from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
@@ -59,6 +59,7 @@ class GatewayModel:
             engine = EngineSettings.of(json.loads(published.config.parameters.get(PARAMETER, "{}")))
         self.max_model_len = engine.max_model_len or None
         self.aliases = list(engine.aliases)
+        self.converts = published.config.backend == GENERATIVE  # texts and tokens, by `task`
         # Texts may have reasoning to split. An engine of vLLM has the output only with a parser.
         reasons = engine.reasoning_parser not in ("", "none")
         self.reasons = reasons or published.config.backend == "vllm"

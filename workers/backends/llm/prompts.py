@@ -186,7 +186,7 @@ class PromptReader:
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
             found["text_output"] = "BYTES", [each.encode() for each in texts]
         elif task == "tokenize" and {"text_input", "messages"} & given.keys():
-            settings, _ = _settings(request, given)
+            settings, _ = merged_parameters(request, given)
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
             special = parse(settings, {}, self._vocabulary).add_special_tokens
             text = given.get("text_input")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument, NotFound, clip
+from shmserve.errors import InvalidArgument, NotFound, Unsupported, clip
 from shmserve.gateway.context import Gateway, awaits_load, loaded
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
@@ -139,7 +139,13 @@ async def _converted(
     parameters: dict[str, Any],
     outputs: tuple[str, ...],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the outputs of the model's worker, which has the tokenizer."""
+    """Return the outputs of the model's worker, which has the tokenizer.
+
+    Raises:
+        ShmserveError: The model's error, or its backend converts no texts.
+    """
+    if not model.converts:
+        raise Unsupported(f"model '{model.name}': only backend 'llm' converts texts and tokens")
     wanted = [InferOutput(name, binary=True) for name in outputs]
     asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
     built = build(gateway, model, asked)
