@@ -69,7 +69,7 @@ vllm:  ## vLLM for CPUs in an environment of its own (3.4 GB), for test-vllm
 
 test-vllm:  ## the backend vllm with vLLM itself, after vllm
 	OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=0 \
-	    $(VLLM)/bin/python -m pytest -q --noconftest tests/integration/generation/vllm_engine.py
+	    $(VLLM)/bin/python -m pytest -q --noconftest -o faulthandler_timeout=900 tests/integration/generation/vllm_engine.py
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m tests

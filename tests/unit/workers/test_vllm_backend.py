@@ -294,17 +294,11 @@ def test_metrics_of_prometheus() -> None:
     times = Histogram("vllm:time", "Time.", buckets=[1, 2], **names).labels("m")
     for value in (0.5, 0.6, 1.5, 9):
         times.observe(value)
-    samples = [
-        (each.name, each.documentation, each.type.upper(), *part[:3])
-        for each in registry.collect()
-        for part in each.samples
-        if not part.name.endswith("_created")
-    ]
-    counter, gauge, histogram = families(samples, "1")
+    counter, gauge, histogram = families(registry.collect(), "1")
     labels = (("model_name", "m"), ("version", "1"))
     assert counter == ["vllm:tokens_total", "Tokens.", "COUNTER", [[labels, [3.0], []]]]
     assert gauge[:3] == ["vllm:running", "Running.", "GAUGE"]
-    assert gauge[3][0][1][0] == 2
+    assert gauge[3][0][1] == [0, 0, 2]
     assert histogram[3] == [[labels, [pytest.approx(11.6), 2, 1, 1], [1.0, 2.0]]]
 
 

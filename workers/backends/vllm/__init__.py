@@ -10,26 +10,20 @@ answers.py    from the engine's outputs to responses
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from prometheus_client import REGISTRY
 
 from shmserve.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.backends import (
-    Backend,
-    ModelContext,
-    Request,
-    Response,
-    ResponseStream,
-)
+from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.llm.prompts import given_inputs, merged_parameters
 from shmserve.workers.backends.vllm.answers import FLAGS, OUTPUTS, Answer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
@@ -40,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5  # between checks of the engine and reports of its metrics
 _CANCELLED = Cancelled("request cancelled")
+_NOT_READ = f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
 # vLLM's own names, which begin in this way.
 _METRICS = "vllm:"
 _SINGLE = ("num_input_tokens", "usage")  # outputs of the whole request
@@ -65,8 +60,7 @@ class VllmBackend(Backend):
         super().__init__(context)
         self._loop = EventLoopThread()
         self._families: list[list[Any]] | None = None
-        self._samples: list[Any] = []
-        self._arguments: Arguments | None = None
+        self._last: list[list[Any]] = []
         self._dead = False
         self._number = 0
 
@@ -76,7 +70,7 @@ class VllmBackend(Backend):
         outputs = [
             _tensor(name, kind.replace("BYTES", "STRING"), "1" if name in _SINGLE else "-1")
             for name, kind in OUTPUTS.items()
-            if name != "message" or self._read().parsed
+            if name != "message" or self._arguments.parsed
         ]
         completed = {**config, "model_transaction_policy": {"decoupled": True}}
         for field, known in (("input", inputs), ("output", outputs)):
@@ -96,11 +90,10 @@ class VllmBackend(Backend):
             raise InvalidArgument(f"max_batch_size: {found} is not 0: vLLM forms the batches")
         if not config.decoupled:
             raise InvalidArgument("model_transaction_policy: backend 'vllm' is decoupled")
-        arguments = self._read()
-        devices = devices_of(self.context, config, arguments.engine)
+        devices = devices_of(self.context, config, self._arguments.engine)
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
-        self._engine = self._loop.wait(VllmEngine.start(arguments))
+        self._engine = self._loop.wait(VllmEngine.start(self._arguments))
         self.checks_ready = True
         self._loop.run(self._watch(), self._died)
 
@@ -138,11 +131,9 @@ class VllmBackend(Backend):
             self._engine.shutdown()
         self._loop.close()
 
-    def _read(self) -> Arguments:
-        if self._arguments is None:
-            context = self.context
-            self._arguments = Arguments.read(context.version_dir, context.model_name)
-        return self._arguments
+    @cached_property
+    def _arguments(self) -> Arguments:
+        return Arguments.read(self.context.version_dir, self.context.model_name)
 
     # --- in the event loop
 
@@ -171,8 +162,8 @@ class VllmBackend(Backend):
                 while not stream.may_send:
                     # vLLM merges further outputs of the request until they are read.
                     credit.clear()
-                    if not stream.may_send:
-                        await _wait(credit)
+                    if not stream.may_send and not await _arrives(credit):
+                        raise Unavailable(_NOT_READ)
                 stream.send(Response(outputs), found.finished and count == len(responses))
         stream.send(final=True)  # has no effect after a final response
 
@@ -180,11 +171,10 @@ class VllmBackend(Backend):
         """Report metrics, and detect the end of the engine."""
         assert self._engine is not None
         while not self._engine.errored:
-            samples = _samples()
-            if samples != self._samples:
-                self._samples = samples
-                self._families = families(samples, self.context.version)
-                self.metrics_changed(True)
+            found = families(REGISTRY.collect(), self.context.version)
+            if found != self._last:
+                self._families = self._last = found
+                self.context.control.wake()  # the main loop reports them
             await asyncio.sleep(_PERIOD_S)
         raise Internal("vLLM's engine has ended")
 
@@ -199,17 +189,16 @@ class VllmBackend(Backend):
         """End the process by an exception of its main loop, once."""
         if not self._dead:
             self._dead = True
-            logger.error("model '%s': vLLM's engine has ended", self.context.model_name)
+            name = self.context.model_name
+            logger.error("model '%s': vLLM's engine has ended", name, exc_info=error)
             self.context.control.inbox.append(Internal(str(error)))
             self.context.control.wake(always=True)
 
 
-async def _wait(credit: asyncio.Event) -> None:
-    try:
-        await asyncio.wait_for(credit.wait(), MOST_WAIT_S)
-    except TimeoutError:
-        why = f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
-        raise Unavailable(why) from None
+async def _arrives(credit: asyncio.Event) -> bool:
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(credit.wait(), MOST_WAIT_S)
+    return False
 
 
 def _end_cancelled(stream: ResponseStream, future: Future[None]) -> None:
@@ -231,46 +220,35 @@ def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str,
     return str(context.device_id)
 
 
-# --- metrics
+def families(collected: Iterable[Any], version: str) -> list[list[Any]]:
+    """Return vLLM's metrics among those of Prometheus in the form of `Backend.metrics`.
 
-
-def _samples() -> list[Any]:
-    """Return the samples of vLLM's metrics in this process."""
-    return [
-        (found.name, found.documentation, found.type.upper(), each.name, each.labels, each.value)
-        for found in REGISTRY.collect()
-        if found.name.startswith(_METRICS)
-        for each in found.samples
-        if not each.name.endswith("_created")
-    ]
-
-
-def families(samples: Iterable[Any], version: str) -> list[list[Any]]:
-    """Return samples of Prometheus in the form of `Backend.metrics`.
-
-    A label with the version distinguishes the versions of a model.
+    A label with the version distinguishes the versions of a model. Gauges of several instances are
+    added up.
     """
-    now_ns = time.monotonic_ns()
     made: dict[str, list[Any]] = {}
     rows: dict[tuple[str, Any], list[Any]] = {}
-    for name, text, kind, sample, labels, value in samples:
-        if kind not in ("COUNTER", "GAUGE", "HISTOGRAM"):
+    for found in collected:
+        kind = found.type.upper()
+        if not found.name.startswith(_METRICS) or kind not in ("COUNTER", "GAUGE", "HISTOGRAM"):
             continue
-        name = sample if kind == "COUNTER" else name
-        given = {key: each for key, each in labels.items() if key != "le"}
-        key = tuple(sorted({**given, "version": version}.items()))
-        row = rows.get((name, key))
-        if row is None:
-            row = rows[name, key] = [key, [0.0] if kind == "HISTOGRAM" else [], []]
-            made.setdefault(name, [name, text, kind, []])[3].append(row)
-        _, numbers, bounds = row
-        if kind == "HISTOGRAM":
-            if sample.endswith("_sum"):
+        for name, labels, value, *_ in found.samples:
+            family = name if kind == "COUNTER" else found.name
+            if name.endswith("_created"):
+                continue
+            bound = labels.get("le", "")
+            given = {key: each for key, each in labels.items() if key != "le"}
+            key = tuple(sorted({**given, "version": version}.items()))
+            if (family, key) not in rows:
+                row = rows[family, key] = [key, [0.0] if kind == "HISTOGRAM" else [], []]
+                about = [family, found.documentation, kind, []]
+                made.setdefault(family, about)[3].append(row)
+            _, numbers, bounds = rows[family, key]
+            if kind != "HISTOGRAM":
+                numbers += [value] if kind == "COUNTER" else [0, 0, value]
+            elif name.endswith("_sum"):
                 numbers[0] = value
-            elif sample.endswith("_bucket"):
+            elif bound:
                 numbers.append(value - sum(numbers[1:]))  # Prometheus's are cumulative
-                if labels["le"] != "+Inf":
-                    bounds.append(float(labels["le"]))
-        else:
-            numbers += [value] if kind == "COUNTER" else [value, now_ns, 0]
+                bounds += [] if bound == "+Inf" else [float(bound)]
     return list(made.values())
