@@ -156,3 +156,31 @@ def test_files_sent_with_what_cannot_be_planned_do_not_stay(
     plans.discard(plan)
     assert not plan.model_dir.exists()
     assert other.model_dir.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "aliases"),
+    [
+        ('backend: "llm"', None, []),
+        ('backend: "llm"', "aliases: [gpt, org/x]\n", ["gpt", "org/x"]),
+        ('backend: "llm"', "", []),
+        ('backend: "llm"', "aliases: gpt", None),
+        ('backend: "llm"', "- x", None),
+        ('backend: "llm"', "{", None),
+        ('backend: "python"', "aliases: [gpt]\n", None),
+        (
+            'backend: "x" input { name: "sampling_parameters" data_type: TYPE_STRING dims: 1 }',
+            *("aliases: [gpt]\n", ["gpt"]),
+        ),
+        ("wrong", None, None),
+    ],
+)
+def test_aliases_are_read_without_loading(
+    tmp_path: Path, config: str, engine: str | None, aliases: list[str] | None
+) -> None:
+    made = planner(tmp_path, config)
+    folder = next(path.parent for path in tmp_path.rglob("config.pbtxt"))
+    if engine is not None:
+        (folder / "engine.yaml").write_text(engine)
+    assert made.aliases(folder.name) == aliases
+    assert made.aliases("nobody") is None
