@@ -53,6 +53,7 @@ class EngineSettings:
     """The settings of one engine. Sizes are in tokens, sequences, or blocks of `block_size` tokens.
 
     Attributes:
+        aliases: Further names of the model in OpenAI's API.
         max_model_len: The maximum length of a sequence; 0: limited by memory only.
         kv_cache_blocks: The number of KV blocks; 0: as many as fit into memory.
         target_itl_ms: The target of the inter-token latency; 0: none.
@@ -63,6 +64,7 @@ class EngineSettings:
     """
 
     profile: str = ""
+    aliases: tuple[str, ...] = ()
     max_batch_size: int = 32
     max_tokens_per_batch: int = 2048
     max_waiting_requests: int = 512
@@ -248,6 +250,9 @@ def _problem(name: str, value: Any, default: Any) -> str:
         if not choices or value in choices:
             return ""
         return f"one of {', '.join(filter(None, choices))}{suggestion(value, choices)}"
+    if isinstance(default, tuple):
+        texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
+        return "" if texts else "a list of names"
     least, most = _RANGES[name]
     whole = isinstance(default, int)
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):

@@ -70,6 +70,16 @@ class IndexRepository:
 
 
 @message
+class NameModels:
+    """Request {"names": {model: [aliases]}} of models that generate text and are not loaded.
+
+    They are loaded on demand.
+    """
+
+    id: int
+
+
+@message
 class ChangeLogging:
     """Change log settings in every process. The reply contains all settings, as in `SetLogging`."""
 
@@ -303,7 +313,7 @@ class WithdrawMemory:
 
 Answer = Answered | Refused
 LoadRequest = LoadModel | UnloadModel
-AdminRequest = LoadRequest | IndexRepository | ChangeLogging | ChangeTracing
+AdminRequest = LoadRequest | IndexRepository | NameModels | ChangeLogging | ChangeTracing
 RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
 RegionUse = RegionReleased | RegionAbandoned
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace

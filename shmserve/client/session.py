@@ -101,7 +101,8 @@ def takes(
 def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
     """Raise InvalidArgument if an input is unknown; the message has the nearest name."""
     known = model.signature.inputs
-    for name in inputs if isinstance(inputs, Mapping) else ():
+    given = isinstance(inputs, Mapping) and not isinstance(inputs, Region)  # has outputs, too
+    for name in inputs if given else ():
         if name not in known:
             near = suggestion(str(name), [*known, *(_OPTIONS if by_keyword else ())])
             raise InvalidArgument(

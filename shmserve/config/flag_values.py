@@ -1,7 +1,7 @@
 """Flag values with their own syntax, which is Triton's for Triton's flags.
 
-These are the response cache, workspaces, resources of the rate limiter, metrics and header
-patterns.
+These are the response cache, workspaces, resources of the rate limiter, metrics, header patterns,
+origins of pages, and names of hosts and models.
 """
 
 from __future__ import annotations
@@ -244,3 +244,34 @@ def _in_python(re2: str) -> str:
             groups.append([])
         parts.append(text)
     return "".join(parts) + ")" * sum(map(len, groups))
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+_HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
+
+
+def origin(text: str) -> str:
+    """Return the origin of pages, or "*"; raise InvalidArgument."""
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise InvalidArgument(
+            f"--cors-allow-origin: '{text}' is not SCHEME://HOST or SCHEME://HOST:PORT in lower "
+            "case and without a path, and not '*'"
+        )
+    return text
+
+
+def host_name(text: str) -> str:
+    """Return the name of a host, or of all below it ("*.example.com"); raise InvalidArgument."""
+    if not _HOST.fullmatch(text):
+        raise InvalidArgument(
+            f"--allowed-host: '{text}' is not a name without scheme and port, *.NAME, or '*'"
+        )
+    return text
+
+
+def served_name(text: str) -> tuple[str, str]:
+    """Return the model ("": the only one) and its name in "[MODEL=]NAME"; raise InvalidArgument."""
+    model, equals, name = text.rpartition("=")
+    if not name or (equals and not model):
+        raise InvalidArgument(f"--served-model-name: '{text}' is neither NAME nor MODEL=NAME")
+    return model, name

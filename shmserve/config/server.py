@@ -26,8 +26,11 @@ from shmserve.config.flag_values import (
     Resources,
     cache_byte_size,
     header_pattern,
+    host_name,
+    origin,
     parse_metrics_config,
     parse_resources,
+    served_name,
     workspace_byte_sizes,
 )
 from shmserve.errors import Collected, InvalidArgument, Problems, refused
@@ -121,6 +124,9 @@ class ServerConfig:
     log: LogSettings
     slow_request_ms: int
     openai_unknown_fields: str
+    cors_allow_origin: tuple[str, ...]
+    allowed_host: tuple[str, ...]
+    served_model_name: tuple[tuple[str, str], ...]  # (model or "", name)
     trace: TraceSettings
     delay_scheduler: int
     backlog_delay_scheduler: int
@@ -178,6 +184,8 @@ def _from_flags(
     parsed: Parsed, environment: Mapping[str, str], models_needed: bool, wrong: Collected
 ) -> ServerConfig:
     value: dict[str, Any] = parsed.values
+    if value["reload"]:
+        value = {**value, "model-control-mode": "poll", "repository-poll-secs": 1}
     repositories, files = _models(parsed, models_needed, wrong)
     return ServerConfig(
         **_as_given(value, *_AS_GIVEN),
@@ -225,6 +233,11 @@ def _from_flags(
             **_as_given(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
+        ),
+        cors_allow_origin=tuple(wrong(origin, s) for s in parsed.repeated["cors-allow-origin"]),
+        allowed_host=tuple(wrong(host_name, s) for s in parsed.repeated["allowed-host"]),
+        served_model_name=tuple(
+            wrong(served_name, s) for s in parsed.repeated["served-model-name"]
         ),
         trace=wrong(parse_trace_config, parsed.repeated["trace-config"]),
         delay_scheduler=wrong(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),

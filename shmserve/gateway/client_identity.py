@@ -53,7 +53,8 @@ class ListenerRules:
     Args:
         allow_shm: Whether all listeners offer shared memory; None: only those that only this host
             reaches.
-        names: Host names of the server, besides addresses and localhost.
+        names: Host names of the server, besides addresses and localhost. "*.NAME" stands for all
+            names below NAME, and "*" for any name.
     """
 
     def __init__(
@@ -118,14 +119,9 @@ class ClientIdentity:
 
     def refuse(self, scope: str, headers: Mapping[str, str]) -> ShmserveError | None:
         """Return the error for a request to an API of `scope`; None if the request is permitted."""
-        listener = self.listener
-        if listener.kind is ListenerKind.LOOPBACK:
-            host = headers.get(_HOST)
-            if host != self._host:
-                if not _is_ours(host or "", listener.names):
-                    return MisdirectedHost("the Host header does not name this server")
-                self._host = host
-        rules = listener.authorisation
+        if (misdirected := self.refuse_host(headers)) is not None:
+            return misdirected
+        rules = self.listener.authorisation
         if rules.asks_for_tokens and not self.known and scope not in OPEN:
             header = headers.get(_AUTHORIZATION)
             if header is None or header != self._header or rules is not self._rules:
@@ -133,6 +129,18 @@ class ClientIdentity:
             if (refusal := rules.refuse_scope(scope, self._scopes)) is not None:
                 return refusal
         return rules.refuse_restricted(scope, headers) if rules.restrictions else None
+
+    def refuse_host(self, headers: Mapping[str, str]) -> ShmserveError | None:
+        """Return the error for a request whose Host header does not name this server, or None."""
+        listener = self.listener
+        host = headers.get(_HOST)
+        if listener.kind is ListenerKind.LOOPBACK and host != self._host:
+            if not _is_ours(host or "", listener.names):
+                return MisdirectedHost(
+                    "the Host header does not name this server (--allowed-host adds names)"
+                )
+            self._host = host
+        return None
 
     @property
     def source(self) -> int:
@@ -203,6 +211,9 @@ def _is_ours(host: str, names: frozenset[str]) -> bool:
     name = host.rpartition(":")[0] if _has_port(host) else host
     name = name.lower().rstrip(".")
     if not name or name == "localhost" or name.endswith(".localhost") or name in names:
+        return True
+    above = name.split(".")[1:]
+    if "*" in names or any("*." + ".".join(above[at:]) in names for at in range(len(above))):
         return True
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(name.strip("[]"))

@@ -18,6 +18,10 @@ _NO_USE = "failed to decompress the request body: it is mostly overhead"
 _WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
+class BodyTooLarge(InvalidArgument):
+    """An error about a body that exceeds the limit of its size."""
+
+
 class UnsupportedEncoding(Unsupported):
     """A Content-Encoding that is not supported; the response lists those that are."""
 
@@ -68,7 +72,7 @@ class Inflater:
                 raise InvalidArgument("failed to decompress the request body") from None
             self._size += len(piece)
             if self._size > self._limit:
-                raise InvalidArgument(
+                raise BodyTooLarge(
                     f"Decompressed data size exceeds the maximum allowed value of {self._limit} "
                     "bytes. "
                     "Use --http-max-input-size to increase the limit."

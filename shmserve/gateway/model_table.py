@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from typing import Any, Never
 
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
-from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import LARGEST
 from shmserve.ipc.tensors.schemas import BoundedCache
@@ -51,10 +53,16 @@ class GatewayModel:
             for key, value in published.config.metric_tags.items()
         }
         self.decoupled = published.config.decoupled
-        engine = published.config.parameters.get(PARAMETER)
-        reasoning = EngineSettings.read(engine).reasoning_parser if engine else ""
+        # The settings of an engine that generates text.
+        engine = EngineSettings()
+        with suppress(ValueError, InvalidArgument):  # other models may have such a parameter
+            engine = EngineSettings.of(json.loads(published.config.parameters.get(PARAMETER, "{}")))
+        self.max_model_len = engine.max_model_len or None
+        self.aliases = list(engine.aliases)
+        self.converts = published.config.backend == GENERATIVE  # texts and tokens, by `task`
         # Texts may have reasoning to split. An engine of vLLM has the output only with a parser.
-        self.reasons = reasoning not in ("", "none") or published.config.backend == "vllm"
+        reasons = engine.reasoning_parser not in ("", "none")
+        self.reasons = reasons or published.config.backend == "vllm"
 
 
 _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors
@@ -73,6 +81,7 @@ class ModelTable:
         self._withdrawn: dict[str, set[str]] = {}
         self.revision = 0
         self.on_demand: set[str] = set()
+        self._aliases: dict[str, str] = {}
 
     def publish(self, message: ModelPublished) -> None:
         """Add a version, or replace it."""
@@ -89,6 +98,7 @@ class ModelTable:
             self._latest[message.name] = model
         if old is not None:
             old.published = False
+        self._name()
 
     def set_ready(self, name: str, version: str, ready: bool) -> None:
         """Set the readiness of a version; its prepared requests are kept."""
@@ -115,6 +125,22 @@ class ModelTable:
             model.published = False
             if self._latest.get(name) is model:
                 del self._latest[name]
+        self._name()
+
+    def _name(self) -> None:
+        latest = sorted(self._latest.items(), reverse=True)
+        self._aliases = {alias: name for name, model in latest for alias in model.aliases}
+
+    def own_name(self, name: str) -> str:
+        """Return the name of the model that has an alias; other names are returned as they are.
+
+        A model's own name precedes the aliases of other models.
+        """
+        return name if name in self else self._aliases.get(name, name)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a model has this name, loaded or on demand."""
+        return name in self._models or name in self.on_demand
 
     def resolve(self, name: str, version: str) -> GatewayModel:
         """Return the model for a request; version "" means the latest.

@@ -63,6 +63,9 @@ class GatewaySettings:
         summary_latencies: Whether metrics contain summaries of latencies.
         slow_request_ms: The duration from which requests are logged; 0 logs none.
         refuse_unknown_fields: Whether unknown fields of OpenAI's API are refused.
+        cors_origins: The origins whose pages may use HTTP listeners (routing.py).
+        allowed_hosts: Further names of the server in Host headers (client_identity.py).
+        served_names: Names of models in OpenAI's API, as (model or "", name).
     """
 
     id: str = "triton"
@@ -87,6 +90,9 @@ class GatewaySettings:
     summary_latencies: bool = False
     slow_request_ms: int = 0
     refuse_unknown_fields: bool = False
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    served_names: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

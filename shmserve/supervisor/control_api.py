@@ -85,6 +85,8 @@ class ControlApi:
                 await self._models.unload_on_request(name, dependents)
             case m.IndexRepository(ready=only_ready):
                 return {"models": await self._models.index(only_ready)}
+            case m.NameModels():
+                return {"names": await self._models.name_generative()}
             case m.ChangeLogging(changes=changes):
                 return self._context.logging.change(changes)
             case m.ChangeTracing(model=model, changes=changes):

@@ -236,6 +236,9 @@ def _settings(config: ServerConfig) -> GatewaySettings:
         summary_latencies=config.metrics.summary_latencies,
         slow_request_ms=config.slow_request_ms,
         refuse_unknown_fields=config.openai_unknown_fields == "refuse",
+        cors_origins=config.cors_allow_origin,
+        allowed_hosts=config.allowed_host,
+        served_names=config.served_model_name,
     )
 
 

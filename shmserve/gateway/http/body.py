@@ -24,7 +24,12 @@ from typing import Any
 from aiohttp import StreamReader
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
+from shmserve.gateway.compression import (
+    BodyTooLarge,
+    Inflater,
+    UnsupportedEncoding,
+    check_encoding,
+)
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
@@ -194,11 +199,11 @@ class Body:
             check: A check of a large body.
 
         Raises:
-            InvalidArgument: The body is larger than `limit`.
+            BodyTooLarge: The body is larger than `limit`.
             Unavailable: The memory for the bodies that are arriving is full.
         """
         if self.declared > limit:
-            raise InvalidArgument(too_large.format(size=self.declared, limit=limit))
+            raise BodyTooLarge(too_large.format(size=self.declared, limit=limit))
         whole = self.received_whole()
         if whole is None:
             pieces: list[bytes] = []
@@ -214,7 +219,7 @@ class Body:
             finally:
                 self.arrival.give_back()
         if len(whole) > limit:
-            raise InvalidArgument(too_large.format(size=len(whole), limit=limit))
+            raise BodyTooLarge(too_large.format(size=len(whole), limit=limit))
         return whole
 
     async def inflate(self) -> bytes:

@@ -185,7 +185,12 @@ class HttpConnection(Incoming):
             return None
         self._busy = True
         self._dequeued(len(self._messages))
-        return HttpRequest(*first, self)
+        request = HttpRequest(*first, self)
+        if first[0].upgrade:
+            # aiohttp's parser drops bytes behind an offer of another protocol. The connection is
+            # kept only if these bytes can be found.
+            request.closes |= self._missing < 0 or request.method == "CONNECT"
+        return request
 
     async def _serve(self, request: HttpRequest) -> bool:
         content = request.content

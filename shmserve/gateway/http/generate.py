@@ -37,7 +37,8 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     error_json,
 )
-from shmserve.gateway.http.openai.bodies import check_prompts, generates
+from shmserve.gateway.http.openai.bodies import check_prompts
+from shmserve.gateway.http.openai.names import generates
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import error_of, reload
 from shmserve.gateway.inference.prepare import build

@@ -10,6 +10,7 @@ import base64
 import binascii
 from typing import Any
 
+import shmserve
 from shmserve.common.peers import unix_pid
 from shmserve.errors import Internal, InvalidArgument, Unavailable, clip, suggestion
 from shmserve.gateway.api import management
@@ -36,6 +37,17 @@ async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /v2/health/ready."""
     management.check_staying(gateway)
     return HttpResponse(200 if gateway.health.ready else 400)
+
+
+async def health(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET /health and /ping, by which load balancers and vLLM's clients check readiness."""
+    management.check_staying(gateway)
+    return HttpResponse(200 if gateway.health.ready else 503)
+
+
+async def version(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET /version."""
+    return json_response({"version": shmserve.__version__})
 
 
 async def model_ready(

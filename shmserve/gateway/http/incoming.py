@@ -75,7 +75,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # entry, and its body is complete.
         self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it awaits a request
-        self._parsing = True  # False behind an error or a change of the protocol
+        self._parsing = True  # False behind an error
         # --- read timeouts
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # of the missing bytes, by the loop's time
@@ -95,6 +95,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # The missing bytes of the last request. -1: the start of the next request is unknown, as
         # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing = 0
+        self._offered = False  # The last request offers another protocol (`Upgrade`).
         self._since = loop.time()  # of the end of the last request, or of the connection's start
         # --- back-pressure
         self.writing_paused = False
@@ -196,14 +197,19 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     def _parse(self, data: bytes, between: bool) -> None:
         if self._ended or not self._parsing:
             return
+        rest = b""
         try:
-            messages, upgraded, _ = self._parser.feed_data(data)
+            messages, upgraded, rest = self._parser.feed_data(data)
         except HttpProcessingError as error:
             self._messages.append(error)
             self._parsing = False
         else:
             self._messages += messages
-            self._parsing = not upgraded
+            if upgraded:
+                # An offer of WebSocket is ignored, and HTTP continues.
+                self._parser.set_upgraded(False)
+            elif self._offered and 0 < self._missing < len(data):
+                rest = data[self._missing :]  # aiohttp's parser drops it behind other offers
         waiter = self._waiter
         if self._messages and waiter is not None:
             self._waiter = None
@@ -227,24 +233,29 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         elif data and not self._starts:
             self._starts = True
             self._start_timeout(self._settings.header_timeout_s)
+        if rest:
+            self._parse(rest, False)
 
     def _cache_head(self, data: bytes) -> None:
-        """Cache the head if `data` is exactly one request, or the start of one."""
-        self._cached_size, self._missing = 0, -1
+        """Cache the head if `data` is exactly one request, or the start of one.
+
+        The head of a request that offers another protocol is not cached.
+        """
+        self._cached_size, self._missing, self._offered = 0, -1, False
         if len(self._messages) != 1 or not self._parsing:
             return
         first = self._messages[0]
-        head_size = data.find(b"\r\n\r\n", 0, _LONGEST_CACHED_HEAD) + 4
+        head_size = data.find(b"\r\n\r\n") + 4
         if not isinstance(first, tuple) or head_size < 4:
             return
         message, content = first
         length = message.headers.get(CONTENT_LENGTH, "0")
         size = head_size + int(length) if length.isdecimal() else 0
-        if message.chunked or message.upgrade or len(data) > size:
+        if message.chunked or len(data) > size:
             return
-        self._missing = size - len(data)
-        stays = not message.should_close and EXPECT not in message.headers
-        if stays and int(length) <= SMALL_BODY:
+        self._missing, self._offered = size - len(data), message.upgrade
+        closes = message.should_close or message.upgrade or EXPECT in message.headers
+        if not closes and int(length) <= SMALL_BODY and head_size <= _LONGEST_CACHED_HEAD:
             self._cached_head, self._cached_body_at = data[:head_size], head_size
             self._cached_size = size
             self._cached_request = HttpRequest(message, content, self)

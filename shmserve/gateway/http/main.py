@@ -19,7 +19,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
-from shmserve.gateway.http.routing import App
+from shmserve.gateway.http.routing import App, Cors
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc.messages.supervision import decode_start
 
@@ -52,7 +52,8 @@ class HttpFrontend(process.Frontend):
         super().__init__()
         self._gateway = gateway
         self._live = LiveFigures(gateway, run_dir)
-        self._app = App(gateway, ROUTES)
+        origins = gateway.settings.cors_origins
+        self._app = App(gateway, ROUTES, Cors(origins) if origins else None)
         self._http = http
         self._scrapes = scrapes
 
@@ -72,7 +73,8 @@ class HttpFrontend(process.Frontend):
 
     async def _serve(self, sock: socket.socket, app: App, rules: Authorisation) -> None:
         settings = self._gateway.settings
-        names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
+        named = (settings.http_address, socket.gethostname(), *settings.allowed_hosts)
+        names = frozenset(map(str.lower, named))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
         self.listeners.append(listener)
         spared = fd_limits.for_connections(len(self._http), len(self._scrapes))

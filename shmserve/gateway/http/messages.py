@@ -153,7 +153,7 @@ class HttpRequest:
         self.target: str = message.path
         self.headers: CIMultiDictProxy[str] = message.headers
         self.is_http10: bool = message.version <= HttpVersion10
-        self.closes: bool = message.should_close or message.upgrade
+        self.closes: bool = message.should_close
         self.content = content
         self.connection = connection
         self.match: Any = None

@@ -21,7 +21,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import generate, handlers, infer
 from shmserve.gateway.http.dashboard import LiveFigures, page
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, triton_error
-from shmserve.gateway.http.openai import embeddings, generation, responses
+from shmserve.gateway.http.openai import embeddings, generation, models, responses
 from shmserve.gateway.http.openai.bodies import openai_error
 from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
 
@@ -129,8 +129,9 @@ _CUDA_UNREGISTER = partial(handlers.unregister, cuda=True)
 
 
 def _route(method: str, path: str, scope: str, handler: Handler) -> Route:
-    form = openai_error if path.startswith("/v1/") else triton_error
-    return Route(method, path, scope, handler, form)
+    is_openai = path.startswith(("/v1/", "/tokenize", "/detokenize"))
+    form = openai_error if is_openai else triton_error
+    return Route(method, path, scope, handler, form, is_openai)
 
 
 ROUTES = RouteTable(
@@ -158,12 +159,18 @@ ROUTES = RouteTable(
     _route("POST", _CUDA + "/register", _MEMORY, handlers.register_cuda),
     _route("GET", _CUDA + "/status", _MEMORY, _CUDA_STATUS),
     _route("POST", _CUDA + "/unregister", _MEMORY, _CUDA_UNREGISTER),
-    _route("GET", "/v1/models", "metadata", embeddings.all_models),
-    _route("GET", "/v1/models/{model}", "metadata", embeddings.one_model),
+    _route("GET", "/v1/models", "metadata", models.all_models),
+    _route("GET", "/v1/models/{id}", "metadata", models.one_model),
     _route("POST", "/v1/completions", "inference", generation.completions),
     _route("POST", "/v1/chat/completions", "inference", generation.chats),
     _route("POST", "/v1/responses", "inference", responses.responses),
     _route("POST", "/v1/embeddings", "inference", embeddings.embeddings),
+    _route("POST", "/tokenize", "inference", models.tokenize),
+    _route("POST", "/detokenize", "inference", models.detokenize),
+    _route("GET", "/health", "health", handlers.health),
+    _route("GET", "/ping", "health", handlers.health),
+    _route("POST", "/ping", "health", handlers.health),
+    _route("GET", "/version", "metadata", handlers.version),
     _route("GET", "/openapi.json", "metadata", _show_document),
     _route("GET", "/docs", "metadata", _show_page),
 )

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from urllib.parse import unquote
+
+from multidict import istr
 
 from shmserve.errors import (
     Internal,
@@ -21,6 +24,7 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
 )
+from shmserve.gateway.client_identity import ListenerKind
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import BrokenBody
@@ -46,6 +50,9 @@ Handler = Callable[..., Awaitable[HttpResponse]]
 _HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 _MOST_CACHED = 1024  # targets
 _PART = re.compile(r"\\{(\w+)\\}")  # of a template, escaped
+_ORIGIN = istr("Origin")
+_REQUEST_ID = istr("x-request-id")
+_PLAIN_ID = re.compile(r"[ -~]{1,512}")
 ANY = "*"  # the template of all paths without an earlier route
 
 
@@ -61,11 +68,13 @@ class Route:
 
     Attributes:
         method: The method; "" for any method.
-        path: The template. `{name}` is a part of a path, and `{version}` is a number. A section in
-            brackets is optional: "/v2/models/{model}[/versions/{version}]".
+        path: The template. `{name}` is a part of a path, `{version}` is a number, and `{id}` may
+            contain slashes. A section in brackets is optional:
+            "/v2/models/{model}[/versions/{version}]".
         scope: The API of the route, for which clients are authorised.
         handler: Called with the gateway, the request, and the parts of the path.
         error_form: Encodes an error as the body of a response of this API.
+        identified: Whether each response has the header x-request-id.
     """
 
     method: str
@@ -73,6 +82,7 @@ class Route:
     scope: str
     handler: Handler
     error_form: ErrorForm = triton_error
+    identified: bool = False
 
 
 # A route, and the parts of a path that it takes.
@@ -106,6 +116,18 @@ class RouteTable:
             found = found or matched
         return found
 
+    def absent(self, target: str) -> Match:
+        """Return the route for a target without one; its errors have the form of its API.
+
+        The first part of a path identifies the API.
+        """
+        first = "/".join(_path(target).split("/")[:2])
+        for route in self.routes:
+            if route.path.startswith(first + "/"):
+                like = replace(_NO_ROUTE, error_form=route.error_form, identified=route.identified)
+                return like, ()
+        return _NO_ROUTE, ()
+
 
 def optional_parts(template: str) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a route's template, and whether each part is optional."""
@@ -121,7 +143,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def _group(part: re.Match[str]) -> str:
-    return "([0-9]+)" if part[1] == "version" else "([^/]+)"
+    return {"version": "([0-9]+)", "id": "(.+)"}.get(part[1], "([^/]+)")
 
 
 def _path(target: str) -> str:
@@ -135,29 +157,97 @@ _HINTS = {
 }
 
 
+class NoRoute(NotFound):
+    """An error about a path that the server does not have."""
+
+
 async def _not_found(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     hints = (hint for pattern, hint in _HINTS.items() if pattern.match(_path(request.target)))
-    raise NotFound("Not Found" + next(hints, ""))
+    raise NoRoute("Not Found" + next(hints, ""))
 
 
-_NO_ROUTE: Match = (Route("", "", "", _not_found), ())
+_NO_ROUTE = Route("", "", "", _not_found)
 
 
-def authorise(route: Route, request: HttpRequest) -> None:
+def authorise(route: Route, request: HttpRequest, cors: Cors | None = None) -> None:
     """Check that the client may use the API of a route.
 
     A request with the head of the last request on its connection is not checked again
     (`HttpRequest.match`). A page of another site in the user's browser could send a POST without
-    the user's consent, and is refused. common/auth_tokens.py has the other rules.
+    the user's consent, and is refused unless `cors` allows its origin. common/auth_tokens.py has
+    the other rules.
 
     Raises:
         ShmserveError: The client may not use the API.
     """
     headers = request.headers
-    if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":
+    is_allowed = cors is not None and cors.allows(request)
+    if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST" and not is_allowed:
         raise PermissionDenied(f"requests of another site to the {route.scope} API are not allowed")
     if (refusal := request.connection.client.refuse(route.scope, headers)) is not None:
         raise refusal
+
+
+class Cors:
+    """The rules for pages of other origins in browsers, on TCP listeners.
+
+    Args:
+        origins: The origins whose pages may use the server, such as "https://app.example.com"; "*"
+            stands for all.
+    """
+
+    _METHOD = istr("Access-Control-Request-Method")
+    _HEADERS = istr("Access-Control-Request-Headers")
+    _NETWORK = istr("Access-Control-Request-Private-Network")
+    _PLAIN_HEADERS = re.compile(r"[\w!#$%&'*+.^`|~, -]{1,4096}", re.ASCII)
+    _EXPOSED = (
+        b"Access-Control-Expose-Headers: x-request-id, traceparent, Retry-After, "
+        b"WWW-Authenticate, Inference-Header-Content-Length\r\n"
+    )
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._all = "*" in origins
+        self._origins = frozenset(origins)
+
+    def allows(self, request: HttpRequest) -> bool:
+        """Return whether a request is from a page of an allowed origin."""
+        origin = request.headers.get(_ORIGIN)
+        is_tcp = request.connection.client.listener.kind is not ListenerKind.UNIX
+        return is_tcp and origin is not None and (self._all or origin in self._origins)
+
+    def is_preflight(self, request: HttpRequest) -> bool:
+        """Return whether a browser asks if it may send a request of another origin's page."""
+        asks = request.method == "OPTIONS" and self._METHOD in request.headers
+        return asks and _ORIGIN in request.headers
+
+    async def preflight(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
+        """Return the permission; a browser sends no token when it asks for one.
+
+        Raises:
+            PermissionDenied: The origin is not allowed.
+        """
+        headers = request.headers
+        if (refusal := request.connection.client.refuse_host(headers)) is not None:
+            raise refusal
+        if not self.allows(request):
+            raise PermissionDenied("pages of this origin are not allowed (--cors-allow-origin)")
+        lines = ["Access-Control-Allow-Methods: GET, POST", "Access-Control-Max-Age: 600"]
+        wanted = headers.get(self._HEADERS, "")
+        if self._PLAIN_HEADERS.fullmatch(wanted):
+            lines.append(f"Access-Control-Allow-Headers: {wanted}")
+        if headers.get(self._NETWORK) == "true":
+            lines.append("Access-Control-Allow-Private-Network: true")
+        return HttpResponse(200, (), "".join(f"{line}\r\n" for line in lines).encode())
+
+    def permit(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Add the headers that allow a page to read a response."""
+        if not self._all:
+            response.headers += b"Vary: Origin\r\n"
+        if self.allows(request):
+            origin = "*" if self._all else request.headers[_ORIGIN]
+            allowed = b"Access-Control-Allow-Origin: %b\r\n" % origin.encode()
+            response.headers += allowed + self._EXPOSED
+            request.repeat = None  # its responses would lack these headers
 
 
 class App(ActiveCount):
@@ -166,10 +256,11 @@ class App(ActiveCount):
     `active` counts the requests whose response is not sent yet.
     """
 
-    def __init__(self, gateway: Gateway, routes: RouteTable) -> None:
+    def __init__(self, gateway: Gateway, routes: RouteTable, cors: Cors | None = None) -> None:
         super().__init__()
         self._gateway = gateway
         self._routes = routes
+        self._cors = cors
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """Return the response to any request; raise only CancelledError.
@@ -179,11 +270,15 @@ class App(ActiveCount):
         begun, request.begun = request.begun, None
         if begun is None:
             self.active += 1
-        match = request.match or self._routes.find(request.target, request.method) or _NO_ROUTE
-        route, groups = match
+        routes, cors = self._routes, self._cors
+        match = request.match or routes.find(request.target, request.method)
+        route, groups = match or routes.absent(request.target)
+        if cors is not None and cors.is_preflight(request):
+            match = None
+            route, groups = replace(route, handler=cors.preflight), ()
         try:
-            if request.match is None and match is not _NO_ROUTE:
-                authorise(route, request)
+            if request.match is None and match is not None:
+                authorise(route, request, cors)
                 if route.method not in (request.method, ""):
                     raise MethodNotAllowed("Method Not Allowed")
                 request.match = match
@@ -201,6 +296,10 @@ class App(ActiveCount):
         except BaseException:
             self.decrement()
             raise
+        if cors is not None:
+            cors.permit(request, response)
+        if route.identified:
+            response.headers += _identified(request)
         if self._gateway.draining:
             response.close = True
         then = response.on_sent
@@ -212,6 +311,13 @@ class App(ActiveCount):
             then()
         finally:
             self.decrement()
+
+
+def _identified(request: HttpRequest) -> bytes:
+    """Return the header with the client's id of a request, or with a new one."""
+    given = request.headers.get(_REQUEST_ID, "")
+    found = given if _PLAIN_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+    return b"x-request-id: %b\r\n" % found.encode()
 
 
 def _traceparent(request: HttpRequest) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from google.protobuf import text_format
 
 from shmserve import model_config
@@ -21,6 +22,7 @@ from shmserve.common.host import Accelerators
 from shmserve.common.model_names import check_model_name
 from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
+from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
@@ -241,6 +243,29 @@ class LoadPlanner:
         except ShmserveError:
             return []
         return steps_of(ModelSpec.of(model_config.to_dict(config)))
+
+    def aliases(self, name: str) -> list[str] | None:
+        """Return the aliases of a model that generates text, from its files; None for others.
+
+        The result is None for unreadable models, too: their load reports the error.
+        """
+        try:
+            folder = self._find(name)
+            if folder is None or folder.problem:
+                return None
+            config = self._filled(repository.read_config(folder)[0], folder)
+            backend_generates = config.backend in (GENERATIVE, "vllm")
+            if not (backend_generates or any(map(_is_sampling, config.input))):
+                return None
+            path = folder.path / "engine.yaml"
+            given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+            return list(EngineSettings.of({"aliases": (given or {}).get("aliases") or []}).aliases)
+        except (ShmserveError, OSError, ValueError, AttributeError, yaml.YAMLError):
+            return None
+
+
+def _is_sampling(given: Any) -> bool:
+    return bool(given.name == "sampling_parameters")
 
 
 def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:

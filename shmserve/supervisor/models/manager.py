@@ -411,6 +411,15 @@ class ModelManager:
         found = await asyncio.to_thread(self._planner.scan)
         return self._registry.index(found, ready)
 
+    async def name_generative(self) -> dict[str, list[str]]:
+        """Return the aliases of the models on demand that generate text and do not serve."""
+        models = self._registry.models.values()
+        asleep = [each.name for each in models if each.on_demand and not each.serving]
+        found = await asyncio.to_thread(
+            lambda: {name: self._planner.aliases(name) for name in asleep}
+        )
+        return {name: aliases for name, aliases in found.items() if aliases is not None}
+
     # --- load and unload
 
     def offer(self, name: str) -> None:

@@ -33,7 +33,7 @@ output { name: "VECTOR" data_type: TYPE_FP32 dims: [ 2 ] }
 """
 # By name, what engine.yaml says of it.
 MODELS = {
-    "tiny": "",
+    "tiny": "aliases: [gpt-tiny, org/tiny]\n",
     "tight": "kv_cache_blocks: 10\nblock_size: 8\nswap_space_gb: 0.01\npreemption_mode: swap\n",
     "crowded": "kv_cache_blocks: 10\nblock_size: 8\nswap_blocks: 3\npreemption_mode: swap\n",
     "narrow": "max_waiting_requests: 1\nmax_batch_size: 1\n",
@@ -79,6 +79,14 @@ def client_of(server: Server) -> openai.OpenAI:
     """A client that tries nothing again."""
     url = f"http://{server.url}/v1"
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tokenizer of the same folder by transformers."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(write_folder(tmp_path_factory.mktemp("tokens") / "model"))
 
 
 @pytest.fixture(scope="session")

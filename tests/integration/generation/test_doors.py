@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,17 @@ import pytest
 import tritonclient.grpc as grpc
 
 from shmserve import client as native
-from tests.integration.generation.conftest import MODELS, Beams, Greedy, client_of
-from tests.support.servers import Server
+from tests.integration.generation.conftest import (
+    EMBEDDER,
+    EMBEDDER_CONFIG,
+    MODELS,
+    Beams,
+    Greedy,
+    add_model,
+    client_of,
+)
+from tests.support import repositories
+from tests.support.servers import Server, running
 from tests.support.waiting import until
 
 PROMPTS = ("the quick brown", "it was", "naïve café", "{'a': 1", "東京", "x")
@@ -235,10 +245,91 @@ def test_embeddings(client: openai.OpenAI) -> None:
 
 
 def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
-    assert {model.id for model in client.models.list()} == {*MODELS, "embedder"}
+    listed = {model.id: model for model in client.models.list()}
+    assert listed.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
+    extra = [listed[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")]
+    assert [each["root"] for each in extra] == ["tiny", "tiny", "embedder"]
+    assert [bool(each["max_model_len"]) for each in extra] == [True, True, False]
+    assert client.models.retrieve("org/tiny").id == "org/tiny"
+    made = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
+    assert made.model == "tiny"
     assert client.models.retrieve("tiny").owned_by == "shmserve"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("prompt", [*PROMPTS, "", "  two spaces"])
+def test_texts_and_tokens_are_those_of_transformers(
+    generative: Server, tokenizer: Any, prompt: str, special: bool
+) -> None:
+    body = {"model": "gpt-tiny", "prompt": prompt, "add_special_tokens": special}
+    ids = tokenizer(prompt, add_special_tokens=special).input_ids
+    with generative.http() as http:
+        found = http.post("/tokenize", {**body, "return_token_strs": True}).ok().json()
+        text = http.post("/detokenize", {"model": "tiny", "tokens": ids}).ok().json()
+    assert (found["tokens"], found["count"]) == (ids, len(ids))
+    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    assert found["max_model_len"] > 1
+    assert text == {"prompt": tokenizer.decode(ids)}
+
+
+def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    for generation in (True, False):
+        body = {"model": "tiny", "messages": messages, "add_generation_prompt": generation}
+        with generative.http() as http:
+            found = http.post("/tokenize", body).ok().json()
+        kind = {"tokenize": True, "return_dict": False, "add_generation_prompt": generation}
+        assert found["tokens"] == tokenizer.apply_chat_template(messages, **kind)
+        assert found["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {"prompt": "a"}, 400, "model"),  # there are several
+        ("/tokenize", {"model": "nobody", "prompt": "a"}, 404, None),
+        ("/tokenize", {"model": "embedder", "prompt": "a"}, 404, None),
+        ("/tokenize", {"model": "tiny"}, 400, "prompt"),
+        ("/tokenize", {"model": "tiny", "prompt": ["a"]}, 400, "prompt"),
+        ("/tokenize", {"model": "tiny", "prompt": "a", "messages": []}, 400, "prompt"),
+        ("/tokenize", {"model": "tiny", "messages": []}, 400, "messages"),
+        ("/tokenize", {"model": "tiny", "prompt": "a", "add_special_tokens": 1}, 400,
+         "add_special_tokens"),
+        ("/detokenize", {"model": "tiny"}, 400, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": ["a"]}, 400, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": [5, 9999]}, 400, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": [1 << 40]}, 400, "tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_converted(
+    generative: Server, path: str, body: Any, status: int, param: str | None
+) -> None:
+    with generative.http() as http:
+        reply = http.post(path, body)
+    assert (reply.status, reply.json()["error"]["param"]) == (status, param)
+    assert reply.headers["x-request-id"].startswith("req_")
+
+
+def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path) -> None:
+    add_model(tmp_path / "models", "asleep", "aliases: [night]\n")
+    repositories.write(tmp_path / "models", "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    flags = ("--load-on-demand", "--served-model-name=first")
+    with running(tmp_path / "models", *flags) as server, client_of(server) as client:
+
+        def listed() -> dict[str, Any]:
+            found = client.models.list()
+            return {model.id: (model.model_extra or {})["max_model_len"] for model in found}
+
+        assert listed() == dict.fromkeys(("first", "asleep", "night"))
+        assert client.models.retrieve("night").id == "night"
+        assert listed() == dict.fromkeys(("first", "asleep", "night"))  # it is not loaded
+        made = client.completions.create(model="night", prompt="a", max_tokens=1)
+        assert made.model == "first"
+        assert all(listed().values())
+        with server.http() as http:
+            assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
 
 
 BAD = {

@@ -95,6 +95,7 @@ def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[i
     process = subprocess.Popen(
         [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(folder / "weights")),
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
             *(word for flag, value in zip(flags, values, strict=True) for word in [flag, *value]),
         ]
@@ -139,19 +140,24 @@ def test_log_probabilities_of_a_repeated_prompt(server: Server, peer: int) -> No
     assert all(one == other or one == pytest.approx(other, abs=1e-4) for one, other in both)
 
 
-def test_a_required_tool_is_called(server: Server) -> None:
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tools_are_called_as_by_vllm_s_server(server: Server, peer: int, choice: str) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    function = {"name": "f", "parameters": {**schema, "additionalProperties": False}}
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hi"}],
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": {"type": "function", "function": {"name": "f"}},
-        "max_tokens": 200,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+        "tool_choice": choice,
+        "max_tokens": 100,
+        "temperature": 0,
     }
-    choice = json.loads(post(server.http_port, "/v1/chat/completions", body))["choices"][0]
-    call = choice["message"]["tool_calls"][0]["function"]
-    assert call["name"] == "f"
+    found = []
+    for port in (server.http_port, peer):
+        made = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
+        message = made["message"]
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        found.append((calls, message.get("content") or "", made["finish_reason"]))
+    assert found[0] == found[1]
 
 
 def test_200_concurrent_requests(server: Server) -> None:

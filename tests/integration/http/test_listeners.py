@@ -246,3 +246,42 @@ def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
         found = http.get("/v2").headers
         assert found["X-Content-Type-Options"] == "nosniff"
         assert not {"Server", "Access-Control-Allow-Origin"} & set(found)
+
+
+PAGE = "https://app.example.com"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
+    repositories.add(folder / "named", "identity")
+    tokens = folder / "named-tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    tokens.chmod(0o600)
+    flags = [f"--cors-allow-origin={PAGE}", "--allowed-host=*.example.com"]
+    unix_socket = folder / "named-socket"
+    flags += [f"--auth-token-file={tokens}", f"--http-unix-socket={unix_socket}"]
+    with running(folder / "named", *flags) as server, server.http() as http:
+        assert http.get("/health", {"Host": "inference.example.com"}).status == 200
+        assert http.get("/version", {"Host": "example.com"}).status == 421
+        for path in ("/v1/chat/completions", "/v2/models/identity/infer", "/nowhere"):
+            allowed = http.call("OPTIONS", path, None, PREFLIGHT)
+            assert (allowed.status, allowed.body) == (200, b"")
+            assert allowed.headers["Access-Control-Allow-Origin"] == PAGE
+            assert allowed.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+        other = http.call("OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": "https://b.c"})
+        assert other.status == 403 and "Access-Control-Allow-Origin" not in other.headers
+        page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
+        path = "/v2/models/identity/infer"
+        for _ in range(3):  # later ones are repeated requests
+            made = http.post(path, ROW, {**bearer(TOKEN), **page}).ok()
+            assert made.headers["Access-Control-Allow-Origin"] == PAGE
+        refused = http.post("/v1/completions", {}, page)
+        assert refused.status == 401 and refused.headers["Vary"] == "Origin"
+        assert refused.headers["Access-Control-Allow-Origin"] == PAGE
+        assert refused.json()["error"]["type"] == "authentication_error"
+        with unix(unix_socket) as local:
+            assert local.call("OPTIONS", path, None, PREFLIGHT).status == 403

@@ -35,7 +35,7 @@ CHECKS = [
 # What no request made of the description alone can have: tensors that fit, or a model of text.
 REFUSED = (
     r"infer$|generate|register$|region}/status|{repository}/models|"
-    "/v1/(chat|completions|embeddings|models/)|cuda"
+    "/v1/(chat|completions|embeddings|models/|responses)|^/(de)?tokenize|cuda"
 )
 
 

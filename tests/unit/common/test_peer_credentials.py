@@ -206,6 +206,11 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
     [
         *((name, True) for name in ("localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:80")),
         *((name, True) for name in ("[::1]", "[::1]:8000", "10.1.2.3", "box", "localhost.", "")),
+        *((name, True) for name in ("a.corp.test", "a.b.Corp.test:1", "Proxy.example")),
+        *(
+            (name, False)
+            for name in ("corp.test", "acorp.test", "corp.test.evil", "x.proxy.example")
+        ),
         *((name, False) for name in ("evil", "evil.example:8000", "localhost.evil", "127.0.0.1.x")),
         *(
             (name, False)
@@ -216,7 +221,9 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
 def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
     """R21: a page whose name was made to point here is not ours to answer."""
     for kind in ListenerKind:
-        listener = ListenerRules(kind, OPEN, None, frozenset({"box"}))
+        listener = ListenerRules(
+            kind, OPEN, None, frozenset({"box", "*.corp.test", "proxy.example"})
+        )
         caller = ClientIdentity(listener, Unix(1))
         refusal = caller.refuse("metadata", CIMultiDict({"Host": host}))
         if ours or kind is not ListenerKind.LOOPBACK:
@@ -258,3 +265,9 @@ def test_whoever_runs_the_server_needs_no_token_on_the_unix_socket() -> None:
             "inference", CIMultiDict()
         )
         assert (refused.status if refused else 0) == status
+
+
+def test_any_host_is_admitted_if_the_operator_says_so() -> None:
+    listener = ListenerRules(ListenerKind.LOOPBACK, OPEN, None, frozenset({"*"}))
+    caller = ClientIdentity(listener, Unix(1))
+    assert caller.refuse_host(CIMultiDict({"Host": "evil.example"})) is None

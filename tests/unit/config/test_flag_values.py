@@ -80,3 +80,25 @@ def test_every_flag_is_a_setting(flags: list[str], settings: GrpcSettings) -> No
         command_line.parse([f"--model-repository={Path(__file__).parent}", *flags]), {}
     )
     assert config.grpc is not None and config.grpc.settings == settings
+
+
+def test_names_and_origins_are_checked_and_repeat() -> None:
+    flags = [
+        *("--allowed-host=inference.example.com", "--allowed-host=*.corp.test", "--allowed-host=*"),
+        *("--cors-allow-origin=https://app.example.com:8443", "--cors-allow-origin=*"),
+        *("--served-model-name=org/name", "--served-model-name=tiny=gpt"),
+    ]
+    repository = f"--model-repository={Path(__file__).parent}"
+    config = server.from_flags(command_line.parse([repository, *flags]), {})
+    assert config.allowed_host == ("inference.example.com", "*.corp.test", "*")
+    assert config.cors_allow_origin == ("https://app.example.com:8443", "*")
+    assert config.served_model_name == (("", "org/name"), ("tiny", "gpt"))
+    wrong = {
+        "--allowed-host": ("https://a.example", "a.example:80", "a.*.example", ""),
+        "--cors-allow-origin": ("app.example.com", "https://a.example/", "https://A/b", "null"),
+        "--served-model-name": ("", "tiny=", "=gpt"),
+    }
+    for flag, values in wrong.items():
+        for value in values:
+            with pytest.raises(InvalidArgument, match=f"{flag}: '"):
+                server.from_flags(command_line.parse([repository, f"{flag}={value}"]), {})

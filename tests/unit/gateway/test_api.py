@@ -124,10 +124,16 @@ SCOPES = {
     "/trace/setting": "trace",
     "/v2/logging": "logging",
     "/v1/models": "metadata",
-    "/v1/models/{model}": "metadata",
+    "/v1/models/{id}": "metadata",
+    "/tokenize": "inference",
+    "/detokenize": "inference",
+    "/health": "health",
+    "/ping": "health",
+    "/version": "metadata",
     "/openapi.json": "metadata",
     "/docs": "metadata",
     "/completions": "inference",
+    "/responses": "inference",
     "/embeddings": "inference",
 }
 
@@ -142,7 +148,7 @@ def test_every_route_has_a_scope() -> None:
     # There is one place where a handler is found, and it authorises before anything else.
     assert inspect.getsource(routing).count("route.handler") == 1
     source = inspect.getsource(routing.App.handle)
-    assert source.index("authorise(route, request)") < source.index("route.handler")
+    assert source.index("authorise(route, request, cors)") < source.index("route.handler")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from shmserve.errors import Unavailable
+from shmserve.errors import NotFound, Unavailable
+from shmserve.gateway.http.openai import names
 from shmserve.gateway.model_table import ModelTable
+from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.gateway_rig import SIMPLE, publication
 
 
@@ -59,3 +64,70 @@ def test_readiness_changes_nothing_else() -> None:
     models.set_ready("simple", "2", False)
     models.set_ready("other", "1", False)
     assert model.ready
+
+
+def generator(name: str, *aliases: str) -> Any:
+    """The publication of a model that generates text."""
+    engine = json.dumps({"max_model_len": 64, "aliases": aliases})
+    text = {"data_type": "TYPE_STRING", "dims": [1]}
+    return published(
+        name=name,
+        max_batch_size=0,
+        input=[{"name": names.PARAMETERS, **text}],
+        output=[{"name": names.TEXT, **text}],
+        parameters={"engine": {"string_value": engine}},
+    )
+
+
+def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
+    """A gateway with models, and names of --served-model-name."""
+    table = ModelTable(MagicMock())
+    for each in models:
+        table.publish(each)
+    payload = {"names": {"asleep": ["night"], "a": ["stale"]}}
+    supervisor = SimpleNamespace(ask=AsyncMock(return_value=payload))
+    settings = GatewaySettings(served_names=served)
+    return SimpleNamespace(models=table, settings=settings, supervisor=supervisor)
+
+
+def own_name(gateway: Any, name: str) -> str:
+    return asyncio.run(names.own_name(gateway, name))
+
+
+def test_a_model_has_its_name_and_its_aliases() -> None:
+    gateway = named(generator("b", "gpt", "a", "both"), generator("a", "both"), published())
+    own = {name: own_name(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")}
+    assert own == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
+    assert gateway.models.resolve("a", "").max_model_len == 64
+    assert gateway.models.resolve("simple", "").max_model_len is None
+    assert names.shown_name(gateway, "b") == "b"
+    gateway.models.withdraw("b", "1")
+    assert own_name(gateway, "gpt") == "gpt"
+
+
+def test_served_names_precede_a_models_own() -> None:
+    gateway = named(generator("a"), published(), served=(("", "gpt"), ("a", "org/x"), ("b", "y")))
+    for name, own in (("gpt", "a"), ("org/x", "a"), ("a", "a"), ("y", "b"), ("simple", "simple")):
+        assert own_name(gateway, name) == own
+    assert names.names_of(gateway, "a") == ["gpt", "org/x", "a"]
+    assert names.shown_name(gateway, "a") == "gpt"
+    assert names.names_of(gateway, "simple") == ["simple"]
+    gateway.models.publish(generator("b"))
+    assert names.names_of(gateway, "a") == ["org/x", "a"]
+    with pytest.raises(NotFound, match="--served-model-name=MODEL=gpt"):
+        own_name(gateway, "gpt")
+
+
+def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
+    gateway = named(generator("a", "gpt"), served=(("", "only"), ("asleep", "z")))
+    ask = gateway.supervisor.ask
+    assert own_name(gateway, "night") == "night" and not ask.called
+    gateway.models.on_demand |= {"asleep", "a"}
+    for name, own in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
+        assert own_name(gateway, name) == own and not ask.called
+    assert own_name(gateway, "night") == "asleep"
+    assert own_name(gateway, "stale") == "stale"  # "a" is loaded, and has no such alias
+    with pytest.raises(NotFound, match="none or several"):
+        own_name(gateway, "only")
+    ask.return_value = {"names": {}}
+    assert own_name(gateway, "only") == "a"

@@ -5,15 +5,28 @@ import gzip
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from multidict import CIMultiDict
 
-from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.errors import (
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ShmserveError,
+    Unauthenticated,
+    Unavailable,
+    Unknown,
+    Unsupported,
+)
+from shmserve.gateway.client_identity import MisdirectedHost
 from shmserve.gateway.http.messages import WholeBody
-from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
+from shmserve.gateway.http.openai import bodies, names
+from shmserve.gateway.http.openai.bodies import RequestTooLarge, TooManyRequests, openai_error
 from shmserve.gateway.http.openai.generation import CHAT, COMPLETION, Choices, Delta
+from shmserve.gateway.http.routing import MethodNotAllowed, NoRoute
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
@@ -99,13 +112,37 @@ def test_errors_have_a_type_and_the_field() -> None:
     assert shown(NotFound("x: no"))["code"] == "model_not_found"
     assert shown(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
     assert shown(Unavailable("gone"))["type"] == "server_error"
+    assert shown(Unknown("x"))["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (Unauthenticated("x"), "authentication_error", "invalid_api_key"),
+        (PermissionDenied("x"), "permission_error", None),
+        (NoRoute("x"), "invalid_request_error", "unknown_url"),
+        (MethodNotAllowed("x"), "invalid_request_error", "method_not_allowed"),
+        (RequestTooLarge("x"), "invalid_request_error", "request_too_large"),
+        (MisdirectedHost("x"), "invalid_request_error", "misdirected_request"),
+        (TooManyRequests("x"), "rate_limit_error", "rate_limit_exceeded"),
+        (Unsupported("x"), "invalid_request_error", "unsupported"),
+        (Internal("x"), "server_error", None),
+    ],
+)
+def test_the_type_of_an_error_is_that_of_its_status(
+    error: ShmserveError, kind: str, code: str | None
+) -> None:
+    found = json.loads(openai_error(error))["error"]
+    assert found == {"message": "x", "type": kind, "param": None, "code": code}
 
 
 def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
-    signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
+    signature = SimpleNamespace(inputs={names.PARAMETERS: None}, outputs={names.TEXT: None})
     model = SimpleNamespace(name="m", signature=signature)
-    models = SimpleNamespace(on_demand=(), resolve=lambda name, version: model)
+    models = MagicMock(on_demand=(), own_name=str)
+    models.__contains__.return_value = True
+    models.resolve.return_value = model
     settings = GatewaySettings(max_input_size=1 << 20, arena_byte_size=1 << 20)
     budget = BodyBudget(1 << 20, MallocTrim())
     return SimpleNamespace(models=models, settings=settings, body_budget=budget)

@@ -17,7 +17,7 @@ from tokenizers import Encoding
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.generation import Resumed
-from shmserve.workers.backends import Request
+from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
@@ -28,6 +28,7 @@ from shmserve.workers.backends.llm.tools import MessageFormats, take
 
 _UNLIMITED = 1 << 24  # `max_tokens` of chats that set none
 _INPUTS = ("text_input", "input_ids", "messages")
+_KINDS: Mapping[str, Any] = {"BYTES": np.object_, "INT32": np.int32}
 LONG = 1 << 12  # characters that are tokenized in less than 10 ms
 _CHARACTERS_A_TOKEN = 16
 _MOST_CUT = 64  # tokens that may differ where a text is cut
@@ -160,6 +161,57 @@ class PromptReader:
             prompt.resumed = before
         prompt.offsets = offsets
         return prompt, text
+
+    def convert(self, request: Request, given: Mapping[str, Any]) -> Response | None:
+        """Return the response to a request with the parameter `task`, which generates nothing.
+
+        "tokenize": `token_ids` of the prompt, and their strings as `text_output`.
+        "detokenize": the text of `input_ids` as `text_output`.
+
+        Raises:
+            InvalidArgument: The task or an input is wrong.
+        """
+        task = request.schema.parameters.get("task")
+        if task is None:
+            return None
+        found: dict[str, tuple[str, Any]] = {}
+        wanted = {output.name for output in request.schema.outputs} or {"text_output", "token_ids"}
+        if task == "detokenize" and "input_ids" in given:
+            tokens = given["input_ids"]
+            wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
+            if wrong.size:
+                most = self._vocabulary - 1
+                raise InvalidArgument(f"tokens: {wrong[0]} is not a token, these are 0 to {most}")
+            # The method releases the GIL, unlike `decode`.
+            texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
+            found["text_output"] = "BYTES", [each.encode() for each in texts]
+        elif task == "tokenize" and {"text_input", "messages"} & given.keys():
+            settings, _ = merged_parameters(request, given)
+            settings = {"add_special_tokens": settings.get("add_special_tokens")}
+            special = parse(settings, {}, self._vocabulary).add_special_tokens
+            text = given.get("text_input")
+            if text is None:
+                chat = conversation(given["messages"])
+                take(chat)
+                chat.pop("include_reasoning", None)
+                text = self._chat.render(chat)
+            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+            found["token_ids"] = "INT32", encoding.ids
+            if "text_output" in wanted:
+                pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
+                found["text_output"] = "BYTES", [each.encode() for each in pieces]
+        else:
+            raise InvalidArgument(
+                f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
+                "'detokenize' of input_ids"
+            )
+        return Response(
+            [
+                Output(name, datatype, np.array(values, _KINDS[datatype]))
+                for name, (datatype, values) in found.items()
+                if name in wanted
+            ]
+        )
 
     def compile(self, prompt: Prompt) -> None:
         """Set the grammar of a prompt, which may take seconds without the GIL.

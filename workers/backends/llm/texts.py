@@ -96,7 +96,8 @@ class Texts:
         self, stream: ResponseStream, given: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
-        if sum(len(each) for each in given.values() if isinstance(each, str)) > LONG:
+        size = sum(len(each) for each in given.values() if isinstance(each, str))
+        if size > LONG or "task" in stream.request.schema.parameters:
             self._aside.submit(self._read, stream, given, resumed)
         else:
             self._read(stream, given, resumed)
@@ -106,6 +107,10 @@ class Texts:
     ) -> None:
         """Read a request in any thread."""
         try:
+            converted = self.reader.convert(stream.request, given)
+            if converted is not None:
+                stream.send(converted, final=True)
+                return
             prompt, echo = self.reader.read(stream.request, given, resumed)
         except Exception as error:
             stream.fail_raised(error)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -53,6 +52,7 @@ class NativeBackend(Backend):
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
+        self._device = open_device(context.device)
         self._class: type | None = None
         self._file = ""
         self._places: dict[str, str] = {}  # the position of each attribute in the file
@@ -117,8 +117,6 @@ class NativeBackend(Backend):
             )
         self._take = predict.take
         as_numpy = frozenset(p.name for p in predict.parameters if p.numpy)
-        # A class that does not use torch computes with numpy, or on the device by other means.
-        self._device = open_device(context.device if "torch" in sys.modules else "cpu")
         self.read_only_inputs = bool(as_numpy)
         self._runner = Runner(context, signature, self._device, as_numpy, Ragged(config))
         self._model = kind()

@@ -1,10 +1,14 @@
 """OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses and more.
 
+POST /tokenize and /detokenize are those of vLLM.
+
 Each prompt of a request becomes an inference request of the model. The other members of the body
 become the input `sampling_parameters`, and the responses of the model become choices.
 
     bodies.py       the bodies of requests, and of errors
     generation.py   completions and chats
     responses.py    the Responses API
-    embeddings.py   embeddings, and the list of models
+    embeddings.py   embeddings
+    models.py       the list of models, and their tokenizers
+    names.py        the names of models
 """

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
+from shmserve.gateway.compression import BodyTooLarge
 from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
@@ -17,13 +19,16 @@ from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
+from shmserve.gateway.http.openai.names import PARAMETERS, TEXT, generates, names_of, own_name
+from shmserve.gateway.http.response_queue import ResponseQueue
+from shmserve.gateway.http.routing import NoRoute
+from shmserve.gateway.inference.inference import error_of
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
+from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
+from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 
-# The input and the output by which a model that generates text is recognised.
-PARAMETERS = "sampling_parameters"
-TEXT = "text_output"
 # The output with the content, the reasoning and the tool calls of a text, as JSON.
 MESSAGE = "message"
 
@@ -91,7 +96,7 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     """Return the JSON object in a request's body, which may be compressed.
 
     Raises:
-        InvalidArgument: The body is not a JSON object.
+        InvalidArgument: The body is too large, or not a JSON object.
     """
     try:
         body = await read_json(
@@ -99,6 +104,8 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
         )
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
+    except BodyTooLarge as error:
+        raise RequestTooLarge(error.message) from None
     if type(body) is not dict:
         raise InvalidArgument(f"the body is {_kind(body)}, and has to be a JSON object")
     return body
@@ -110,30 +117,28 @@ async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") 
     Raises:
         InvalidArgument: A prompt is too long.
     """
-    found = ((each.name, _engine_settings(each)) for each in gateway.models.all())
-    longest = {name: settings.max_model_len for name, settings in found if settings is not None}
+    longest = {
+        name: each.max_model_len
+        for each in gateway.models.all()
+        if each.max_model_len
+        for name in (*names_of(gateway, each.name), *each.aliases)
+    }
     error = await find_long_prompt(pieces, longest, model) if longest else ""
     if error:
         raise InvalidArgument(error)
 
 
-async def model_of(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
-    """Return the model that a body names.
+async def model_of(gateway: Gateway, body: dict[str, Any], *, default: str = "") -> GatewayModel:
+    """Return the model that a body names, or the default.
 
     Raises:
         InvalidArgument: The body names no model.
         NotFound: There is no such model.
     """
-    name = checked(body, "model", str, "")
+    name = checked(body, "model", str, default)
     if not name:
         raise InvalidArgument("model: it is missing; the name of a model is needed")
-    return await loaded(gateway, name, "")
-
-
-def generates(model: GatewayModel) -> bool:
-    """Return whether a model has the input and the output of models that generate text."""
-    signature = model.signature
-    return PARAMETERS in signature.inputs and TEXT in signature.outputs
+    return await loaded(gateway, await own_name(gateway, name), "")
 
 
 def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> Any:
@@ -155,7 +160,7 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
 async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
     given = carried(body, COMPLETION, gateway.settings.refuse_unknown_fields)
-    model = await _generating(gateway, given)
+    model = await generating(gateway, given)
     prompts = _prompts(model, given.get("prompt"))
     return _text_request(model, prompts, {**given, "echo": checked(given, "echo", bool, False)})
 
@@ -163,20 +168,13 @@ async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
 async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a chat."""
     given = carried(body, CHAT, gateway.settings.refuse_unknown_fields)
-    model = await _generating(gateway, given)
-    messages = checked(given, "messages", list, [])
-    if not messages:
-        raise InvalidArgument("messages: there are none; a list of messages is needed")
-    for index, message in enumerate(messages):
-        if type(message) is not dict or type(message.get("role")) is not str:
-            raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
+    model = await generating(gateway, given)
+    variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
+    prompt = conversation(given, variables)
     limits = (given.get("max_completion_tokens"), given.get("max_tokens"), _UNLIMITED)
     most = next(limit for limit in limits if limit is not None)
     if given.get("top_logprobs") and not wants_logprobs(given):
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
-    variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
-    conversation = {"messages": messages, **variables} if variables else messages
-    prompt = tensor("messages", "BYTES", [orjson.dumps(conversation).decode()])
     parameters = {"add_special_tokens": False, "echo": False, **given, "max_tokens": most}
     parameters.pop("max_completion_tokens", None)
     made = _text_request(model, [prompt], parameters)
@@ -184,8 +182,29 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     return made._replace(details=(*made.details, MESSAGE)) if parsed else made
 
 
-async def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
-    model = await model_of(gateway, body)
+def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
+    """Return the input with the messages of a body, and with variables of the chat template.
+
+    Raises:
+        InvalidArgument: There are no messages, or they are not objects with roles.
+    """
+    messages = checked(body, "messages", list, [])
+    if not messages:
+        raise InvalidArgument("messages: there are none; a list of messages is needed")
+    for index, message in enumerate(messages):
+        if type(message) is not dict or type(message.get("role")) is not str:
+            raise InvalidArgument(f"messages[{index}]: it is no object with a 'role'")
+    chat = {"messages": messages, **variables} if variables else messages
+    return tensor("messages", "BYTES", [orjson.dumps(chat).decode()])
+
+
+async def generating(gateway: Gateway, body: dict[str, Any], *, default: str = "") -> GatewayModel:
+    """Return the model that a body names, or the default; it generates text.
+
+    Raises:
+        ShmserveError: As by `model_of`.
+    """
+    model = await model_of(gateway, body, default=default)
     if not generates(model):
         raise NotFound(f"model '{model.name}' does not generate text")
     return model
@@ -256,6 +275,30 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
+async def arrays(
+    gateway: Gateway, model: GatewayModel, queue: ResponseQueue
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the outputs of a model's only response.
+
+    Raises:
+        ShmserveError: The model's error.
+    """
+    await queue.wait()
+    error = error_of(queue.first)
+    if isinstance(error, QueueFull):
+        raise TooManyRequests(error.message, error.retry_after_s)
+    inferred = queue.request.outputs(queue.first)
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    for each in () if inferred is None else inferred.outputs:
+        data = output_bytes(gateway, each)
+        if each.datatype == "BYTES":
+            found[each.name] = decode_bytes(data, each.shape, each.name, model.name)
+        else:
+            found[each.name] = np.frombuffer(bytes(data), STORED[each.datatype])
+    queue.pop(inferred)
+    return found
+
+
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")
 # Messages about a field begin with its name.
 _FIELD = re.compile(r"([a-z][a-z_.\[\]0-9]*): ")
@@ -269,18 +312,36 @@ class TooManyRequests(QueueFull):
     status = 429
 
 
+class RequestTooLarge(InvalidArgument):
+    """An error about a body that is too large, with the status that OpenAI's API has for it."""
+
+    status = 413
+
+
+# The types and codes of errors by status. Other errors are the client's below 500, else the
+# server's.
+_KINDS: Mapping[int, tuple[str, str | None]] = {
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", None),
+    404: ("invalid_request_error", "model_not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "request_too_large"),
+    421: ("invalid_request_error", "misdirected_request"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    501: ("invalid_request_error", "unsupported"),
+}
+
+
 def openai_error(error: ShmserveError) -> bytes:
     """Return the body of an error's response.
 
     Its form is {"error": {"message", "type", "param", "code"}}.
     """
     invalid = isinstance(error, InvalidArgument)
-    kind = "invalid_request_error" if invalid else "server_error"
-    code: str | None = None
-    if isinstance(error, NotFound):
-        kind, code = "invalid_request_error", "model_not_found"
-    elif isinstance(error, TooManyRequests):
-        kind, code = "rate_limit_error", "rate_limit_exceeded"
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind, code = _KINDS.get(error.status, (kind, None))
+    if isinstance(error, NoRoute):
+        code = "unknown_url"
     elif invalid and PROMPT_TOO_LONG in error.message:
         code = "context_length_exceeded"
     message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()

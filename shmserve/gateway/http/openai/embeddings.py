@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and GET /v1/models: the models that embed or generate text.
+"""POST /v1/embeddings: vectors of texts.
 
 A model embeds text if it has one input of texts and one output of floating-point vectors. An
 example is an ensemble of a tokenizer and a sentence encoder.
@@ -12,24 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument, NotFound, QueueFull, clip
-from shmserve.gateway.context import Gateway, loaded
+from shmserve.errors import InvalidArgument, NotFound, clip
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TooManyRequests, generates
 from shmserve.gateway.http.openai.fields import EMBEDDING, carried
+from shmserve.gateway.http.openai.names import shown_name
 from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.inference import error_of
 from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest
-from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.tensors.arrays import STORED
 
 _FORMATS = ("float", "base64")
 _FLOATS = ("FP32", "FP16", "FP64")
 _MOST_TEXTS = 2048
-_STARTED_S = int(time.time())
 
 
 class Embedder(NamedTuple):
@@ -84,7 +80,8 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         "prompt_tokens": 0,
         "total_tokens": 0,
     }  # unknown
-    return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+    name = shown_name(gateway, model.name)
+    return json_response({"object": "list", "data": data, "model": name, "usage": usage})
 
 
 class _Call:
@@ -103,24 +100,15 @@ class _Call:
         asked = InferRequest("", [given], [InferOutput(embedder.vector, binary=True)], binary=True)
         built = build(gateway, model, asked)
         self._gateway = gateway
+        self._model = model
         self._count = len(texts)
         self._queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
 
     async def vectors(self) -> list[np.ndarray[Any, Any]]:
         """Return the vector of each text in FP32, or raise the error of the model."""
-        queue = self._queue
-        await queue.wait()
-        error = error_of(queue.first)
-        if isinstance(error, QueueFull):
-            raise TooManyRequests(error.message, error.retry_after_s)
-        inferred = queue.request.outputs(queue.first)
-        if inferred is None:
-            return []
-        (tensor,) = inferred.outputs
-        data = output_bytes(self._gateway, tensor)
-        array = np.frombuffer(data, STORED[tensor.datatype]).astype(np.float32)
-        queue.pop(inferred)
-        return list(array.reshape(self._count, -1))
+        found = await bodies.arrays(self._gateway, self._model, self._queue)
+        vectors = [each.astype(np.float32) for each in found.values()]
+        return [row for each in vectors for row in each.reshape(self._count, -1)]
 
     def close(self) -> None:
         """Cancel the request if it has not ended."""
@@ -140,25 +128,3 @@ def _encoded(vector: np.ndarray[Any, Any], encoding: str) -> Any:
     if encoding == "base64":
         return base64.b64encode(vector.tobytes()).decode()
     return vector.tolist()
-
-
-async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with all models that embed or generate text."""
-    names = {model.name: model for model in gateway.models.all() if _serves(model)}
-    return json_response({"object": "list", "data": list(map(_shown, names.values()))})
-
-
-async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
-    """Respond with one model that embeds or generates text."""
-    model = await loaded(gateway, name, "")
-    if not _serves(model):
-        raise NotFound(f"model '{name}' neither generates text nor makes embeddings of it")
-    return json_response(_shown(model))
-
-
-def _serves(model: GatewayModel) -> bool:
-    return generates(model) or embeds(model) is not None
-
-
-def _shown(model: GatewayModel) -> dict[str, Any]:
-    return {"id": model.name, "object": "model", "created": _STARTED_S, "owned_by": "shmserve"}

@@ -92,6 +92,8 @@ _REFUSED: Mapping[str, Allowed] = {
 COMPLETION = _GENERATION | {"prompt"}
 _CHAT = {"messages", "max_completion_tokens", "top_logprobs"}
 CHAT = (_GENERATION | CONVERSATION | _CHAT) - {"echo"}
+TOKENIZE = CONVERSATION | _names("model prompt messages add_special_tokens return_token_strs")
+DETOKENIZE = _EVERY | {"tokens"}
 _RESPONSE = _names(
     "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
     "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "

@@ -27,6 +27,7 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
+from shmserve.gateway.http.openai.names import TEXT, shown_name
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import error_of, log_failure
 from shmserve.gateway.inference.prepare import build
@@ -293,18 +294,20 @@ async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the continuations of prompts."""
     body = await bodies.read(gateway, request)
     text_request = await bodies.completion(gateway, body)
-    return await respond(gateway, request, text_request, _choices(COMPLETION, text_request))
+    choices = _choices(gateway, COMPLETION, text_request)
+    return await respond(gateway, request, text_request, choices)
 
 
 async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the next message of a chat."""
     body = await bodies.read(gateway, request)
     text_request = await bodies.chat(gateway, body)
-    return await respond(gateway, request, text_request, _choices(CHAT, text_request))
+    choices = _choices(gateway, CHAT, text_request)
+    return await respond(gateway, request, text_request, choices)
 
 
-def _choices(form: Form, text_request: bodies.TextRequest) -> Choices:
-    return Choices(form, text_request.model.name, text_request.samples)
+def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:
+    return Choices(form, shown_name(gateway, text_request.model.name), text_request.samples)
 
 
 class Rendering(Protocol):
@@ -439,7 +442,7 @@ class _Generation:
 
     def _deltas(self, inferred: Inferred) -> list[Delta]:
         found = {tensor.name: self._values(tensor) for tensor in inferred.outputs}
-        texts = found[bodies.TEXT]
+        texts = found[TEXT]
         reasons = found.get("finish_reason", [b""] * len(texts))
         logprobs = found.get("logprobs", [b""] * len(texts))
         usages = [*found.get("usage", []), *[b""] * len(texts)]

@@ -21,6 +21,7 @@ from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, Http
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.fields import RESPONSE, carried
 from shmserve.gateway.http.openai.generation import Delta, respond
+from shmserve.gateway.http.openai.names import shown_name
 
 # The members of a body that a chat has, too, by their names there.
 _SAME = {
@@ -67,7 +68,8 @@ async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     body = await bodies.read(gateway, request)
     given = carried(body, RESPONSE, gateway.settings.refuse_unknown_fields)
     text_request = await bodies.chat(gateway, _chat(given))
-    return await respond(gateway, request, text_request, ResponseObject(body))
+    shown = {**body, "model": shown_name(gateway, text_request.model.name)}
+    return await respond(gateway, request, text_request, ResponseObject(shown))
 
 
 # --- requests

@@ -270,6 +270,44 @@ def test_every_request_is_answered_with_its_own(
     assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == wanted
 
 
+_OFFERS = (
+    ("POST", "/a", ("Connection: Upgrade", "Upgrade: h2c")),
+    ("POST", "/b", ("Connection: Upgrade", "Upgrade: websocket")),
+    ("GET", "/c", ()),
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(st.sampled_from(_OFFERS), st.sampled_from(_BODIES)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 12)), max_size=8),
+)
+def test_offers_of_other_protocols_lose_no_request_in_silence(
+    asked: list[tuple[tuple[str, str, tuple[str, ...]], bytes]], cuts: list[tuple[int, int]]
+) -> None:
+    """Every request has its own answer until an answer closes the connection."""
+    stream = b"".join(packed(*head, body, "length") for head, body in asked)
+    marks = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
+    bounds = [0, *marks, len(stream)]
+
+    async def written() -> bytes:
+        connection, transport = connected()
+        for begin, end in itertools.pairwise(bounds):
+            connection.data_received(stream[begin:end])
+            for _ in range(marks.get(end, 0)):
+                await asyncio.sleep(0)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        return transport.written
+
+    before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
+    found = replies(before + behind)
+    wanted = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
+    assert found == wanted[: len(found)]
+    assert closes or len(found) == len(wanted)
+
+
 def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 

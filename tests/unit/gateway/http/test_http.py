@@ -234,13 +234,19 @@ def test_a_connection_ends_when_the_client_says_so(connection: socket.socket) ->
     assert is_closed(connection)
 
 
-def test_an_upgrade_is_not_taken(connection: socket.socket) -> None:
-    connection.sendall(
-        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
-        b"Upgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
-    )
-    assert read_reply(connection).ok().json()["name"] == "triton"
-    assert is_closed(connection)
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0"])
+def test_an_offer_of_another_protocol_is_ignored(connection: socket.socket, protocol: str) -> None:
+    body = simple_body()
+    offer = (f"Upgrade: {protocol}", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AA")
+    for _ in range(3):
+        connection.sendall(head(len(body), *offer) + body)
+        assert "Connection" not in read_reply(connection).ok().headers
+        connection.sendall(head(len(body), *offer))
+        connection.sendall(body)
+        assert "Connection" not in read_reply(connection).ok().headers
+        connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: a.localhost\r\nConnection: upgrade\r\n"
+                           b"Upgrade: %b\r\n\r\n" % protocol.encode())  # fmt: skip
+        assert "Connection" not in read_reply(connection).ok().headers
 
 
 def test_head_has_no_body(gateway: Rig) -> None:

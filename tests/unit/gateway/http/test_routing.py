@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
 from shmserve.errors import (
     InvalidArgument,
@@ -17,10 +19,11 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
 )
+from shmserve.gateway.client_identity import ListenerKind, MisdirectedHost
 from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.messages import ChunkedResponse, HttpResponse
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
-from shmserve.gateway.http.routing import App, Route, RouteTable
+from shmserve.gateway.http.routing import App, Cors, Route, RouteTable
 
 
 def openai_error(error: ShmserveError) -> bytes:
@@ -34,17 +37,28 @@ class Request(SimpleNamespace):
     """A request whose client is refused with `refusal`; `asked` are the scopes that it was
     authorised for."""
 
-    def __init__(self, method: str, target: str, refusal: ShmserveError | None = None) -> None:
+    def __init__(
+        self,
+        method: str,
+        target: str,
+        refusal: ShmserveError | None = None,
+        kind: ListenerKind = ListenerKind.LOOPBACK,
+        **headers: Any,
+    ) -> None:
         self.asked: list[str] = []
 
         def refuse(scope: str, headers: Any) -> ShmserveError | None:
             self.asked.append(scope)
             return refusal
 
-        connection = SimpleNamespace(client=SimpleNamespace(refuse=refuse))
-        super().__init__(
-            method=method, target=target, headers={}, match=None, begun=None, connection=connection
-        )
+        def refuse_host(headers: Any) -> ShmserveError | None:
+            return refusal if isinstance(refusal, MisdirectedHost) else None
+
+        listener = SimpleNamespace(kind=kind)
+        client = SimpleNamespace(refuse=refuse, refuse_host=refuse_host, listener=listener)
+        given = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
+        super().__init__(method=method, target=target, headers=given, match=None, begun=None)
+        self.connection, self.repeat = SimpleNamespace(client=client), succeed
 
 
 async def fail(gateway: Any, request: Any, what: str) -> HttpResponse:
@@ -57,15 +71,15 @@ async def succeed(gateway: Any, request: Any) -> HttpResponse:
 
 
 TABLE = RouteTable(
-    Route("POST", "/v1/chat/{what}", "inference", fail, openai_error),
+    Route("POST", "/v1/chat/{what}", "inference", fail, openai_error, identified=True),
     Route("POST", "/v2/infer/{what}", "inference", fail),
     Route("GET", "/v2/health", "health", succeed),
     Route("", "/any", "metrics", succeed),
 )
 
 
-def handled(request: Request, table: RouteTable = TABLE) -> HttpResponse:
-    app = App(SimpleNamespace(draining=False), table)  # type: ignore[arg-type]
+def handled(request: Request, table: RouteTable = TABLE, cors: Cors | None = None) -> HttpResponse:
+    app = App(SimpleNamespace(draining=False), table, cors)  # type: ignore[arg-type]
     response = asyncio.run(app.handle(request))  # type: ignore[arg-type]
     assert app.active == 1 and response.on_sent is not None
     response.on_sent()
@@ -110,6 +124,83 @@ def test_a_route_is_authorised_once_for_a_head_and_what_is_no_route_is_not() -> 
     assert (handled(unknown).status, unknown.asked) == (404, [])
     for method in ("GET", "PUT"):
         assert handled(Request(method, "/any")).status == 200
+
+
+def headers_of(response: HttpResponse) -> dict[str, str]:
+    lines = response.headers.decode().splitlines()
+    return {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+
+
+def test_an_unknown_path_has_the_form_of_its_api() -> None:
+    for target, form in (("/v1/nowhere", dict), ("/v1", dict), ("/v2/x", str), ("/v10/x", str)):
+        response = handled(Request("GET", target))
+        assert response.status == 404
+        assert type(json.loads(b"".join(response.pieces))["error"]) is form
+        assert ("x-request-id" in headers_of(response)) is (form is dict)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("id 1", True), ("", False), ("x" * 512, True), ("x" * 513, False), ("caf\xe9", False)],
+)
+def test_a_response_has_the_id_of_its_request(given: str, kept: bool) -> None:
+    seen = [headers_of(handled(Request("POST", "/v1/chat/bad", X_Request_Id=given)))] * 2
+    found = seen[0]["x-request-id"]
+    assert (found == given) is kept
+    assert kept or re.fullmatch("req_[0-9a-f]{32}", found)
+    other = headers_of(handled(Request("POST", "/v1/chat/bad")))["x-request-id"]
+    assert other != found
+
+
+PAGE = "https://app.example.com"
+
+
+@pytest.mark.parametrize(
+    ("origins", "allowed"),
+    [((PAGE, "https://b.example"), PAGE), (("*",), "*"), (("https://b.example",), ""), ((), "")],
+)
+def test_pages_of_allowed_origins_may_use_the_server(
+    origins: tuple[str, ...], allowed: str
+) -> None:
+    cors = Cors(origins) if origins else None
+    asks: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
+    asks["Access_Control_Request_Headers"] = "authorization,x-stainless-os"
+    preflight = Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), **asks)
+    response = handled(preflight, cors=cors)
+    found = headers_of(response)
+    if cors is None:
+        assert response.status == 401 and "access-control-allow-origin" not in found
+    else:
+        assert response.status == (200 if allowed else 403) and preflight.asked == []
+    if allowed:
+        assert found["access-control-allow-headers"] == "authorization,x-stainless-os"
+        assert found["access-control-allow-methods"] == "GET, POST"
+        assert found["access-control-allow-origin"] == allowed
+    assert (found.get("vary") == "Origin") is (bool(origins) and "*" not in origins)
+    post = Request("POST", "/v1/chat/bad", Origin=PAGE, Sec_Fetch_Site="cross-site")
+    response = handled(post, cors=cors)
+    found = headers_of(response)
+    assert response.status == (400 if allowed else 403)
+    assert found.get("access-control-allow-origin", "") == allowed
+    assert ("x-request-id" in found.get("access-control-expose-headers", "")) is bool(allowed)
+    assert (post.repeat is None) is bool(allowed)
+
+
+def test_what_is_no_page_of_an_allowed_origin_has_no_permission() -> None:
+    cors = Cors(["*"])
+    asks: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
+    for request, status in (
+        (Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), Origin=PAGE), 401),
+        (Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who")), 401),
+        (Request("OPTIONS", "/v1/chat/bad", kind=ListenerKind.UNIX, **asks), 403),
+        (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **asks), 421),
+    ):
+        assert handled(request, cors=cors).status == status
+    plain = headers_of(handled(Request("POST", "/v1/chat/bad"), cors=cors))
+    assert not [name for name in plain if name.startswith("access-control")]
+    asks["Access_Control_Request_Headers"] = "x\r\ny"
+    strange = headers_of(handled(Request("OPTIONS", "/v1/chat/bad", **asks), cors=cors))
+    assert "access-control-allow-headers" not in strange
 
 
 @pytest.mark.parametrize(

@@ -238,3 +238,31 @@ def test_repository_agents(tmp_path: Path, agent: str, text: str) -> None:
         assert text in refusal(made).message
     else:
         assert len(made.plan("m", "", {})) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "aliases"),
+    [
+        ('backend: "llm"', None, []),
+        ('backend: "llm"', "aliases: [gpt, org/x]\n", ["gpt", "org/x"]),
+        ('backend: "llm"', "", []),
+        ('backend: "llm"', "aliases: gpt", None),
+        ('backend: "llm"', "- x", None),
+        ('backend: "llm"', "{", None),
+        ('backend: "python"', "aliases: [gpt]\n", None),
+        (
+            'backend: "x" input { name: "sampling_parameters" data_type: TYPE_STRING dims: 1 }',
+            *("aliases: [gpt]\n", ["gpt"]),
+        ),
+        ("wrong", None, None),
+    ],
+)
+def test_aliases_are_read_without_loading(
+    tmp_path: Path, config: str, engine: str | None, aliases: list[str] | None
+) -> None:
+    made = planner(tmp_path, config)
+    folder = next(path.parent for path in tmp_path.rglob("config.pbtxt"))
+    if engine is not None:
+        (folder / "engine.yaml").write_text(engine)
+    assert made.aliases(folder.name) == aliases
+    assert made.aliases("nobody") is None
