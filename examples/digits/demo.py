@@ -31,12 +31,13 @@ _MODELS = [f"{_HERE / 'models.py'}:{name}" for name in ("Digits", "DigitsOneByOn
 _TRANSPORTS = ("HTTP bodies", "HTTP, shared memory", "shmserve.client")
 _PROCESSES = 4
 _CLIENTS_EACH = 4
-_SECONDS = 1.6
+_SECONDS = 1.2
 _FRAMES = ((480, 720), (720, 1280), (1080, 1920), (1080, 2560))
 _ROW = "{:<12}{:<21}{:>10}{:>9}{:>9}{:>9}   {}"
 _NOTE = """
 HTTP bodies          tensors are sent in the requests and responses, as by clients on other hosts
-HTTP, shared memory  tritonclient: tensors are in memory that the client registered once
+HTTP, shared memory  tritonclient: tensors are in memory that the client registered once, which
+                     pays for large tensors only
 shmserve.client      the Python client of this host: shared memory without registration
 """
 
@@ -111,7 +112,7 @@ def ordered(
     """Return a load of one process."""
     port = urllib.parse.urlsplit(server.url).port or 0
     run_dir = str(server.run_dir)
-    return load.Order(port, run_dir, model, str(data), transport, clients, 0.4, _SECONDS)
+    return load.Order(port, run_dir, model, str(data), transport, clients, 0.3, _SECONDS)
 
 
 def run_processes(order: load.Order) -> list[load.Measured]:
