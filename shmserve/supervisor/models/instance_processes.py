@@ -223,6 +223,7 @@ class Instances:
             arena_byte_size=server.arena_byte_size,
             threads=server.worker_threads(bounds.most if bounds is not None else count),
             log=self._context.log,
+            environment=config.environment,
         )
         instance.inbox = inbox()
         child = await self._context.worker_zygote.spawn(title, _ENTRY, encode_start(start))

@@ -249,6 +249,11 @@ class LifecycleExecutor:
         for spec in {spec.model_dir: spec for spec in specs}.values():
             if spec.model_dir not in used:
                 self._planner.discard(spec)
+        self._remove_environments()
+
+    @_in_background
+    async def _remove_environments(self) -> None:
+        await asyncio.to_thread(self._planner.remove_unused_environments)
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         return self._planner.complete(spec, completed)

@@ -21,6 +21,7 @@ import numpy as np
 
 from shmserve.errors import Collected, Internal, InvalidArgument, nearest
 from shmserve.ipc.model_settings import (
+    ENVIRONMENT,
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
@@ -246,7 +247,7 @@ logger = logging.getLogger(__name__)
 _KNOWN = (
     *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, "instances", "instance_group"),
-    *("ragged", "batch_input", "batch_output", PADDING, "sequence_batching"),
+    *("ragged", "batch_input", "batch_output", PADDING, ENVIRONMENT, "sequence_batching"),
 )
 
 
@@ -256,6 +257,7 @@ _PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
     TARGET: ((int, float), "a number of milliseconds"),
     **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "a whole number")),
     PADDING: ((dict,), "a mapping as JSON has it"),
+    ENVIRONMENT: ((str,), "a string"),
 }
 _WHOLE = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
 
