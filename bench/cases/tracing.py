@@ -1,5 +1,8 @@
-"""What traces cost: two servers of ours with the same model, one of them without traces, take turns
-under `shmserve perf` over HTTP. The other one's traces go to a collector, which drops them."""
+"""The cost of traces.
+
+Two shmserve servers with the same model are measured in turns by `shmserve perf` over HTTP. One of
+them sends its traces to a collector, which discards them.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,11 @@ TRACES = (
 
 
 def run(case: TraceCase, context: Context) -> Row:
-    """Samples of both: without traces as the other product's. Raises what the failure of either
-    raises."""
+    """Return samples of both servers; the server without traces stands for the other product.
+
+    Raises:
+        Exception: The measurement of either server failed, with its error.
+    """
     row = Row(case.figure, {})
     with ExitStack() as started:
         settings = ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={case.rate}")
@@ -73,7 +79,7 @@ def run(case: TraceCase, context: Context) -> Row:
 
 @contextmanager
 def _collector() -> Iterator[str]:
-    """The address of one that takes everything."""
+    """Start a collector that accepts everything, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -243,7 +243,7 @@ async def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
 
 
 def test_no_server(run_dir: Path) -> None:
-    with pytest.raises(Disconnected, match="no server tells its events at"):
+    with pytest.raises(Disconnected, match="no server publishes events at"):
         EventReader(run_dir)
 
 

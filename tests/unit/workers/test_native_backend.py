@@ -346,7 +346,7 @@ class Model:
         ),
         (
             "class Model:\n    def predict(self, x: FP32[Tensor, 1]): ...",
-            "'Model.predict' does not say what it returns",
+            "'Model.predict' has no return annotation",
         ),
         (
             "class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> Tensor: ...",
