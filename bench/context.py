@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """The selection of cases: `repeats` samples a figure, of `seconds` of load; `only` names cases."""
+    """The selection of cases: `repeats` samples of `seconds` each; `only` has names."""
 
     peer: Path
     with_peer: bool

@@ -215,8 +215,8 @@ class Signature:
         if pad.padded(shape) is None:
             buckets = ", ".join(map(shape_text, pad.buckets))
             raise InvalidArgument(
-                f"unexpected shape for input '{pad.name}' for model '{self.name}'. The input is "
-                f"padded to one of {buckets} behind the batch dimension, and {shape_text(shape)} fits "
+                f"unexpected shape for input '{pad.name}' for model '{self.name}'. It has "
+                f"buckets {buckets} behind the batch dimension, and {shape_text(shape)} fits "
                 "none"
             )
 
