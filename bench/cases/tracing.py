@@ -81,7 +81,7 @@ def run(case: TraceCase, context: Context) -> Row:
 def _collector() -> Iterator[str]:
     """Start a collector that accepts everything, and yield its address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class _Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
@@ -90,7 +90,7 @@ def _collector() -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             """Nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/v1/traces"

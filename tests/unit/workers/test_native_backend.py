@@ -350,7 +350,7 @@ class Model:
         ),
         (
             "class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> Tensor: ...",
-            "what 'Model.predict' returns is not a tensor",
+            "the result of 'Model.predict' is not a tensor",
         ),
         (
             "class Model:\n    def predict(self, x: 'FP32[Nothing, 1]') -> FP32[Tensor, 1]: ...",
