@@ -187,7 +187,7 @@ class Context:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the request is cancelled whose responses are being yielded.
+        """Return whether the request is cancelled whose responses are being yielded.
 
         This is always False outside of a `predict` that yields, and in other threads and tasks.
         """

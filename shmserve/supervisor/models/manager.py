@@ -32,6 +32,7 @@ from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.on_demand import OnDemand
 from shmserve.supervisor.models.orders import (
     FOLDER,
+    LifecycleActions,
     LoadPlan,
     LoadSource,
     ModelEntry,
@@ -141,7 +142,7 @@ def _in_background(
     return begin
 
 
-class LifecycleExecutor:
+class LifecycleExecutor(LifecycleActions):
     """The `LifecycleActions` of a server."""
 
     def __init__(

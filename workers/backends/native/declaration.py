@@ -131,7 +131,7 @@ def _result(
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]], bool]:
     """Return the outputs, the function that names them, and whether there are many results."""
     if "return" not in hints:
-        raise InvalidArgument(f"'{model.__name__}.predict' does not say what it returns: {_HOW}")
+        raise InvalidArgument(f"'{model.__name__}.predict' has no return annotation: {_HOW}")
     result = hints["return"]
     streams = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
     if streams:
@@ -139,7 +139,7 @@ def _result(
     elif inspect.isgeneratorfunction(predict) or inspect.isasyncgenfunction(predict):
         kind = "AsyncIterator" if inspect.isasyncgenfunction(predict) else "Iterator"
         raise InvalidArgument(
-            f"'{model.__name__}.predict' yields: say what, '-> {kind}[...]', and {_HOW}"
+            f"'{model.__name__}.predict' yields: annotate it with '-> {kind}[...]', and {_HOW}"
         )
     return *_outputs(model.__name__, result), streams
 
@@ -190,7 +190,7 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
 def _outputs(
     owner: str, hint: Any
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]]]:
-    what = f"what '{owner}.predict' returns"
+    what = f"the result of '{owner}.predict'"
     if typing.get_origin(hint) is tuple:
         kinds = [_tensor(what, part)[1] for part in typing.get_args(hint)]
         names = [f"output_{at}" for at in range(len(kinds))]
@@ -212,7 +212,7 @@ def _outputs(
 
 def _zip(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
     if not isinstance(result, (tuple, list)) or len(result) != len(names):
-        raise Internal(f"'{owner}.predict' did not return {len(names)} values, as it says it does")
+        raise Internal(f"'{owner}.predict' did not return {len(names)} values as annotated")
     return dict(zip(names, result, strict=True))
 
 
@@ -226,7 +226,7 @@ def _record(
         found = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
     for name in outputs:
         if name in needed and name not in found:
-            raise Internal(f"'{owner}.predict' did not return '{name}', as it says it does")
+            raise Internal(f"'{owner}.predict' did not return '{name}' as annotated")
     return found
 
 
