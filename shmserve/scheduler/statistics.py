@@ -142,7 +142,7 @@ class Statistics(Table):
 
     @property
     def model(self) -> tuple[str, str]:
-        """The name and the version of the model."""
+        """Return the name and the version of the model."""
         return self._model
 
     def set_base(self, base: dict[str, Any]) -> None:

@@ -96,12 +96,12 @@ class Call(InflightRequest):
 
     @property
     def key(self) -> Key:
-        """The name and version of the called model."""
+        """Return the name and version of the called model."""
         return self.request.model, self.request.version
 
     @property
     def ends_ns(self) -> int:
-        """The monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
+        """Return the monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
         limit_us = self.request.limit_us
         own_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
         return min(filter(None, (own_ns, self.request.deadline_ns)), default=0)
@@ -201,7 +201,7 @@ class CallRouter:
 
     @property
     def free_bytes(self) -> int:
-        """The number of free bytes in the memory for large inputs."""
+        """Return the number of free bytes in the memory for large inputs."""
         return self._memory.byte_size - self._memory.used
 
     # --- sending
