@@ -1,4 +1,4 @@
-"""A complete model: shmserve serve examples/native_model.py:Blur"""
+"""A complete model (shmserve serve examples/native_model.py:Blur)."""
 
 import numpy as np
 from numpy import ndarray
