@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 import shutil
 import signal
 import sys
@@ -19,9 +20,15 @@ import gevent
 import hypothesis
 import pytest
 
+_LONGEST_TEMPORARY = 32
+
 # The tests' own helpers are imported as tests.NAME from wherever pytest is started.
 if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
+
+# The name of a unix socket has at most 107 bytes, of which a long temporary folder leaves too few.
+if len(tempfile.gettempdir()) > _LONGEST_TEMPORARY:
+    tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
 
 from tests.support import certificates, leaks, servers, tokens
 from tests.support.crowd import Crowd, crowd
