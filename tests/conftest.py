@@ -20,19 +20,17 @@ import gevent
 import hypothesis
 import pytest
 
-_LONGEST_TEMPORARY = 32
-
 # The tests' own helpers are imported as tests.NAME from wherever pytest is started.
 if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
-# The name of a unix socket has at most 107 bytes, of which a long temporary folder leaves too few.
-if len(tempfile.gettempdir()) > _LONGEST_TEMPORARY:
-    tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
-
 from tests.support import certificates, leaks, servers, tokens
 from tests.support.crowd import Crowd, crowd
 from tests.support.wire.raw_http import Http
+
+# The name of a unix socket has at most 107 bytes, of which a long temporary folder leaves too few.
+if len(tempfile.gettempdir()) > 32:
+    tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
 
 # How long an example takes is the machine's affair, and who else is busy on it.
 hypothesis.settings.register_profile(
