@@ -19,8 +19,7 @@ ROOMS = {
 }
 # Unpickling runs code of whoever wrote the bytes; these hide a pickle inside.
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-# A region that a program sends to its own processes duplicates its descriptor; it is not unpickled by
-# the server.
+# A program may send a region to its own processes: its descriptor is duplicated.
 DUPLICATED = ("shmserve/client/memory/region.py", "multiprocessing.reduction.DupFd")
 PICKLING = {"multiprocessing", "concurrent.futures.process", "torch.multiprocessing"}
 
