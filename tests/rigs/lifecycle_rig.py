@@ -26,8 +26,8 @@ class Generation:
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
-        self.instances = SimpleNamespace(begin_like=lambda _: None)
-        self.ready = self.hangs = False
+        self.instances = SimpleNamespace(begin_like=lambda _: None, hangs=False)
+        self.ready = False
         self.problem = ""
         self._rig = rig
 

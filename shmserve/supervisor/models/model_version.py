@@ -112,11 +112,6 @@ class ModelVersion:
         return self.loaded and self.scheduler.serves and self.instances.any_ready
 
     @property
-    def hangs(self) -> bool:
-        """Whether the load of an instance has been reported to take long."""
-        return self.instances.hangs
-
-    @property
     def drained(self) -> bool:
         """Whether the version has finished its requests, so that its processes end."""
         return self._lifetime.stopping

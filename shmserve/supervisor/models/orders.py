@@ -183,7 +183,7 @@ class Order:
     def hangs(self) -> bool:
         """Whether the load has been reported to take long, or waits for such a load."""
         if self.phase is OrderPhase.STARTING:
-            return any(version.hangs for version in self.model.coming.values())
+            return any(version.instances.hangs for version in self.model.coming.values())
         return self.phase is OrderPhase.WAITING and any(each.hangs for each in self.before)
 
     @property
