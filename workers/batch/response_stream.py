@@ -173,7 +173,7 @@ class ResponseStream:
         self._traced = b""  # the tensors of a traced request
         self._overran = False
         self.rescheduled = False
-        opened.open_window(bool(request.places))
+        opened.open_window(bool(request.memory_ranges))
 
     @property
     def closed(self) -> bool:

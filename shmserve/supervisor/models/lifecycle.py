@@ -57,7 +57,7 @@ class Lifecycle:
         self._running = self._news = self._published = False
         self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
-            OrderPhase.WAITING: self._go_on,
+            OrderPhase.WAITING: self._advance_waiting,
             OrderPhase.STARTING: self._abandon_hanging,
             OrderPhase.OFFERED: self._take_over,
             OrderPhase.PUBLISHING: self._settle_once_known,
@@ -371,7 +371,7 @@ class Lifecycle:
             self._actions.move(order, self._group(model.name))
         return True
 
-    def _go_on(self, order: Order) -> bool:
+    def _advance_waiting(self, order: Order) -> bool:
         if not all(each.settled for each in order.before):
             return self._abandon_hanging(order)
         if order.kind is OrderKind.LOAD:
