@@ -165,11 +165,11 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
     server = serve_model(Double, auth_token_file=tokens, token="M3hP9dJs6gVc1uAe")
     assert server.ready("double") and server.metadata("double")["name"] == "double"
 
-    async def ask(token: str) -> bool:
+    async def ask(token: str) -> object:
         async with aio.connect(server.run_dir, token=token) as other:
-            return await other.ready("double")
+            return (await other.metadata("double"))["name"]
 
-    assert asyncio.run(ask("M3hP9dJs6gVc1uAe"))
+    assert asyncio.run(ask("M3hP9dJs6gVc1uAe")) == "double"
     with pytest.raises(Unauthenticated):
         asyncio.run(ask(""))
     with client.connect(server.run_dir, token="wrong") as other:
