@@ -418,7 +418,8 @@ def served_class(text: str) -> str:
         )
     if len(found) != 1 and USUAL_CLASS in names:
         return USUAL_CLASS
-    found = found or [name for name in leaves if _bases(classes[name]) - _HELPERS]
+    if not found and "*" not in names:  # `*` may import a TritonPythonModel
+        found = [name for name in leaves if _bases(classes[name]) - _HELPERS]
     return found[0] if len(found) == 1 else ""
 
 

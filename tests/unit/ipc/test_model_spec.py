@@ -114,6 +114,8 @@ PREDICTS = "    def predict(self, x): ...\n"
         (f"if a:\n    class TritonPythonModel: ...\nclass A:\n{PREDICTS}", ""),
         ("class Mine:\n    def execute(self, requests): ...\n", ""),
         ("class A(nn.Module): ...\nclass B(nn.Module): ...\n", ""),
+        ("from library import *\nclass Helper(nn.Module): ...\n", ""),
+        (f"from library import *\nclass Mine:\n{PREDICTS}", "Mine"),
         ("x = (\n", ""),
     ],
 )
