@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,9 +82,12 @@ class Frontend(ABC):
     async def listen(self, sock: socket.socket, acceptor: Acceptor) -> None:
         """Create the server of a listening socket, which accepts connections later."""
         loop = asyncio.get_running_loop()
-        create = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
+        is_unix = sock.family == socket.AF_UNIX
+        create: Callable[..., Any] = loop.create_unix_server if is_unix else loop.create_server
+        # From Python 3.13 a loop deletes the path of a closed socket, which a successor may use.
+        kept = {"cleanup_socket": False} if is_unix and sys.version_info >= (3, 13) else {}
         self._accepting.append(
-            await create(acceptor, sock=sock, backlog=_BACKLOG, start_serving=False)
+            await create(acceptor, sock=sock, backlog=_BACKLOG, start_serving=False, **kept)
         )
         self._acceptors.append(acceptor)
 
