@@ -145,7 +145,8 @@ async def _converted(
         ShmserveError: The model's error, or its backend converts no texts.
     """
     if not model.converts:
-        raise Unsupported(f"model '{model.name}': only backend 'llm' converts texts and tokens")
+        problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
+        raise Unsupported(f"model '{model.name}': {problem}")
     wanted = [InferOutput(name, binary=True) for name in outputs]
     asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
     built = build(gateway, model, asked)
