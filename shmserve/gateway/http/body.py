@@ -95,6 +95,8 @@ async def read_json(
     body = Body(request, gateway.settings, gateway.body_budget)
     if body.compressed():
         raw = await body.inflate()
+        if check is not None and len(raw) > LARGE:
+            await check([raw])
     else:
         raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE, check)
     return loads(raw) if raw or required else {}

@@ -114,7 +114,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     given = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
     (version / "model.json").write_text(json.dumps(given))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
-    made = Server([folder], ["--load-timeout-secs=600"])
+    environment = {"TMPDIR": str(folder)}  # torch keeps a cache in it
+    made = Server([folder], ["--load-timeout-secs=600"], environment=environment)
     try:
         made.wait_ready(within_s=START_S)
         yield made
@@ -271,7 +272,11 @@ def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, stream: bool) -> None:
-    """The text has the end tag sometimes, which a bias makes likelier."""
+    """The text has the end tag sometimes, which a bias makes likelier.
+
+    If characters are incomplete before the tag, its text is that of a later token: then vLLM's
+    parser finds it in the content.
+    """
     found = []
     for port in (server.http_port, peer):
         made = []
@@ -283,7 +288,6 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
                 "seed": seed,
                 "logit_bias": {str(THINK): 6.0},
                 "stream": stream,
-                "skip_special_tokens": False,
             }
             raw = post(port, "/v1/chat/completions", body)
             lines = raw.splitlines() if stream else [f"data: {raw}"]
@@ -293,7 +297,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
                     message = choice.get("delta") or choice.get("message") or {}
                     for name in parts:
                         parts[name] += message.get(name) or ""
-            made.append(parts)
+            made.append({name: part.removeprefix("</think>") for name, part in parts.items()})
         found.append(made)
     assert found[0] == found[1]
     assert any(each["reasoning"] and each["content"] for each in found[0])
@@ -323,7 +327,7 @@ def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
 
 @pytest.mark.parametrize("limit", ["parameter", "header"])
 def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
-    """A deadline applies while the engine generates."""
+    """A deadline applies while the engine generates. /generate has one status for all errors."""
     sampled = {"max_tokens": 480, "ignore_eos": True}
     if limit == "parameter":
         body: dict[str, Any] = {"text_input": "the", "sampling_parameters": json.dumps(sampled)}
@@ -333,7 +337,8 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
         path, body = "/v1/completions", {"model": "tiny", "prompt": "the", **sampled}
         headers = {"X-Request-Timeout-Ms": "300"}
     status, found = posted(server.http_port, path, body, **headers)
-    assert status == 504, found
+    assert status == (400 if limit == "parameter" else 503), found
+    assert "Request timeout expired (300000 microseconds" in json.dumps(found)
     until("nothing runs", lambda: is_idle(server), 10.0)
 
 
@@ -351,7 +356,8 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
             pool.submit(ask, 9)
         until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30, 30.0)
         pool.submit(ask, 1)
-    assert ended.index(1) < 100
+    # 64 run at a time. In the order of arrival it would be among the last 32.
+    assert ended.index(1) < 128
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
@@ -359,8 +365,8 @@ def test_metrics_of_vllm_count(server: Server) -> None:
         return sum(gauge(server, "vllm:generation_tokens_total{"))
 
     before = tokens()
-    complete(server.http_port, max_tokens=7, ignore_eos=True)
-    until("the tokens are counted", lambda: tokens() == before + 7, 5.0)
+    complete(server.http_port, max_tokens=400, ignore_eos=True)
+    until("the tokens are counted", lambda: tokens() >= before + 400, 5.0)
     assert len(gauge(server, "vllm:time_to_first_token_seconds_bucket{")) > 3
 
 

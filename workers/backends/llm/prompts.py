@@ -12,6 +12,7 @@ from threading import Thread, get_native_id
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 from tokenizers import Encoding
 
 from shmserve.errors import InvalidArgument, clip
@@ -165,7 +166,7 @@ class PromptReader:
     def convert(self, request: Request, given: Mapping[str, Any]) -> Response | None:
         """Return the response to a request with the parameter `task`, which generates nothing.
 
-        "tokenize": `token_ids` of the prompt, and their strings as `text_output`.
+        "tokenize": `token_ids` of the prompt, and the JSON array of their strings as `text_output`.
         "detokenize": the text of `input_ids` as `text_output`.
 
         Raises:
@@ -199,7 +200,7 @@ class PromptReader:
             found["token_ids"] = "INT32", encoding.ids
             if "text_output" in wanted:
                 pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
-                found["text_output"] = "BYTES", [each.encode() for each in pieces]
+                found["text_output"] = "BYTES", [orjson.dumps(pieces)]
         else:
             raise InvalidArgument(
                 f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip, suggestion
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
@@ -293,7 +295,7 @@ class VllmEngine:
     async def convert(
         self, task: str, given: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the tokens of a prompt and their strings, or the text of tokens.
+        """Return the tokens of a prompt and their strings as JSON, or the text of tokens.
 
         Raises:
             InvalidArgument: The task or an input is wrong; other errors are for `refusal`.
@@ -330,8 +332,8 @@ class VllmEngine:
         else:
             raise InvalidArgument(f"task: {clip(repr(task))} has no input, or is not known")
         tokens = prompt["prompt_token_ids"]
-        texts = map(str.encode, self._tokenizer.convert_ids_to_tokens(tokens))
-        return {"token_ids": tokens, "text_output": texts}
+        strings = self._tokenizer.convert_ids_to_tokens(tokens)
+        return {"token_ids": tokens, "text_output": [orjson.dumps(strings)]}
 
     async def _completion(self, body: dict[str, Any], defaults: dict[str, Any]) -> Call:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest

@@ -39,8 +39,8 @@ _GENERATION = _EVERY | _names(
     "frequency_penalty logit_bias bad_words allowed_token_ids use_beam_search length_penalty "
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
     "add_special_tokens truncate_prompt_tokens priority response_format structured_outputs "
-    "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern "
-    "json_schema regex stop_words max_new_tokens"  # other names of these
+    "lora_name guided_json guided_regex guided_choice guided_grammar "
+    "guided_whitespace_pattern json_schema regex stop_words max_new_tokens"  # other names of these
 )
 # Variables of the chat template, and options of its message.
 CONVERSATION = _names(
