@@ -347,7 +347,7 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
     ended: list[int] = []
 
     def ask(priority: int) -> None:
-        sampled = {"max_tokens": 100, "ignore_eos": True, "priority": priority}
+        sampled: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "priority": priority}
         complete(server.http_port, **sampled)
         ended.append(priority)
 
