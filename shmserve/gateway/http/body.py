@@ -35,7 +35,7 @@ from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import Fingerprint, remember, repeat, worth_preparing
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
-from shmserve.gateway.http.json.parser import LARGE, Numbers, loads, loads_large
+from shmserve.gateway.http.json.parser import LARGE, JsonFault, Numbers, loads, loads_large
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,
@@ -70,6 +70,8 @@ _BODY_TOO_LARGE = (
     "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors "
     "(--arena-byte-size)"
 )
+_JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
+_RAW_HINT = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
@@ -219,7 +221,7 @@ class Body:
                     await check(pieces)
                 whole = b"".join(pieces)
             finally:
-                self.arrival.give_back()
+                self.arrival.release_budget()
         if len(whole) > limit:
             raise BodyTooLarge(too_large.format(size=len(whole), limit=limit))
         return whole
@@ -241,14 +243,14 @@ class Body:
             inflater.finish()
             return b"".join(pieces)
         finally:
-            self.arrival.give_back()
+            self.arrival.release_budget()
 
     # --- the first part, and the rest into allocated memory
 
     async def read_start(self, size: int) -> bytes:
         """Return the first `size` bytes and the bytes received with them; fewer at the end.
 
-        They count in the budget until `arrival.give_back`, since the rest may arrive late.
+        They count in the budget until `arrival.release_budget`, since the rest may arrive late.
 
         Raises:
             ShmserveError: As in `read`.
@@ -300,7 +302,12 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
         known = repeat(model.prepared, fingerprint, body, size)
         if known is not None:
             return known
-    infer_request = await _parse(body[:size], len(body) - size, model, limit)
+    try:
+        infer_request = await _parse(body[:size], len(body) - size, model, limit)
+    except JsonFault as error:
+        if header_length is None and body[:1] not in _JSON_STARTS:
+            raise JsonFault(error.message + _RAW_HINT) from None
+        raise
     infer_request.parameters |= extra
     if extra or not worth_preparing(model.prepared, fingerprint):
         return build(gateway, model, infer_request, body, size)
@@ -368,7 +375,7 @@ async def _read(
         try:
             return await _receive(gateway, model, request, body, size, extra)
         finally:
-            body.arrival.give_back()
+            body.arrival.release_budget()
     return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
 
 

@@ -27,7 +27,7 @@ from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
 from shmserve.ipc.model_settings import ENVIRONMENT
-from shmserve.ipc.model_spec import ModelSpec, class_attribute
+from shmserve.ipc.model_spec import USUAL_CLASS, ModelSpec, class_attribute, served_class
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
@@ -115,11 +115,11 @@ class LoadPlanner:
         except model_config.LoadProblem as error:
             problem = error.message
         except ShmserveError as error:
-            hint = repository.misplaced_config(folder)
+            hint = repository.config_in_version_folder(folder)
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
             raise _not_polled(name, error) from None
-        hint = repository.misplaced_config(folder)
+        hint = repository.config_in_version_folder(folder)
         if hint:
             logger.warning("model %s: %s", name, hint)
         for other, reason in repository.ignored_folders(folder).items():
@@ -183,6 +183,9 @@ class LoadPlanner:
         """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
+        undecided = config.backend == "python" and not (written.backend or written.platform)
+        if undecided or config.backend == "native":
+            _select_class(config, folder)
         if self._config.on_cpu:
             for group in config.instance_group:
                 group.kind = group.KIND_CPU
@@ -223,8 +226,8 @@ class LoadPlanner:
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
         self._validate(merged, folder, source, complete=True)
-        for doubt in model_config.doubts(written, merged):
-            logger.warning("model %s: %s", folder.name, doubt)
+        for text in model_config.warnings_of(written, merged):
+            logger.warning("model %s: %s", folder.name, text)
         ignored = model_config.ignored_fields(merged)
         if ignored:
             logger.info(
@@ -282,6 +285,25 @@ def _is_sampling(given: Any) -> bool:
     return bool(given.name == "sampling_parameters")
 
 
+def _select_class(config: ModelConfig, folder: ModelFolder) -> None:
+    """Serve the class of a file without a `TritonPythonModel`, unless the configuration names one.
+
+    Raises:
+        InvalidArgument: Several classes can be served.
+    """
+    found = None if "class" in config.parameters else _class_text(config, folder)
+    if found is None:
+        return
+    text, _, file = found
+    try:
+        name = served_class(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{file}: {error.message}") from None
+    if name:
+        config.backend = "native"
+        config.parameters["class"].string_value = name
+
+
 def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
     found = _class_text(config, folder)
     return None if found is None else model_config.class_source(*found)
@@ -296,7 +318,7 @@ def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str
     except (OSError, ValueError):  # the load reports the error
         return None
     name = config.parameters["class"].string_value if "class" in config.parameters else ""
-    return text, name or "Model", f"{folder.name}/{within}"
+    return text, name or USUAL_CLASS, f"{folder.name}/{within}"
 
 
 def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:

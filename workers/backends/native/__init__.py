@@ -9,7 +9,7 @@ The class may have these attributes: `max_batch_size` (32; 0: no batch dimension
 `instances` (a number) or `instance_group`. The supervisor reads `environment`. The class may have
 the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which
 is called between two batches. A `torch.nn.Module` is moved to the device and set to evaluation
-mode.
+mode; without `predict`, its annotated `forward` is used.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
@@ -26,7 +26,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, suggestion
 from shmserve.ipc.model_settings import ENVIRONMENT, MAX_STREAMS
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec, source_positions
+from shmserve.ipc.model_spec import USUAL_CLASS, ModelSpec, TensorSpec, source_positions
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.model import Context, TensorType
@@ -56,7 +56,7 @@ class NativeBackend(Backend):
         self._device = open_device(context.device)
         self._class: type | None = None
         self._file = ""
-        self._places: dict[str, str] = {}  # the position of each attribute in the file
+        self._positions: dict[str, str] = {}  # the position of each attribute in the file
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
         self._coroutines: asyncio.Runner | None = None
@@ -195,24 +195,25 @@ class NativeBackend(Backend):
         if self._class is None:
             file = config.default_model_filename or "model.py"
             path = self.context.model_file([file], file)
-            name = config.parameters.get("class") or "Model"
+            name = config.parameters.get("class") or USUAL_CLASS
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             found = getattr(module, name, None)
             if not isinstance(found, type):
                 classes = [each for each, thing in vars(module).items() if isinstance(thing, type)]
                 near = suggestion(name, classes)
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{near}")
+            declaration.adopt_forward(found)
             self._class = found
             self._file = file
-            self._places = source_positions(path.read_text(encoding="utf-8"), name)
+            self._positions = source_positions(path.read_text(encoding="utf-8"), name)
         return self._class
 
     def _at(self, name: str) -> str:
         """Return the place of an attribute, or of the class, as the beginning of a line."""
         own = (name, name.partition(".")[0], "")
-        place = next((self._places[each] for each in own if each in self._places), "")
+        position = next((self._positions[each] for each in own if each in self._positions), "")
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"
-        return f"{where}:{place}: " if place else f"{where}: "
+        return f"{where}:{position}: " if position else f"{where}: "
 
 
 def _as_tensor(raw: Any) -> Any:
@@ -234,12 +235,12 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
             kind = types.get(name)
             dims = spec.model_dims
             if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
-                says = "no"
+                found = "no"
                 if kind is not None:
-                    says = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
+                    found = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
                 raise InvalidArgument(
                     f"{what} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
-                    f"{shape_text(dims)} in the configuration, but 'predict' has {says} '{name}'"
+                    f"{shape_text(dims)} in the configuration, but 'predict' has {found} '{name}'"
                 )
         lost = sorted(required - set(specs))
         if lost:
