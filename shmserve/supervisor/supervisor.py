@@ -239,6 +239,7 @@ class Supervisor:
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
+            self.local_memory.drop_shrunk()
         exited = ProcessExited(pid, reason)
         context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
         if child.stops:
@@ -270,7 +271,8 @@ class Supervisor:
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(
-            "stopping: finishing what is in flight, for at most %d s", context.config.exit_timeout_s
+            "stopping: requests in flight have at most %d s to finish",
+            context.config.exit_timeout_s,
         )
         announce(context, self.health)
         if status == 0:

@@ -75,7 +75,8 @@ class OpenRegion:
     offset: int
     byte_size: int
     owner: Ownership
-    users: set[int] = field(default_factory=set)  # gateways that use the withdrawn region
+    users: set[int] = field(default_factory=set)  # gateways that use the unregistered region
+    retired: bool = False  # whether every gateway reports its use of the region
     listed: bool = False  # whether gateways still list the withdrawn region
     blocks: int = 0  # allocated blocks of the object at registration
     lessor: int = 0  # the process that leased the region, or the owning local client, or 0
@@ -122,7 +123,7 @@ class OpenRegion:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the object was unlinked, so that its name can be taken over."""
+        """Return whether the object was unlinked, so that its name can be taken over."""
         return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
 
     def close(self) -> None:
