@@ -186,6 +186,7 @@ class HttpConnection(Incoming):
         self._busy = True
         self._dequeued(len(self._messages))
         request = HttpRequest(*first, self)
+        request.closes |= self.last
         if first[0].upgrade:
             # aiohttp's parser drops bytes behind an offer of another protocol. The connection is
             # kept only if these bytes can be found.
