@@ -24,7 +24,7 @@ def test_flags_set_what_tritons_set() -> None:
         (["file=/x"], "'file=/x' is not SETTING=VALUE"),
         (["mode=zipkin"], "mode=zipkin is not one of triton, opentelemetry"),
         (["rate=x"], "Unable to parse 'trace_rate', got: x"),
-        (["level=TENSORS"], "trace level 'TENSORS' is not supported"),
+        (["level=TENSOR"], "Unable to parse 'trace_level', got: TENSOR"),
         (["mode=opentelemetry", "opentelemetry,url=grpc://h:1"], "url=grpc://h:1 is not an http"),
         (["mode=opentelemetry", "opentelemetry,resource=x"], "resource=x is not KEY=VALUE"),
         (["mode=opentelemetry", "opentelemetry,bsp_schedule_delay=0"], "=0 is not a number"),
