@@ -88,6 +88,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it awaits a request
         self._parsing = True  # False behind an error
         self._head: bytes | None = None  # the received part of a first or next head, if known
+        self._boundary = False  # The received bytes end with a head or with chunks.
         self._conflict = b""  # the incomplete head of a chunked request with a Content-Length
         self.last = False  # The connection ends with the next request.
         # --- read timeouts
@@ -230,8 +231,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._conflict:
             data, self._conflict, between = self._conflict + data, b"", True
             self._parser = self._new_parser()
+        if self._boundary and not (self._busy or self._messages):
+            self._head = b""
         head = data if between else None if self._head is None else self._head + data
-        self._head = None
+        self._head, self._boundary = None, data.endswith(b"\r\n\r\n")  # no incomplete head does
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
         except HttpProcessingError as error:

@@ -212,8 +212,10 @@ def test_chunks_beside_a_length_end_the_connection(gateway: Rig, framing: str, c
     lines = framing.format(len(body) + 5).encode()
     request = head(0).replace(b"Content-Length: 0", lines) + b"%x\r\n%b\r\n" % (len(body), body)
     with raw_connection(gateway.port) as connection:
-        connection.sendall(HEALTH)
-        read_reply(connection).ok()
+        before = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        for earlier in (HEALTH, before + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)):
+            connection.sendall(earlier)
+            read_reply(connection).ok()
         for part in (request[:cut], request[cut:], b"0\r\n\r\n" + HEALTH):
             connection.sendall(part)
             time.sleep(0.02)
