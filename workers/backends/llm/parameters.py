@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
+from shmserve.ipc.engine_settings import WITHOUT_EFFECT
+from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +77,8 @@ _NOT_WITH_BEAMS = (
     "choice",
     "grammar",
 )
-_MOST_REPORTED = 1000
-_reported: set[str] = set()  # unknown parameters that were logged
 # Names that other readers of a request know, or that have no effect on a text.
-_PLAIN = (
-    *("model", "user", "metadata", "request_id", "exclude_input_in_output", "timeout"),
-    *("spaces_between_special_tokens", "guided_decoding_backend"),
-)
+_PLAIN = ("model", "exclude_input_in_output", "timeout", *WITHOUT_EFFECT)
 # The parameters that generation_config.json may set for all requests.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
@@ -102,6 +99,7 @@ class GenerationParameters:
         forbidden: Returns the tokens that would complete one of `bad_words` after given tokens.
         grammar: (kind, text) with the kind "json_schema", "regex", "grammar" (Lark or GBNF), or
             ("", "").
+        grammar_name: The parameter that contains it.
     """
 
     max_tokens: int = 16
@@ -138,6 +136,7 @@ class GenerationParameters:
     forbidden: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _FREE
+    grammar_name: str = ""
 
     @property
     def penalised(self) -> bool:
@@ -177,6 +176,7 @@ def parse(
     """
     problems: list[str] = []
     grammars: dict[str, tuple[str, str]] = {}
+    shown = {_ALIASES.get(name, name): name for name in given}
     preset = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
     for name, value in {**_named(preset), **_named(given)}.items():
@@ -191,7 +191,8 @@ def parse(
         elif name in _PLAIN:
             continue
         elif name not in _REFUSED:
-            _report(name)
+            message = "parameter '%s' of a generation is not known and is ignored"
+            warn_once(logger, message, clip(name))
         elif value not in _REFUSED[name]:
             problems.append(f"{name}: {clip(repr(value))} is refused: it is not supported")
         if values.get("grammar", _FREE) != _FREE:
@@ -199,23 +200,20 @@ def parse(
     if len(grammars) > 1:
         problems.append(f"{' and '.join(grammars)}: a text has one grammar at most")
     values = _settled(values, grammars)
+    values["grammar_name"] = next((shown.get(name, name) for name in grammars), "")
     problems += _contradictions(values, vocabulary)
     if values.get("use_beam_search"):
         problems += _with_beams({**_named(given), **grammars})
     if problems:
-        raise InvalidArgument("; ".join(problems))
+        named = (each.partition(": ") for each in problems)
+        raise InvalidArgument(
+            "; ".join(f"{shown.get(name, name)}: {text}" for name, _, text in named)
+        )
     return GenerationParameters(**values)
 
 
 def _named(given: Mapping[str, Any]) -> dict[str, Any]:
     return {_ALIASES.get(name, name): value for name, value in given.items()}
-
-
-def _report(name: str) -> None:
-    """Log the name of an unknown parameter once."""
-    if name not in _reported and len(_reported) < _MOST_REPORTED:
-        _reported.add(name)
-        logger.warning("parameter '%s' of a generation is not known and is ignored", clip(name))
 
 
 def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
@@ -350,8 +348,9 @@ def _bad_words(name: str, value: Any) -> dict[str, Any]:
 def _tokens(name: str, value: Any) -> dict[str, Any]:
     allowed = "a list of tokens (whole numbers)"
     found = _decoded(value, allowed)
-    if not (isinstance(found, list) and all(type(each) is int for each in found)):
-        raise ValueError(allowed)
+    listed = isinstance(found, list) and all(type(each) is int for each in found)
+    if not listed or (name == "allowed_token_ids" and not found):
+        raise ValueError(allowed + (", not empty" if listed else ""))
     return {name: tuple(found)}
 
 

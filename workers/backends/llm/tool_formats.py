@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from shmserve.workers.backends.llm.grammars import resolved, with_patterns
 from shmserve.workers.backends.llm.message_parsers import (
     CLOSING,
     NAME,
@@ -87,7 +88,8 @@ class Lark:
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
-        spaced = {**schema, "x-guidance": {**_OPTIONS, **schema.get("x-guidance", {})}}
+        known = with_patterns(schema, schema)
+        spaced = {**known, "x-guidance": {**_OPTIONS, **schema.get("x-guidance", {})}}
         return f"%json {json.dumps(spaced)}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:
@@ -338,14 +340,6 @@ def _types(found: Any, root: Mapping[str, Any], depth: int) -> set[str]:
         return _types(resolved(str(found["$ref"]), root), root, depth + 1)
     alternatives = [*found.get("anyOf", ()), *found.get("oneOf", ()), *found.get("allOf", ())]
     return {each for one in alternatives for each in _types(one, root, depth + 1)}
-
-
-def resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema at a reference within a schema ("#/$defs/City"); None if there is none."""
-    found: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
 
 
 def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:

@@ -35,6 +35,7 @@ MESSAGE = "message"
 _OUTPUTS = (TEXT, "index", "finish_reason", "usage")
 _MOST_PROMPTS = 1024
 _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first one counts
 
 
 class TextRequest(NamedTuple):
@@ -171,12 +172,12 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     model = await generating(gateway, given)
     variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
     prompt = conversation(given, variables)
-    limits = (given.get("max_completion_tokens"), given.get("max_tokens"), _UNLIMITED)
-    most = next(limit for limit in limits if limit is not None)
+    limit = next((name for name in _LIMITS if name in given), "max_tokens")
+    others = set(_LIMITS) - {limit}
     if given.get("top_logprobs") and not wants_logprobs(given):
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
-    parameters = {"add_special_tokens": False, "echo": False, **given, "max_tokens": most}
-    parameters.pop("max_completion_tokens", None)
+    parameters = {"add_special_tokens": False, "echo": False, limit: _UNLIMITED, **given}
+    parameters = {name: value for name, value in parameters.items() if name not in others}
     made = _text_request(model, [prompt], parameters)
     parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
     return made._replace(details=(*made.details, MESSAGE)) if parsed else made
@@ -332,10 +333,11 @@ _KINDS: Mapping[int, tuple[str, str | None]] = {
 }
 
 
-def openai_error(error: ShmserveError) -> bytes:
+def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> bytes:
     """Return the body of an error's response.
 
-    Its form is {"error": {"message", "type", "param", "code"}}.
+    Its form is {"error": {"message", "type", "param", "code"}}. `names` has the client's names of
+    fields.
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
@@ -346,7 +348,7 @@ def openai_error(error: ShmserveError) -> bytes:
         code = "context_length_exceeded"
     message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
     field = _FIELD.match(message) if invalid else None
-    param = None if field is None else _SOURCES.get(field[1], field[1])
+    param = None if field is None else names.get(field[1], field[1])
     if field is not None:
         message = f"{param}{message[len(field[1]) :]}"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
