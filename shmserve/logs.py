@@ -59,7 +59,7 @@ class LogSettings:
 
     @property
     def level(self) -> int:
-        """The lowest level that is written, which loggers check before they create a record."""
+        """Return the lowest written level. Loggers check it before they create a record."""
         return next(filter(self.shows, _LEVELS), logging.CRITICAL + 1)
 
 
@@ -94,7 +94,7 @@ class LineFormatter(logging.Formatter):
         self.log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as one line, followed by its indented traceback."""
+        """Return a record as one line, followed by its indented traceback."""
         line = f"{self._start(record)} {clean(record.getMessage())}"
         request_id = getattr(record, "request_id", None)
         if request_id:
@@ -105,7 +105,7 @@ class LineFormatter(logging.Formatter):
         return line + self.traceback(record)
 
     def traceback(self, record: logging.LogRecord) -> str:
-        """Format the traceback of a record as indented lines, each after a newline."""
+        """Return the traceback of a record as indented lines, each after a newline."""
         line = ""
         if record.exc_info:
             rows = self.formatException(record.exc_info).splitlines()

@@ -132,7 +132,7 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {path}")
         if open_to_all:
-            found = f"everybody may write to {path}, and what is there runs as this user"
+            found = f"every user may write to {path}, and its models run as this user"
             return warning(found, f"chmod o-w {path}")
         if not folders:
             return warning(f"{path} has no model in it", "a folder for each model")

@@ -70,5 +70,8 @@ def test_without_it_the_error_names_the_backends_there_are(explicit: tuple[Serve
     with server.http() as http:
         response = http.load("rows")
     assert response.status == 400
-    assert b"unable to find backend 'table' for model 'rows', known are" in response.body
+    assert (
+        b"unable to find backend library for backend 'table' of model 'rows', known"
+        in response.body
+    )
     assert b"native" in response.body

@@ -192,14 +192,17 @@ _UNBOUNDED = 2**31
 
 
 def describe(session: Any, wanted: Collection[str] = ()) -> Description:
-    """Describe the tensors of a session: all inputs, and the `wanted` outputs (none: all).
+    """Describe the tensors of a session.
+
+    An output that is not `wanted` is omitted if its datatype is not supported.
 
     Raises:
         InvalidArgument: A datatype is not supported.
     """
     inputs = tuple(_described("input", node) for node in session.get_inputs())
     nodes = session.get_outputs()
-    nodes = [node for node in nodes if not wanted or node.name in wanted] or nodes
+    if wanted:  # other outputs may be sequences or maps
+        nodes = [node for node in nodes if node.name in wanted or node.type in _DATATYPES]
     outputs = tuple(_described("output", node) for node in nodes)
     return Description(inputs, outputs, _largest_batch([*inputs, *outputs]))
 
