@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
@@ -62,20 +63,9 @@ _OBJECT = {"type": "object"}
 _MOST_CHOICES = 10_000
 # Parameters that a beam search does not have.
 _NOT_WITH_BEAMS = (
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "response_format",
-    "structured_outputs",
-    "json_schema",
-    "regex",
-    "choice",
-    "grammar",
+    "min_tokens repetition_penalty presence_penalty frequency_penalty logprobs logit_bias "
+    "bad_words allowed_token_ids response_format structured_outputs json_schema regex choice "
+    "grammar"
 )
 # Names that other readers of a request know, or that have no effect on a text.
 _PLAIN = ("model", "exclude_input_in_output", "timeout", *WITHOUT_EFFECT)
@@ -269,7 +259,9 @@ def _with_beams(given: Mapping[str, Any]) -> list[str]:
     return [
         f"{name}: it is not supported with use_beam_search"
         for name, value in given.items()
-        if name in _NOT_WITH_BEAMS and value not in neutral and value != defaults.get(name, 0)
+        if name in _NOT_WITH_BEAMS.split()
+        and value not in neutral
+        and value != defaults.get(name, 0)
     ]
 
 
@@ -443,22 +435,22 @@ def _any_object(name: str, value: Any) -> dict[str, Any]:
     return _schema(name, _OBJECT)
 
 
-def _text(name: str, value: Any) -> dict[str, Any]:
+_TEXTS = {
+    "regex": "a regular expression",
+    "grammar": "a grammar in Lark's language or in GBNF",
+    "whitespace_pattern": "a regular expression",
+}
+
+
+def _text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
+    """Return a text, or the grammar in it; `kind` is that of another parameter's member."""
+    kind = kind or name
     if not isinstance(value, str) or not value:
-        raise ValueError("a text")
-    return {name: value}
+        raise ValueError(_TEXTS[kind])
+    return {name: value} if kind == "whitespace_pattern" else {"grammar": (kind, value)}
 
 
-def _regex(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, str) or not value:
-        raise ValueError("a regular expression")
-    return {"grammar": ("regex", value)}
-
-
-def _grammar(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, str) or not value:
-        raise ValueError("a grammar in Lark's language or in GBNF")
-    return {"grammar": ("grammar", value)}
+_regex, _grammar = partial(_text, kind="regex"), partial(_text, kind="grammar")
 
 
 def _choice(name: str, value: Any) -> dict[str, Any]:
@@ -471,7 +463,7 @@ def _choice(name: str, value: Any) -> dict[str, Any]:
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 
 
-_CONSTRAINTS = {
+_CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
     "json": _schema,
     "regex": _regex,
     "choice": _choice,
@@ -495,8 +487,6 @@ _PARSERS = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "json_schema": _schema,
-    "regex": _regex,
     "choice": _choice,
-    "grammar": _grammar,
-    "whitespace_pattern": _text,
+    **dict.fromkeys(_TEXTS, _text),
 }

@@ -71,19 +71,11 @@ _REFUSED: Mapping[str, Allowed] = {
     "return_tokens_as_token_ids": _FALSE,
     "echo": _FALSE,  # of a chat
     "chat_template": Allowed((), "only the model's own template is supported"),
+    **dict.fromkeys(_names("audio web_search_options moderation cache_salt prompt_embeds"), _NONE),
     **dict.fromkeys(
-        ("audio", "web_search_options", "moderation", "cache_salt", "prompt_embeds"), _NONE
-    ),
-    **dict.fromkeys(
-        (
-            "logits_processors",
-            "mm_processor_kwargs",
-            "media_io_kwargs",
-            "kv_transfer_params",
-            "vllm_xargs",
-            "repetition_detection",
-            "thinking_token_budget",
-            "lora_request",
+        _names(
+            "logits_processors mm_processor_kwargs media_io_kwargs kv_transfer_params vllm_xargs "
+            "repetition_detection thinking_token_budget lora_request"
         ),
         _EMPTY,
     ),

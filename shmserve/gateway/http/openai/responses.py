@@ -20,17 +20,13 @@ from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.fields import RESPONSE, carried
+from shmserve.gateway.http.openai.fields import CHAT, RESPONSE, carried
 from shmserve.gateway.http.openai.generation import Delta, respond
 from shmserve.gateway.http.openai.names import shown_name
 
 # The members of a body that a chat has, too, by their names there.
 _SAME = {
-    **{name: name for name in ("model", "stream", "temperature", "top_p", "top_logprobs")},
-    **{
-        name: name for name in ("parallel_tool_calls", "seed", "stop", "top_k", "min_p", "priority")
-    },
-    **{name: name for name in ("chat_template_kwargs", "presence_penalty", "frequency_penalty")},
+    **{name: name for name in RESPONSE & CHAT if name not in ("tools", "tool_choice")},
     "max_output_tokens": "max_completion_tokens",
 }
 # Members whose values other than these are refused.
