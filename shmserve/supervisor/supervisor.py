@@ -233,6 +233,7 @@ class Supervisor:
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
+            self.local_memory.drop_shrunk()
         exited = ProcessExited(pid, reason)
         context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
         if child.stops:

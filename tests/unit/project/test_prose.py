@@ -53,7 +53,7 @@ LONG = 28  # words
 BOUNDS = {
     "docstring": {"headless": 2.0, "long": 2.5, "personified": 0.5, "vague": 1.0},
     "comment": {"headless": 4.0, "long": 3.0, "personified": 0.5, "vague": 1.5},
-    "page": {"headless": 2.5, "long": 6.0, "personified": 1.0, "vague": 1.0},
+    "page": {"headless": 2.0, "long": 3.0, "personified": 1.0, "vague": 1.0},
 }
 NO_VERB_PERCENT = 3.0  # of the docstrings of functions
 
