@@ -168,9 +168,9 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     """Return a message for a template.
 
     It has no nulls and no empty list of calls, its reasoning by all names, and the arguments of
-    calls as objects. Without content, it has None beside calls, as transformers, else "", as vLLM.
-    The text parts of its content are joined, unless the template iterates over them, and always in
-    results of tools. A text is a part if the template only takes parts.
+    calls as objects. Without content and calls, its content is "", as in vLLM. The text parts of
+    its content are joined, unless the template iterates over them and it is no result of a tool. A
+    text is a part if the template only takes parts.
     """
     message = {name: value for name, value in given.items() if value is not None}
     if message["role"] == "developer" and not template.developer:
@@ -181,7 +181,9 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [_call(each) for each in calls]
-    content = message.setdefault("content", None if calls else "")
+    elif "content" not in message:
+        message["content"] = ""
+    content = message.get("content")
     if not isinstance(content, list):
         if isinstance(content, str) and template.iterates and not template.distinguishes:
             message["content"] = [{"type": "text", "text": content}]

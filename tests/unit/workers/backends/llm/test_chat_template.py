@@ -47,14 +47,14 @@ def test_members_of_chat_template_kwargs_are_variables() -> None:
     assert rendered(source) == "False"
 
 
-def test_a_message_without_content_has_that_of_vllm_or_of_transformers() -> None:
+def test_a_message_without_content_and_calls_is_empty() -> None:
     source = (
-        "{% for m in messages %}{% if m['content'] is none %}<{{ m.tool_calls[0].id }}>"
-        "{% else %}{{ '[' + m['content'] + ']' }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m['content'] is defined %}{{ '[' + m['content'] + ']' }}"
+        "{% else %}<{{ m.tool_calls[0].id }}>{% endif %}{% endfor %}"
     )
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": None},
-        {"role": "assistant", "refusal": None},
+        {"role": "assistant", "refusal": None, "tool_calls": []},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]},
         {"role": "assistant", "tool_calls": [{"id": "d"}]},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "e"}]},
