@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from shmserve.gateway.http.openai.names import PARAMETERS, TEXT, generates, name
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.inference import error_of
+from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
@@ -276,14 +278,32 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-async def arrays(
-    gateway: Gateway, model: GatewayModel, queue: ResponseQueue
+async def infer(
+    gateway: Gateway,
+    request: HttpRequest,
+    model: GatewayModel,
+    given: InferInput,
+    outputs: Sequence[str],
+    parameters: dict[str, Any],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the outputs of a model's only response.
+    """Return outputs of a model for one input, from its only response.
 
     Raises:
         ShmserveError: The model's error.
     """
+    wanted = [InferOutput(name, binary=True) for name in outputs]
+    asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
+    built = build(gateway, model, asked)
+    queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
+    try:
+        return await _arrays(gateway, model, queue)
+    finally:
+        queue.close()
+
+
+async def _arrays(
+    gateway: Gateway, model: GatewayModel, queue: ResponseQueue
+) -> dict[str, np.ndarray[Any, Any]]:
     await queue.wait()
     error = error_of(queue.first)
     if isinstance(error, QueueFull):
