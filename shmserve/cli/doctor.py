@@ -48,14 +48,14 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         looked = ((check.name, verdict) for check, verdict in table.look(config))
     else:
         looked = judge_peer(*gather_peer(config, args.peer))
-    said = []
+    verdicts = []
     for name, verdict in looked:
-        said.append({"name": name, **verdict._asdict()})
+        verdicts.append({"name": name, **verdict._asdict()})
         if not args.json:
             print(text(name, verdict), flush=True)
-    status = max(_STATUS[each["state"]] for each in said)
+    status = max(_STATUS[each["state"]] for each in verdicts)
     if args.json:
-        print(json.dumps({"status": status, "checks": said}, indent=2))
+        print(json.dumps({"status": status, "checks": verdicts}, indent=2))
     return status
 
 
@@ -67,11 +67,11 @@ def text(name: str, verdict: Verdict) -> str:
         lines.append((f"{'->':>{len(first) - 1}} ", verdict.fix))
     return "\n".join(
         textwrap.fill(
-            "".join(c if c.isprintable() else " " for c in said),
+            "".join(c if c.isprintable() else " " for c in verdicts),
             _WIDTH,
             initial_indent=start,
             subsequent_indent=" " * len(first),
             break_on_hyphens=False,
         )
-        for start, said in lines
+        for start, verdicts in lines
     )
