@@ -130,6 +130,7 @@ SCOPES = {
     "/health": "health",
     "/ping": "health",
     "/version": "metadata",
+    "/": "metadata",
     "/openapi.json": "metadata",
     "/docs": "metadata",
     "/completions": "inference",

@@ -53,7 +53,7 @@ LONG = 28  # words
 BOUNDS = {
     "docstring": {"headless": 2.0, "long": 2.5, "personified": 0.5, "vague": 1.0},
     "comment": {"headless": 4.0, "long": 3.0, "personified": 0.5, "vague": 1.5},
-    "page": {"headless": 2.5, "long": 6.0, "personified": 1.0, "vague": 1.0},
+    "page": {"headless": 2.0, "long": 3.0, "personified": 1.0, "vague": 1.0},
 }
 NO_VERB_PERCENT = 3.0  # of the docstrings of functions
 
@@ -180,7 +180,9 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
     missing = [
         f"{path.relative_to(ROOT)}:{method.lineno} {of.name}.{method.name}"
         for of, path in where.items()
-        if not of.name.startswith("_") and ROOT / "bench" / "models" not in path.parents
+        if not of.name.startswith("_")
+        and not {ROOT / "bench" / "models", ROOT / "bench" / "peers" / "servers"}
+        & set(path.parents)
         for method in of.body
         if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef))
         and not method.name.startswith("_")
