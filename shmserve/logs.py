@@ -29,6 +29,8 @@ _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL":
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 _MAX_LINE = 8192
 _MOST_ROWS = 100  # of a traceback, which may contain a client's text
+_MOST_ONCE = 1000
+_warned: set[tuple[str, str]] = set()  # messages and names of `warn_once`
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,13 @@ def clean(text: str) -> str:
     if not shown.isprintable():
         shown = shown.encode("unicode_escape").decode("ascii")
     return shown if len(shown) <= _MAX_LINE else shown[:_MAX_LINE] + "..."
+
+
+def warn_once(log: logging.Logger, message: str, name: str) -> None:
+    """Log a warning with a client's name once in this process, for at most 1000 names."""
+    if (message, name) not in _warned and len(_warned) < _MOST_ONCE:
+        _warned.add((message, name))
+        log.warning(message, name)
 
 
 class LineFormatter(logging.Formatter):
