@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
+import os
 import sys
 import threading
 import traceback
@@ -14,12 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import shmserve
 from shmserve import model as tensor_types
 from shmserve.errors import Internal, how_to_install, suggestion
 
 T = TypeVar("T")
 
 _LAST_S = 5.0
+_PACKAGE = f"{Path(shmserve.__file__).parent}/"
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -63,6 +67,31 @@ def source_location(error: BaseException, folder: Path) -> str:
         if roots.intersection(file.parents):
             return f" ({file.name}:{frame.lineno})"
     return ""
+
+
+def own_frames(error: BaseException, folder: Path) -> str:
+    """Return the traceback of an exception without its last line and without the server's frames.
+
+    The frames of the server come before the first frame of the user's code. The folder of a model
+    given by its file is a link in the run directory: the user's own path is shown.
+    """
+    own = os.readlink(folder) if folder.is_symlink() else str(folder)
+    whole = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = whole
+    while part is not None:
+        part.stack[:] = itertools.dropwhile(_is_ours, part.stack)
+        for frame in part.stack:
+            frame.filename = frame.filename.replace(f"{folder}/", f"{own}/")
+        part = part.__cause__ or part.__context__
+    if not whole.stack:
+        return ""
+    lines = "".join(whole.format()).splitlines()
+    last = "".join(whole.format_exception_only()).splitlines()
+    return "\n".join(lines[: -len(last)])
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith((_PACKAGE, "<frozen"))
 
 
 def in_words(error: BaseException) -> str:

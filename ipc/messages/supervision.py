@@ -415,10 +415,11 @@ class InstanceLoaded:
 
 @message
 class LoadFailed:
-    """Sent when the model could not be loaded."""
+    """Sent when the model could not be loaded. `frames`: the traceback of the model's own code."""
 
     code: str
     message: str
+    frames: str = ""
 
 
 @message

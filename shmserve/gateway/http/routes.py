@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 import shmserve
-from shmserve.common.auth_tokens import METRICS
+from shmserve.common.auth_tokens import METRICS, SIGNATURE
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import generate, handlers, infer
@@ -71,7 +71,7 @@ def _described(route: Route, operation: dict[str, Any], path: str) -> dict[str, 
     made: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "summary": operation["summary"],
-        "tags": [route.scope],
+        "tags": ["metadata" if route.scope == SIGNATURE else route.scope],
         "parameters": [_parameter(name) for name in re.findall(r"{(\w+)}", path)],
     }
     kind = "Error" if route.error_form is triton_error else "OpenAIError"
@@ -140,7 +140,7 @@ ROUTES = RouteTable(
     _route("GET", "/v2/health/ready", "health", handlers.ready),
     _route("GET", "/v2", "metadata", handlers.server),
     _route("GET", "/v2/models/stats", "statistics", handlers.statistics),
-    _route("GET", _MODEL, "metadata", handlers.model),
+    _route("GET", _MODEL, SIGNATURE, handlers.model),
     _route("GET", _MODEL + "/ready", "health", handlers.model_ready),
     _route("GET", _MODEL + "/config", "model-config", handlers.model_config),
     _route("GET", _MODEL + "/stats", "statistics", handlers.statistics),

@@ -34,6 +34,7 @@ from shmserve.supervisor.models.orders import (
     FOLDER,
     LoadPlan,
     LoadSource,
+    LoggedFailure,
     ModelEntry,
     Order,
     OrderKind,
@@ -380,7 +381,8 @@ class ModelManager:
         try:
             await self.load(name, LoadSource(config, files or {}))
         except ShmserveError as error:
-            logger.error("model %s: %s", name, error.message.rstrip("; \n"))
+            if not isinstance(error, LoggedFailure):
+                logger.error("model %s: %s", name, error.message.rstrip("; \n"))
             raise
 
     async def unload_on_request(self, name: str, dependents: bool) -> None:

@@ -289,14 +289,16 @@ def is_ready(model: ModelEntry) -> bool:
 
 
 def progress(model: ModelEntry) -> str:
-    """Return the progress of a load: "loading", "ready", or "failed" with the reasons."""
-    problems = [
-        f"version {number}: {status.reason}" if number else status.reason
+    """Return the progress of a load: "loading", "ready", or "failed" and what is not logged."""
+    problems = {
+        number: f"version {number}: {status.reason}" if number else status.reason
         for number, status in statuses(model).items()
         if status.state is ModelState.UNAVAILABLE and model.outcomes.get(number) != UNLOADED
-    ]
+    }
     if problems:
-        return f"failed: {'; '.join(problems)}"
+        logged = {number for number, outcome in model.outcomes.items() if outcome.logged}
+        reasons = [text for number, text in problems.items() if number not in logged]
+        return f"failed: {'; '.join(reasons)}" if reasons else "failed"
     return "ready" if model.serving and is_ready(model) else "loading"
 
 

@@ -144,8 +144,10 @@ def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
         server.wait_log("successfully loaded 'good'")
         assert http.load("bad").status == 400
         server.wait_log("failed to load 'bad' version 1: Internal: ")
-        server.wait_log("failed to load 'bad'\n")
-        server.wait_log("model bad: load failed for model 'bad': version 1 is at UNAVAILABLE")
+        server.wait_log("    Traceback (most recent call last):\n      File ")
+        assert server.log().count("version 1: Internal: ") == 1  # told once
+        assert f'File "{repository}/bad/1/model.py"' in server.log()
+        assert "workers/" not in server.log(), "frames of the server"
         http.unload("good").ok()
         server.wait_log("successfully unloaded 'good' version 1")
 
