@@ -184,6 +184,7 @@ class LifecycleExecutor:
 
     def answer(self, order: Order) -> None:
         if order.kind is OrderKind.LOAD and order.error is not None:
+            self._registry.failed_loads += 1
             self.context.events.publish(LoadRefused(order.model.name, order.error.message))
         event = self._answers.pop(order, None)
         if event is not None:

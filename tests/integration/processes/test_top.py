@@ -92,7 +92,7 @@ def test_it_is_used_by_keys(server: Server) -> None:
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
         assert re.search(r"\d of 7 ready", screen[0])
         assert re.search(
-            r"\d+ processes \S+ GiB +\d died +0 regions .*arena \S+ +\d sequences", screen[1]
+            r"\d+ processes \S+ GiB PSS +\d died +0 regions .*arena \S+ +\d sequences", screen[1]
         )
         opened.wait(r"(?m)^\d\d:\d\d:\d\d  ModelChanged \w+ READY +$")
         opened.press("n")
