@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import re
 import sys
 import threading
 import traceback
@@ -75,7 +76,7 @@ def own_frames(error: BaseException, folder: Path) -> str:
     The frames of the server come before the first frame of the user's code. The folder of a model
     given by its file is a link in the run directory: the user's own path is shown.
     """
-    own = os.readlink(folder) if folder.is_symlink() else str(folder)
+    own = _own_path(folder)
     whole = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = whole
     while part is not None:
@@ -88,6 +89,16 @@ def own_frames(error: BaseException, folder: Path) -> str:
     lines = "".join(whole.format()).splitlines()
     last = "".join(whole.format_exception_only()).splitlines()
     return "\n".join(lines[: -len(last)])
+
+
+def own_place(text: str, model: str, folder: Path) -> str:
+    """Return the line of a traceback for the first place that an error names, or ""."""
+    found = re.search(rf"\b{re.escape(f'{model}/{folder.name}')}/([^\s:]+):(\d+)", text)
+    return f'  File "{_own_path(folder)}/{found[1]}", line {found[2]}' if found else ""
+
+
+def _own_path(folder: Path) -> str:
+    return os.readlink(folder) if folder.is_symlink() else str(folder)
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:

@@ -2,7 +2,8 @@
 
 pages/operations.json describes the operation of each route: its summary, and the schemas of its
 body and reply by content type. GET /openapi.json returns the description as an OpenAPI document,
-and GET /docs returns a page that shows the document (pages/docs.html).
+and GET /docs returns a page that shows the document (pages/docs.html) and, from GET /docs/models, a
+request to try for each model.
 """
 
 from __future__ import annotations
@@ -171,8 +172,10 @@ ROUTES = RouteTable(
     _route("GET", "/ping", "health", handlers.health),
     _route("POST", "/ping", "health", handlers.health),
     _route("GET", "/version", "metadata", handlers.version),
-    _route("GET", "/openapi.json", "metadata", _show_document),
-    _route("GET", "/docs", "metadata", _show_page),
+    # These have no data of the server. The page asks for a token if the server needs one.
+    _route("GET", "/openapi.json", "health", _show_document),
+    _route("GET", "/docs", "health", _show_page),
+    _route("GET", "/docs/models", SIGNATURE, handlers.examples),
 )
 
 

@@ -43,7 +43,8 @@ class Bad:
     def __init__(self):
         read()
 
-    def predict(self, x: "FP32[np.ndarray, -1]"): ...
+    def predict(self, x: FP32[np.ndarray, -1]) -> FP32[np.ndarray, -1]:
+        return x
 """
 
 
@@ -106,8 +107,20 @@ def test_a_class_that_does_not_load_is_told_once_with_its_own_path(tmp_path: Pat
     file.write_text(f"import numpy as np\nfrom shmserve.model import FP32\n{BAD}")
     flags = ("--exit-on-error=false", "--strict-readiness=false")
     with running([], f"{file}:Bad", *flags) as server:
-        server.wait_log("the server serves")
+        server.wait_log("the server is ready")
         log = server.log()
     assert len(re.findall(r"(?m)^E .*no weights", log)) == 1
     assert f'    File "{file}", line 5, in read' in log and f'"{file}", line 9, in __init__' in log
     assert "workers/" not in log
+
+
+def test_a_class_that_is_wrong_is_told_with_its_own_path(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text("class Wrong:\n    max_batch_size = '8'\n    def predict(self, x): ...\n")
+    with running(
+        [], f"{file}:Wrong", "--exit-on-error=false", "--strict-readiness=false"
+    ) as server:
+        server.wait_log("the server is ready")
+        log = server.log()
+    assert len(re.findall(r"(?m)^E .*wrong/1/wrong.py:2:5", log)) == 1
+    assert f'\n      File "{file}", line 2\n' in log
