@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: `repeats` samples a figure, of `seconds` of load; `only` names cases."""
+    """The selection of cases: `repeats` samples of `seconds` each; `only` has names."""
 
     peer: Path
     with_peer: bool
@@ -27,12 +27,12 @@ class Settings:
     only: frozenset[str]
 
     def wants(self, name: str) -> bool:
-        """Whether this case was asked for."""
+        """Return whether this case was selected."""
         return not self.only or name in self.only
 
 
 class Context:
-    """What all cases share; `say` tells how far the run has come."""
+    """The context of all cases. `say` reports the progress of the run."""
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self.settings = settings
@@ -47,7 +47,7 @@ class Context:
         self.analyzer: Analyzer | None = None
 
     def products(self, with_triton: bool = True) -> list[Product]:
-        """What is measured: ourselves, and Triton where there is one."""
+        """Return the measured servers: shmserve, and Triton if it is installed."""
         return [Shmserve(), *([Triton(self.triton)] if self.triton and with_triton else [])]
 
     def _find_triton(self) -> TritonFiles | None:

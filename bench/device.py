@@ -51,7 +51,7 @@ def _median_us(call: Callable[[], object], seconds: float) -> float:
 
 
 def _alone() -> Callable[[], object]:
-    """The layer in this process, output in place as a worker has it."""
+    """Run the layer in this process, with its output in place as in a worker."""
     import torch
 
     with torch.inference_mode():

@@ -46,7 +46,7 @@ class Connection(Protocol):
         """Send a request."""
 
     def read(self) -> int:
-        """Take what is there of its response; whether that was all."""
+        """Read the available part of the response, and return whether it is complete."""
 
 
 class Http:
@@ -58,9 +58,11 @@ class Http:
         self.sock: socket.socket = self._connection.sock
 
     def ask(self) -> None:
+        """Send a request."""
         self._connection.request("POST", "/v2/models/simple/infer", _BODY)
 
     def read(self) -> int:
+        """Read a response, and return the number of responses."""
         response = self._connection.getresponse()
         if response.status != 200:
             raise SystemExit(f"HTTP: {response.status} {response.read()!r}")
@@ -75,6 +77,7 @@ class Grpc(Honest):
         super().__init__(port, _MESSAGE)
 
     def read(self) -> int:
+        """Read some data, and return the number of responses in it."""
         data = self.sock.recv(1 << 16)
         if not data or b"grpc-message" in data:
             raise SystemExit(f"gRPC: {data!r}")
@@ -85,7 +88,7 @@ _MESSAGE = simple_request()
 
 
 def connections(count: int) -> None:
-    """Of each protocol in turn."""
+    """Measure each protocol in turn."""
     kinds: dict[str, Callable[[int], Connection]] = {"http": Http, "grpc": Grpc}
     for name, make in kinds.items():
         with _server([servers.BENCH / "models" / "simple"]) as server:

@@ -116,7 +116,7 @@ class Runner:
         return servers
 
     def _model(self, name: str) -> Path:
-        """The folder of a model: one of bench/models, or one that is written when it is needed."""
+        """Return the folder of a model: one of bench/models, or one that is written on demand."""
         kept = BENCH / "models" / name
         if kept.is_dir():
             return kept

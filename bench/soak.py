@@ -32,7 +32,7 @@ _LOAD = [sys.executable, "-m", "bench.load.mixed"]
 
 @dataclass
 class Run:
-    """What has come so far."""
+    """The responses received so far."""
 
     samples: list[resources.Sample] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
@@ -40,14 +40,14 @@ class Run:
     latencies: dict[str, list[float]] = field(default_factory=dict)
 
     def take(self, line: str) -> None:
-        """What the load says."""
+        """Read the lines of the load generator."""
         said = json.loads(line)
         self.failed += said["failed"]
         for door, found in said["ms"].items():
             self.latencies.setdefault(door, []).extend(found)
 
     def close_window(self, server: servers.Server) -> str:
-        """Sample, and say in a line how it was."""
+        """Take a sample and print it in one line."""
         now = resources.sample(server.pid)
         self.samples.append(now)
         every = sorted(ms for found in self.latencies.values() for ms in found)
@@ -64,13 +64,12 @@ class Run:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not exceed; 0 where there is none."""
+    """Return the value that this share of the samples does not exceed, or 0 without samples."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 def churn(client: Client) -> None:
-    """What happens now and then: a region comes and goes, a model is loaded again, somebody looks
-    at everything."""
+    """Run the rare operations: register a region, reload a model, and read the statistics."""
     path = Path(f"/dev/shm/bench-soak-{os.getpid()}")
     path.write_bytes(bytes(_REGION))
     where = f"/v2/systemsharedmemory/region/{path.name}"
@@ -113,7 +112,7 @@ def soak(seconds: float, rate: float) -> int:
 
 
 def report(run: Run, notes: Sequence[str]) -> int:
-    """Say what grew, failed or was left; returns the exit status."""
+    """Print what has grown, failed or was left behind, and return the exit status."""
     grown = resources.growth(run.samples)
     third = len(run.medians) // 3
     if third:
@@ -127,7 +126,7 @@ def report(run: Run, notes: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second, of each door")

@@ -1,11 +1,12 @@
-"""`python -m bench.strategies [--seconds S] [--repeats N] [--out PATH.svg]`: throughput against
-p99, by strategy.
+"""Throughput over p99 by batching strategy.
 
-One model in the three batching strategies, and in a real Triton with several fixed delays, where
-there is one; each under the same loads, of 1 to 48 requests in flight, one after the other and in
-turns. The model sleeps 4 ms and 0.4 ms for each row: as one on a device does, it leaves the
-processors alone. Writes a picture of the medians, and all numbers as JSON beside it. Triton's best
-delay is that which makes most requests a second, over all loads with a p99 within the target.
+    python -m bench.strategies [--seconds S] [--repeats N] [--out PATH.svg]
+
+One model runs with the three batching strategies, and in a real Triton with several fixed delays if
+Triton is installed. Each runs under the same loads of 1 to 48 requests in flight, in turns. The
+model sleeps 4 ms and 0.4 ms per row; like a model on a device it does not use the CPU. The result
+is a picture of the medians, and a JSON file with all numbers. The best delay of Triton is the one
+with the most requests per second over all loads whose p99 is within the target.
 """
 
 from __future__ import annotations
@@ -89,8 +90,10 @@ def _theirs(folder: Path) -> list[Path]:
 def _measure(
     places: list[tuple[Server, str]], analyzer: Analyzer, seconds: float, repeats: int
 ) -> dict[str, list[Point]]:
-    """A curve for each model: at each load they take turns, so that a slow moment of the machine
-    is nobody's own."""
+    """Return a curve for each model.
+
+    The models take turns at each load, so that a slow moment of the machine affects all of them.
+    """
     curves: dict[str, list[Point]] = {model: [] for _, model in places}
     for in_flight in IN_FLIGHT:
         samples: dict[str, list[Point]] = {model: [] for _, model in places}
@@ -111,7 +114,7 @@ def _measure(
 
 
 def best(curves: dict[str, list[Point]]) -> str:
-    """The curve that makes most requests a second where its p99 is within the target."""
+    """Return the curve with the most requests per second whose p99 is within the target."""
 
     def within(name: str) -> float:
         return sum(each.per_second for each in curves[name] if each.p99_ms <= TARGET_MS)

@@ -1,4 +1,4 @@
-"""A complete model: shmserve serve examples/native_model.py:Blur"""
+"""A complete model (shmserve serve examples/native_model.py:Blur)."""
 
 import torch
 from torch import Tensor

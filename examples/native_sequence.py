@@ -1,4 +1,4 @@
-"""A model that keeps state: shmserve serve examples/native_sequence.py:Mean"""
+"""A model that keeps state (shmserve serve examples/native_sequence.py:Mean)."""
 
 from typing import NamedTuple
 

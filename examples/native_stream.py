@@ -1,4 +1,4 @@
-"""A model that streams: shmserve serve examples/native_stream.py:Words"""
+"""A model that streams (shmserve serve examples/native_stream.py:Words)."""
 
 from collections.abc import Iterator
 

@@ -1,10 +1,10 @@
-"""One inference with plain pyzmq and msgpack, as shmserve/client/PROTOCOL.md says: no other package
-of the server's is needed.
+"""One inference with plain pyzmq and msgpack, by the protocol in shmserve/client/PROTOCOL.md.
 
     python examples/zmq_client.py [RUN_DIR]
 
-(RUN_DIR is the server's `--run-dir`, else $SHMSERVE_RUN_DIR, else where this user's server is)
-asks the model `simple` of bench/models for a sum and a difference of two times sixteen numbers.
+It asks the model `simple` of bench/models for the sum and the difference of two arrays of sixteen
+numbers. RUN_DIR is the server's `--run-dir`; by default $SHMSERVE_RUN_DIR, or the run directory of
+this user's server. No other package of the server is needed.
 """
 
 from __future__ import annotations

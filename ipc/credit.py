@@ -37,12 +37,12 @@ class SendWindow:
 
     @property
     def unread(self) -> int:
-        """The number of responses sent and not credited yet."""
+        """Return the number of responses sent and not credited yet."""
         return len(self._unread)
 
     @property
     def is_open(self) -> bool:
-        """Whether another response may be sent."""
+        """Return whether another response may be sent."""
         return len(self._unread) < self._most and self._unread_bytes < MOST_UNREAD_BYTES
 
     def sent(self, byte_size: int) -> None:

@@ -48,6 +48,11 @@ def beside(usual: Path, name: str) -> Path:
     return usual.with_name(f"{usual.name}-{name}")
 
 
+def environments(run_dir: Path) -> Path:
+    """Return the folder of the unpacked Python environments of models."""
+    return run_dir / "environments"
+
+
 def control(run_dir: Path) -> str:
     """Return the endpoint of the supervisor."""
     return f"ipc://{run_dir}/control"

@@ -18,15 +18,16 @@ MAX_INSTANCES = "max_instances"
 IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
-# The parameters that the server interprets, for any backend.
+ENVIRONMENT = "environment"  # of a class; a configuration has ENVIRONMENT_PATH
+ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
 # Parameters that the server reads for every backend.
 KNOWN_SETTINGS = (
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD, EXECUTION_TIMEOUT),
-    PADDING,
+    *(PADDING, ENVIRONMENT_PATH),
 )
 KNOWN_PARAMETERS = (
     *KNOWN_SETTINGS,
-    *("class", "EXECUTION_ENV_PATH"),
+    *("class", ENVIRONMENT),
     *("FORCE_CPU_ONLY_INPUT_TENSORS", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "INFERENCE_MODE"),
     *("DISABLE_OPTIMIZED_EXECUTION", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
     *("NUM_THREADS", "NUM_INTEROP_THREADS", "intra_op_thread_count", "inter_op_thread_count"),

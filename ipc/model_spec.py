@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from typing import Any, Self
 
-from shmserve.ipc.model_settings import PADDING
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_settings import ENVIRONMENT, ENVIRONMENT_PATH, PADDING
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.records import Document, from_map, record
@@ -349,6 +350,12 @@ class ModelSpec(Document):
         )
 
     @property
+    def environment(self) -> str:
+        """Return the path of the model's own Python environment as it is configured, or ""."""
+        of_class = self.parameters.get(ENVIRONMENT, "") if self.backend == "native" else ""
+        return self.parameters.get(ENVIRONMENT_PATH, "") or of_class
+
+    @property
     def has_scheduler(self) -> bool:
         """Return whether the configuration selects a scheduler."""
         chosen = self.dynamic_batching, self.sequence_batching, self.ensemble_scheduling
@@ -372,20 +379,50 @@ def source_positions(text: str, class_name: str) -> dict[str, str]:
         method, "predict.image" for an argument. Names of base classes in the same file are
         included. Empty if the file is not valid Python.
     """
+    positions: dict[str, str] = {}
+    for found in _classes(text, class_name):
+        positions = {"": _position(found), **dict(_members(found)), **positions}
+    return positions
+
+
+def class_attribute(text: str, class_name: str, attribute: str) -> Any:
+    """Return the value of a class's attribute in the text of a file, which is not executed.
+
+    Names of base classes in the same file are included.
+
+    Raises:
+        InvalidArgument: The value is not a literal.
+    """
+    for found in _classes(text, class_name):
+        for node in reversed(found.body):
+            match node:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ) if name == attribute:
+                    try:
+                        return ast.literal_eval(value)
+                    except ValueError:
+                        raise InvalidArgument(
+                            f"{_position(node)}: '{class_name}.{attribute}' must be a literal: it "
+                            "is read before the file is executed"
+                        ) from None
+    return None
+
+
+def _classes(text: str, class_name: str) -> Iterator[ast.ClassDef]:
+    """Yield a class and its bases in the text of a Python file, in about their order of lookup."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return {}
+        return
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    positions: dict[str, str] = {}
     waiting = [class_name]
     while waiting:
         found = classes.pop(waiting.pop(0), None)
         if found is not None:
-            own = {"": _position(found), **dict(_members(found))}
-            positions = {**own, **positions}
+            yield found
             waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
-    return positions
 
 
 def _members(found: ast.ClassDef) -> Iterator[tuple[str, str]]:

@@ -123,9 +123,11 @@ class PreciseWait:
 
 def name_process(title: str) -> None:
     """Set the title that `ps` shows for this process."""
-    from setproctitle import setproctitle
+    # The environment of a model may have a Python for which no setproctitle is installed.
+    with contextlib.suppress(ImportError):
+        from setproctitle import setproctitle
 
-    setproctitle(f"shmserve: {title}")
+        setproctitle(f"shmserve: {title}")
 
 
 def with_large_copies(environment: Mapping[str, str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ class LogSettings:
 
     @property
     def level(self) -> int:
-        """The lowest level that is written, which loggers check before they create a record."""
+        """Return the lowest written level. Loggers check it before they create a record."""
         return next(filter(self.shows, _LEVELS), logging.CRITICAL + 1)
 
 
@@ -96,7 +96,7 @@ class LineFormatter(logging.Formatter):
         self.log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as one line, followed by the rest of its text and its traceback."""
+        """Return a record as one line, followed by the rest of its text and its traceback."""
         first, *rest = record.getMessage().split("\n")
         line = f"{self._start(record)} {clean(first)}"
         request_id = getattr(record, "request_id", None)
@@ -108,7 +108,7 @@ class LineFormatter(logging.Formatter):
         return line + _indented(rest) + self._traceback(record)
 
     def message(self, record: logging.LogRecord) -> str:
-        """Format the text of a record and its traceback."""
+        """Return the text of a record and its traceback."""
         first, *rest = record.getMessage().split("\n")
         return clean(first) + _indented(rest) + self._traceback(record)
 

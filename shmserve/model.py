@@ -22,6 +22,8 @@ Optional attributes and methods of the class besides `predict`:
                                 of mappings as in a configuration
     min_instances, max_instances  the bounds of automatic scaling (guide/instances.md)
 
+    environment = "/envs/old"   a Python environment of its own (guide/backends.md)
+
     ragged = ("x",)             inputs that are concatenated without padding
     batch_input, batch_output   lists of mappings, as in a configuration, for ragged inputs
     padding = {"x": {...}}      inputs that are padded to one shape (guide/shapes.md)
@@ -185,7 +187,7 @@ class Context:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the request is cancelled whose responses are being yielded.
+        """Return whether the request is cancelled whose responses are being yielded.
 
         This is always False outside of a `predict` that yields, and in other threads and tasks.
         """

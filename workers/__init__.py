@@ -2,6 +2,7 @@
 
 main.py             the process: it loads one instance of one model, and serves it
 context.py          start parameters and resources of an instance
+environment.py      a Python environment of the model's own: unpack, check and enter it
 instance.py         its loop: wait, execute, report
 links/              links to the scheduler and to the supervisor
 batch/              requests unpacked, inputs gathered, run, outputs scattered

@@ -57,7 +57,7 @@ class ModelContext(WorkerStart):
 
     @property
     def version_dir(self) -> Path:
-        """The folder of the version's files: model_dir/version."""
+        """Return the folder of the version's files: model_dir/version."""
         return self.model_dir / self.version
 
     def model_file(self, names: Iterable[str], wanted: str) -> Path:

@@ -39,7 +39,7 @@ class Device:
 
     @property
     def torch(self) -> TorchDevice:
-        """The device as torch has it."""
+        """Return the device as torch has it."""
         found: TorchDevice = import_torch(f"device '{self.name}'").device(self.name)
         return found
 

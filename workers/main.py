@@ -41,7 +41,7 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import end_sooner, name_process
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.workers import backends
+from shmserve.workers import backends, environment
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.backends.python.execution import thread_ended
 from shmserve.workers.instance import WorkerInstance
@@ -59,11 +59,24 @@ _LAST_WORDS_S = 1.0
 OOM_SCORE_ADJ = 400
 
 
+def resume(fd: int) -> None:
+    """Run a worker in the interpreter of its environment; the file `fd` has the start record."""
+    with open(fd, "rb") as file:
+        file.seek(0)
+        run(file.read())
+
+
 def run(data: bytes) -> None:
     """Run a worker; `data` is an encoded `WorkerStart`. Return when the process should exit."""
     start = decode_start(WorkerStart, data)
     model, index = start.model_name, start.index
     logs.configure(f"worker {model}.{index}", start.log)
+    refusal: ShmserveError | None = None
+    if start.environment:
+        try:
+            environment.enter(start)
+        except ShmserveError as error:
+            refusal = error
     stacks_fd = _set_signals()
     threading.excepthook = thread_ended
     device = _device(start.device)
@@ -78,7 +91,7 @@ def run(data: bytes) -> None:
     try:
         control.send(WorkerStarted(pid, stacks_fd))
         context = _context(start, device, control)
-        _Worker(context).run()
+        _Worker(context, refusal).run()
     finally:
         # The last messages, such as the reason of a failed load, should still arrive.
         control.close(_LAST_WORDS_S)
@@ -86,9 +99,10 @@ def run(data: bytes) -> None:
 
 @dataclass(eq=False)
 class _Worker:
-    """The life of a worker before its instance serves."""
+    """The life of a worker before its instance serves; `_refusal` is why it cannot load."""
 
     _context: ModelContext
+    _refusal: ShmserveError | None = None
     _backend: Backend | None = None
     _instance: WorkerInstance | None = None
 
@@ -136,6 +150,8 @@ class _Worker:
         self._control.send(InstanceLoaded(seconds, backend.checks_ready, _device_byte_size()))
 
     def _made(self, config: ModelSpec) -> Backend:
+        if self._refusal is not None:
+            raise self._refusal
         if self._backend is None:
             self._backend = backends.find(config)(self._context)
         return self._backend

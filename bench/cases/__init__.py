@@ -1,1 +1,1 @@
-"""What is measured: under load, streaming, natively, and of one server alone."""
+"""The cases: under load, streaming, natively, and of one server alone."""

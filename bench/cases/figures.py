@@ -10,7 +10,7 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a figure is held against: the ratio shmserve / Triton, or shmserve's own value."""
+    """The target of a figure: of the ratio shmserve / Triton, or of shmserve's own value."""
 
     of: Literal["ratio", "value", "nothing"] = "nothing"
     must: float | None = None

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NativeCase:
-    """What the client sends, `elements` of a tensor (0: what the model takes) and, `in_place`, from
-    a region to a region; and what Triton's listeners get.
+    """The requests of the native client, and those that Triton's listeners receive.
 
-    No `peer`: the other column is one memcpy of 16 MiB.
+    Attributes:
+        elements: The number of elements of a tensor; 0 for the model's own shape.
+        in_place: Whether inputs and outputs are in regions.
+        peer: The load for Triton. Without it, the other column is one memcpy of 16 MiB.
     """
 
     name: str
@@ -132,7 +134,7 @@ def run(case: NativeCase, context: Context) -> Row:
 
 
 def _ours(case: NativeCase, server: Server, seconds: float) -> float:
-    """One run of the load generator. Raises LoadFailed."""
+    """Run the load generator once; raise LoadFailed if it fails."""
     load = [f"--run-dir={server.run_dir}", f"--concurrency={case.in_flight}"]
     if case.elements:
         load.append(f"--shape=INPUT0:{case.elements}")

@@ -1,4 +1,4 @@
-"""What one server costs undriven: start, memory, one more instance, idling, the queue's delay.
+"""The cost of a server without load: start, memory, an instance, idling, the queue delay.
 
 Each measurement returns one list of samples for every figure that its case in cases.py names, in
 that order, and appends to `notes` what a reader must know about them.
@@ -141,7 +141,7 @@ def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
 
 
 def _window(server: Server) -> tuple[float, float]:
-    """(% of a core, MB) over some seconds in which nobody asks the server for anything."""
+    """Return (% of a core, MB) over some seconds without requests."""
     time.sleep(_SETTLE_S)
     started, before = time.perf_counter(), processes.cpu_s(server.pid)
     time.sleep(_IDLE_S)

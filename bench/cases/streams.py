@@ -1,5 +1,7 @@
-"""The cases of a model that gives many responses to a request: our own load generator for both
-servers, which take turns."""
+"""The cases of a model that sends many responses to a request.
+
+The same load generator measures both servers in turns.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ RESPONSES, FIRST = "responses/s", "µs"
 
 @dataclass(frozen=True)
 class StreamCase:
-    """`streams` at once, each with one request of `count` responses after the other; `ours`: the
-    way to shmserve (to Triton it is gRPC)."""
+    """Concurrent streams of requests with many responses each.
+
+    Attributes:
+        streams: The number of concurrent streams. Each sends its requests one after the other.
+        count: The number of responses to a request.
+        ours: The transport to shmserve; Triton is asked over gRPC.
+    """
 
     name: str
     ours: Literal["grpc", "native"]
@@ -93,7 +100,7 @@ def run(case: StreamCase, context: Context) -> list[Row]:
 
 
 def _sample(case: StreamCase, server: Server, seconds: float) -> dict[str, float]:
-    """One run of the load generator. Raises LoadFailed."""
+    """Run the load generator once; raise LoadFailed if it fails."""
     native = case.ours == "native" and server.name == US
     where = f"--run-dir={server.run_dir}" if native else f"--url=grpc://{server.address('grpc')}"
     load = (f"--concurrency={case.streams}", f"--input=COUNT=[{case.count}]")

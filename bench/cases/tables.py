@@ -1,4 +1,4 @@
-"""What is measured, as tables: the loads both servers get, and what one server alone costs."""
+"""Tables of the cases: the loads of both servers, and the cost of one server alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from bench.system.ensembles import CHAIN, DIAMOND, NAPS
 
 @dataclass(frozen=True)
 class LoadCase:
-    """A load for perf_analyzer and the column of its report that counts; `more`: other columns of
-    the same reports that are figures of their own."""
+    """A load for perf_analyzer, and the column of its report that is the figure.
+
+    Attributes:
+        more: Other columns of the same reports, which are figures of their own.
+    """
 
     name: str
     load: Load
@@ -44,13 +47,13 @@ _JSON = ("--input-tensor-format", "json", "--output-tensor-format", "json")
 
 
 def through_shm(elements: int, in_flight: int, listener: str = "http") -> Load:
-    """`elements` FP32 in and out through system shared memory; perf_analyzer makes the regions."""
+    """Return the flags for `elements` FP32 in and out through system shared memory."""
     flags = ("--shared-memory", "system", "--output-shared-memory-size", str(4 * elements))
     return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"), listener)
 
 
 def _inline(elements: int, in_flight: int) -> Load:
-    """`elements` FP32 in and out in gRPC's messages."""
+    """Return the flags for `elements` FP32 in and out in gRPC messages."""
     return Load("identity", in_flight, ("--shape", f"INPUT0:{elements}"), "grpc")
 
 
@@ -174,7 +177,7 @@ def _cost(name: str, title: str, unit: str, must: float | None = None) -> Figure
 
 
 def _standing(model: str, suffix: str, with_triton: bool) -> tuple[StandingCase, ...]:
-    """The cases that are measured with a Python model and with a torch model."""
+    """Return the cases that are measured with a Python model and with a torch model."""
     what = "torch model" if model == "torch" else "Python model"
     start = (_cost(f"startup{suffix}", f"start to ready, {what}", "s", 3.0),)
     more = f"one more instance, {what}"

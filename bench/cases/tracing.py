@@ -1,5 +1,8 @@
-"""What traces cost: two servers of ours with the same model, one of them without traces, take turns
-under `shmserve perf` over HTTP. The other one's traces go to a collector, which drops them."""
+"""The cost of traces.
+
+Two shmserve servers with the same model are measured in turns by `shmserve perf` over HTTP. One of
+them sends its traces to a collector, which discards them.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,11 @@ TRACES = (
 
 
 def run(case: TraceCase, context: Context) -> Row:
-    """Samples of both: without traces as the other product's. Raises what the failure of either
-    raises."""
+    """Return samples of both servers; the server without traces stands for the other product.
+
+    Raises:
+        Exception: The measurement of either server failed, with its error.
+    """
     row = Row(case.figure, {})
     with ExitStack() as started:
         settings = ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={case.rate}")
@@ -73,9 +79,9 @@ def run(case: TraceCase, context: Context) -> Row:
 
 @contextmanager
 def _collector() -> Iterator[str]:
-    """The address of one that takes everything."""
+    """Start a collector that accepts everything, and yield its address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class _Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
@@ -84,7 +90,7 @@ def _collector() -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             """Nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/v1/traces"

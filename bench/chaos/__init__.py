@@ -1,5 +1,7 @@
-"""Chaos: a real server under random load at every door, while its processes, its models, its
-clients and its host misbehave; each answer is checked (`python -m bench.chaos --help`).
+"""A chaos test of a real server (`python -m bench.chaos --help`).
+
+The server is under random load at every transport while processes, models, clients and the host
+fail. Each response is checked.
 
     models.py    the repository: a model of each scheduler
     loads.py     who asks: a table of clients that know the right answer

@@ -31,7 +31,7 @@ _MOST_PAUSE_S = 0.2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, and say what was found."""
+    """Run the test, and print the findings."""
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -146,7 +146,7 @@ def _in_private_shm(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
-    """What may be done to the host, and how a server is started so that it may."""
+    """Return the possible changes of the host, and the command that starts a server for them."""
     host, prefix, environment = Host(private_shm=_PRIVATE in os.environ), [], {}
     if not host.private_shm:
         host.lacks.append("/dev/shm full: no mount namespace may be made here")

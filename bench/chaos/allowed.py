@@ -1,9 +1,11 @@
-"""Which error a client may get under which fault. What is not here is a failure: where a worker
-dies, say, no request of a batched model may be refused.
+"""The errors that a client may receive under each fault.
 
-An error is a text: "CODE: message" where the server says so, "lost: ..." where a connection ended
-before the answer, "wrong: ..." for an answer that is not right, which nothing allows but
-what a client does to its own memory.
+Any other error is a failure. For example, no request of a batched model may fail because a worker
+dies.
+
+An error is a text: "CODE: message" is an error of the server, "lost: ..." a connection that ended
+before the response, and "wrong: ..." is a wrong response. A wrong response is allowed only if the
+client has changed its own memory.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-    """Regular expressions, of the beginnings of a fault and of a load's name, and of what is
-    somewhere in the error; and why."""
+    """An allowed error, and the reason.
+
+    The regular expressions match the beginning of a fault's name, the beginning of a load's name,
+    and a part of the error.
+    """
 
     fault: str
     load: str

@@ -1,5 +1,6 @@
-"""What goes wrong: a table of faults, each of which happens under load, and is over when every
-client has a right answer again.
+"""The table of faults.
+
+Each fault occurs under load. It has ended when every client receives right responses again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SHM = Path("/dev/shm")
 
 @dataclass
 class Host:
-    """What may be done to the host: each None where it may not, and why in `lacks`."""
+    """The possible changes of the host; None for an impossible one, with the reason in `lacks`."""
 
     private_shm: bool = False
     cgroup: Path | None = None
@@ -43,7 +44,7 @@ class Host:
 
 @dataclass
 class Stage:
-    """What a fault gets to see."""
+    """The context of a fault."""
 
     server: Server
     ledger: Ledger
@@ -54,9 +55,11 @@ class Stage:
 
     @contextmanager
     def fault(self, what: str) -> Iterator[Fault]:
-        """A fault, in the block; then the wait for all to be served again, and for the server to be
-        ready.
-        `since` of what is yielded may be set to when its cause was taken away."""
+        """Record a fault during the block, and wait until all clients are served again.
+
+        Yields:
+            The fault. Its `since` may be set to the time at which the cause was removed.
+        """
         fault = self.ledger.begin(what)
         struck = fault.since
         yield fault
@@ -67,8 +70,10 @@ class Stage:
         return self.server.answers("/v2/health/ready")
 
     def victim(self) -> psutil.Process | None:
-        """A process of the server's, but the supervisor: each in its turn, so that none dies more
-        often than a crash loop's pauses are for."""
+        """Return a process of the server, except for the supervisor.
+
+        Each is chosen in turn, so that none dies so often that its restart is delayed.
+        """
         found = {servers.title(each): each for each in self.server.tree()[1:]}
         if not self._round:
             self._round = sorted(found)
@@ -77,7 +82,7 @@ class Stage:
 
 
 def _nothing(stage: Stage) -> None:
-    """What the others are to be compared with: how long it takes until all are served."""
+    """Measure the time until all clients are served without a fault, for comparison."""
     with stage.fault("nothing"):
         pass
 
@@ -113,7 +118,7 @@ def _pause(stage: Stage) -> None:
 
 
 def _model(word: str, command: str, error: str = "") -> Callable[[Stage], None]:
-    """One request makes the model do this, and it alone is refused; others are not even told."""
+    """Make the model fail by one request. Only that request may fail."""
 
     def commit(stage: Stage) -> None:
         with stage.fault(f"{word} {command}") as fault, stage.server.http() as http:
@@ -128,7 +133,7 @@ def _model(word: str, command: str, error: str = "") -> Callable[[Stage], None]:
 
 
 def _leak(stage: Stage) -> None:
-    """A model takes more memory than the control group has left: its process alone is killed."""
+    """Exceed the memory of the control group by a model. Only its process may be killed."""
     if stage.host.cgroup is None:
         return
     limit = stage.host.cgroup / "memory.limit_in_bytes"
@@ -152,7 +157,7 @@ def _cut(stage: Stage) -> None:
 
 
 def _unlink(stage: Stage) -> None:
-    """The name goes; what was registered stays."""
+    """Unlink the name of an object. Its registrations must remain valid."""
     shared = stage.rng.choice([*REGIONS.values()] or [None])
     if shared is not None:
         with stage.fault("unlink region"):
@@ -160,7 +165,7 @@ def _unlink(stage: Stage) -> None:
 
 
 def _fill(stage: Stage) -> None:
-    """/dev/shm is full; a client registers an object that has no pages, whose they would be."""
+    """Fill /dev/shm, and register an object that has no pages yet."""
     if not stage.host.private_shm:
         return
     full = _SHM / "full"
@@ -180,13 +185,13 @@ def _fill(stage: Stage) -> None:
 
 
 def _reload(stage: Stage) -> None:
-    """A model is loaded again under load: nobody notices."""
+    """Reload a model under load. No request may fail."""
     with stage.fault("reload swap"), stage.server.http() as http:
         http.post("/v2/repository/models/swap/load").ok()
 
 
 def _unload(stage: Stage) -> None:
-    """A model is not there for a while, and is said not to be."""
+    """Unload a model for a while. Requests for it must fail with the right error."""
     with stage.fault("unload swap") as fault, stage.server.http() as http:
         http.post("/v2/repository/models/swap/unload").ok()
         if http.get("/v2/models/swap/ready").status == 200:
@@ -199,7 +204,7 @@ def _unload(stage: Stage) -> None:
 
 
 def _descriptors(stage: Stage) -> None:
-    """A gateway may open nothing more, while connections come."""
+    """Exhaust the file descriptors of a gateway while clients connect."""
     gateway = stage.rng.choice(stage.server.find("gateway"))
     grpc = "grpc" in servers.title(gateway)
     port = stage.server.grpc_port if grpc else stage.server.http_port
@@ -219,7 +224,7 @@ def _descriptors(stage: Stage) -> None:
 
 
 def _clock(stage: Stage) -> None:
-    """The clock of the day goes forward, and back."""
+    """Set the wall clock forward and back."""
     if stage.host.clock is None:
         return
     with stage.host.clock.open("r+b", buffering=0) as clock:  # processes have it mapped
@@ -259,6 +264,6 @@ FAULTS = (
 
 
 def draw(rng: random.Random) -> Callable[[Stage], None]:
-    """The next fault."""
+    """Return the next fault."""
     (entry,) = rng.choices(FAULTS, [entry.weight for entry in FAULTS])
     return entry.commit

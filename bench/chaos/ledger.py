@@ -1,5 +1,7 @@
-"""The ledger: every request and what became of it, judged when it ends; every fault, and how long
-it took until all were served again; the last events, for the report of a failure.
+"""The ledger of requests, faults and events.
+
+Each request is judged when it ends. The ledger also has each fault with its recovery time, and the
+last events for the report of a failure.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from dataclasses import dataclass, field
 
 from bench.chaos.allowed import is_allowed
 
-# A fault's errors may come so many seconds after all were served again: a client of its own may
-# have asked before, and been told late.
+# The errors of a fault may arrive some seconds after all clients are served again: the fault's own
+# client may have sent its request before.
 _GRACE_S = 0.5
 _SLOW_S = 1.0  # a recovery that is worth a line
 _STEP_S = 0.01
@@ -23,15 +25,17 @@ _WINDOWS = 64
 
 @dataclass
 class Fault:
-    """Something that goes wrong: what, since when, and until when it may cost errors (monotonic
-    seconds; none while it goes on)."""
+    """A fault: its name, its begin, and the time until which it may cause errors.
+
+    Times are in monotonic seconds. A fault that has not ended has no such time.
+    """
 
     what: str
     since: float
     until: float | None = None
 
     def overlaps(self, began: float, ended: float) -> bool:
-        """Whether a request of that time may have suffered from it."""
+        """Return whether a request of that time may have been affected by the fault."""
         return self.since <= ended and (self.until is None or began <= self.until)
 
 
@@ -57,11 +61,11 @@ class Ledger:
 
     @property
     def failed(self) -> bool:
-        """Whether something was found."""
+        """Return whether a request has failed that should not have failed."""
         return bool(self.failures)
 
     def note(self, text: str) -> None:
-        """An event."""
+        """Record an event."""
         self.events.append(f"{time.monotonic() - self.began:9.3f}  {text}")
 
     def fail(self, text: str) -> None:
@@ -74,12 +78,12 @@ class Ledger:
     # --- requests
 
     def joins(self, client: str) -> None:
-        """A client, from which every recovery waits for an answer."""
+        """Add a client. Each recovery waits for a response to it."""
         with self._news:
             self._served[client] = 0.0
 
     def answered(self, load: str, client: str, began: float) -> None:
-        """A right answer to a request that began then."""
+        """Record a right response to a request that began at this time."""
         took = time.monotonic() - began
         with self._news:
             self.right[load] += 1
@@ -89,7 +93,7 @@ class Ledger:
             self._news.notify_all()
 
     def refuse(self, load: str, client: str, began: float, error: str) -> None:
-        """Another answer, or none: allowed where the table says so of a fault at that time."""
+        """Record a wrong or missing response, which only a fault at that time may allow."""
         ended = time.monotonic()
         with self._news:
             near = [fault.what for fault in self._faults if fault.overlaps(began, ended)]
@@ -103,7 +107,7 @@ class Ledger:
     # --- faults
 
     def begin(self, what: str) -> Fault:
-        """A fault that is about to happen."""
+        """Record a fault that is about to occur."""
         fault = Fault(what, time.monotonic())
         with self._news:
             self.note(f"FAULT {what}")
@@ -113,8 +117,11 @@ class Ledger:
     def recovered(
         self, fault: Fault, since: float, within_s: float, ready: Callable[[], bool] = lambda: True
     ) -> None:
-        """Wait until each client has a right answer to what it asked after `since`, the moment at
-        which the fault struck (or its cause was taken away), and the server is `ready`, too."""
+        """Wait until the server is `ready` and each client has a new right response.
+
+        A response counts if its request was sent after `since`: the time of the fault, or the time
+        at which its cause was removed.
+        """
         last = ""
 
         def all_served() -> bool:
@@ -140,7 +147,7 @@ class Ledger:
 
 
 def _kind(what: str) -> str:
-    """The first two words of a fault; of a zygote, whose title has its kind last, that."""
+    """Return the first two words of a fault, or the kind of a zygote."""
     first, *rest = what.split()
     kind = rest[-1:] if rest[-1:] == ["zygote"] and rest[0] != "spare" else rest[:1]
     return " ".join([first, *kind])

@@ -1,4 +1,4 @@
-"""Who asks: clients of each door and each scheduler. Each knows the right answer of what it asks.
+"""Clients of each transport and each kind of scheduler, which check the responses.
 
 A load is a context that yields `ask()`: one request (or one sequence, or one stream) to its end.
 `ask` raises Wrong for an answer that is not right, and what its client library raises for errors.
@@ -170,7 +170,7 @@ def _numbers(rng: random.Random, dtype: Any, *shape: int) -> Any:
 def function(
     door: Door, model: str, of: Callable[[Any], Any], names: str = "X Y", **more: int
 ) -> Open:
-    """One array in, a function of it out. `different`: how many inputs there are, for a cache."""
+    """Send one array, and check a function of it. `different` is the number of distinct inputs."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
@@ -189,7 +189,7 @@ def function(
 
 
 def sequences(door: Door, model: str) -> Open:
-    """A whole sequence: the sum so far, each time."""
+    """Send a whole sequence, and check the sum in each response."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
@@ -214,7 +214,7 @@ def _repeated(rng: random.Random) -> dict[str, Any]:
 
 @contextmanager
 def native_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
-    """All responses of a decoupled model, in their order."""
+    """Read all responses of a decoupled model in order."""
 
     def ask() -> None:
         given = _repeated(rng)
@@ -228,7 +228,7 @@ def native_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
 
 @contextmanager
 def grpc_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
-    """The same over one gRPC stream, with its end as a response."""
+    """Read all responses over one gRPC stream, which ends with a final response."""
     told: queue.Queue[Any] = queue.Queue()
 
     def response() -> Any:
@@ -264,12 +264,12 @@ def grpc_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
             client.stop_stream(cancel_requests=True)
 
 
-_TEXTS: dict[tuple[str, int], str] = {}  # by prompt and length, as it was told first
+_TEXTS: dict[tuple[str, int], str] = {}  # by prompt and length: the first text
 _PROMPTS = ("the quick brown", "it was the best", "naïve café", "1 2 3")
 
 
 def text(stream: bool) -> Open:
-    """A greedy text: the same for a prompt each time, and whole."""
+    """Generate a greedy text. Each prompt must have the same complete text each time."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
@@ -306,8 +306,10 @@ REGIONS: dict[str, SharedObject] = {}
 
 
 def region(cut: bool) -> Open:
-    """Through one registered region, input and output. `cut`: its client cuts it at times, which
-    may cost that client an answer, and nobody else."""
+    """Send requests with input and output in one registered region.
+
+    With `cut`, the client truncates its region at times. Only that client may lose a response.
+    """
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[Ask]:
@@ -339,7 +341,7 @@ def region(cut: bool) -> Open:
 
 @contextmanager
 def _own_fault() -> Iterator[None]:
-    """A region that is shorter than its client takes it to be cannot be mapped."""
+    """Register a region that is larger than its object, which must fail."""
     try:
         yield
     except ValueError as error:
@@ -413,7 +415,7 @@ LOADS = (
 
 
 def in_words(error: BaseException) -> str:
-    """An error as the table of those allowed has it; raises what is none that a client may see."""
+    """Return an error in the form of the table; raise an error that no client may receive."""
     match error:
         case Wrong():
             return f"wrong: {error}"
@@ -447,8 +449,10 @@ def _is_of_connection(error: InferenceServerException) -> bool:
 
 
 class Clients:
-    """Threads that ask until they are told to stop, each with a connection of its own, which is
-    opened anew after an error."""
+    """Threads that send requests until they are stopped.
+
+    Each thread has its own connection, and opens a new one after an error.
+    """
 
     def __init__(self, server: Server, ledger: Ledger, seed: int, loads: tuple[Load, ...]) -> None:
         self._server, self._ledger = server, ledger

@@ -1,6 +1,4 @@
-"""What must be flat from beginning to end; and readiness, as somebody sees it who asks all the
-time.
-"""
+"""The figures that must not grow during the test, and the readiness as a polling client sees it."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Measured:
         return Measured(State.of(server), threads, frozenset(os.listdir("/dev/shm")))
 
     def differences(self, now: Measured) -> list[str]:
-        """What has grown."""
+        """Return the resources that have grown."""
         found = self.state.differences(now.state, _MORE_MEMORY)
         for title, size in now.state.resident.items():
             grown = size - self.state.resident.get(title, size)
@@ -57,7 +55,7 @@ class Measured:
         return found
 
     def wait_restored(self, server: Server) -> list[str]:
-        """What is not as it was, after some seconds for it to become so."""
+        """Return the differences to the first sample that remain after some seconds."""
         found: list[str] = []
 
         def as_before() -> bool:
@@ -69,7 +67,7 @@ class Measured:
         return found
 
     def in_words(self) -> str:
-        """The sums."""
+        """Return the sums by kind of process."""
         state = self.state
         return (
             f"{sum(state.titles.values())} processes, {sum(self.threads.values())} threads, "

@@ -1,1 +1,1 @@
-"""What a request costs each process: calls, allocations and system calls."""
+"""The cost of a request in each process: calls, allocations and system calls."""

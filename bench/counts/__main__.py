@@ -34,7 +34,7 @@ _TOTAL = re.compile(r"^ *\d+\.\d+ +\d+\.\d+ +\d+ +(\d+)(?: +\d+)? +(\w+)$", re.M
 
 @dataclass
 class Counted:
-    """What a process did for so many requests."""
+    """The counts of a process for a number of requests."""
 
     role: str
     requests: int
@@ -44,7 +44,7 @@ class Counted:
     system_calls: Counter[str]
 
     def row(self) -> str:
-        """A line of the table, each figure for one request."""
+        """Return a line of the table, with figures per request."""
         every = (self.calls, self.system_calls)
         calls, system_calls = (each.total() for each in every)
         figures = (calls, self.python, self.allocations, system_calls)
@@ -62,7 +62,7 @@ class CountedShmserve(Shmserve):
 
 
 def _roles(server: Server) -> dict[str, int]:
-    """The pids of the processes that a request goes through."""
+    """Return the pids of the processes on the path of a request."""
     found: dict[str, int] = {}
     for each in processes.tree(server.pid):
         title = Path(f"/proc/{each.pid}/cmdline").read_text().split("\0")[0].split()
@@ -109,7 +109,7 @@ def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) 
 
 @contextlib.contextmanager
 def _traced(folder: Path, pids: dict[str, int]) -> Iterator[dict[str, Counter[str]]]:
-    """The system calls of these processes during the with block; none without strace."""
+    """Count the system calls of processes during the block; none without strace."""
     found: dict[str, Counter[str]] = {role: Counter() for role in pids}
     if shutil.which("strace") is None:
         yield found

@@ -1,5 +1,4 @@
-"""A closed loop over HTTP: so many connections, each with one request in flight, until so many are
-answered."""
+"""A closed loop over HTTP: a number of connections with one request in flight each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who asks: each a process of its own, the same for both servers."""
+"""The load generators: a process each, and the same for both servers."""

@@ -1,4 +1,4 @@
-"""What floods of one gRPC client cost others: `python -m bench.load.attacks`.
+"""The cost of a gRPC client's floods to others: `python -m bench.load.attacks`.
 
 Eight clients have one call each in flight, on connections of their own; their rate with a flood
 beside them is compared with their rate alone, in turns. The flood is a process: it connects again
@@ -35,12 +35,12 @@ _MADE = 16 * 1024 * 1024  # bytes of a flood, until it comes again
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A frame."""
+    """Return an HTTP/2 frame."""
     return _FRAME.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream) + payload
 
 
 def head(path: str) -> bytes:
-    """The header block of a call, of literal fields."""
+    """Return the header block of a call, with literal fields."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -59,7 +59,7 @@ _INFER = head("/inference.GRPCInferenceService/ModelInfer")
 
 
 def simple_request() -> bytes:
-    """A message, framed, that asks the model `simple`."""
+    """Return a framed message with a request for the model `simple`."""
     import numpy as np
     from tritonclient.grpc import service_pb2 as pb
 
@@ -72,7 +72,7 @@ def simple_request() -> bytes:
 
 
 def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
-    """What is sent for one stream after the other, by the flood's name."""
+    """Return the bytes of each stream of a flood, by its name."""
 
     def asked(stream: int) -> bytes:
         return frame(_HEADERS, _END_HEADERS, stream, _INFER) + frame(
@@ -104,8 +104,11 @@ def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
 
 
 def flood(port: int, name: str, ended: Any) -> None:
-    """Send this until killed; `ended` counts the connections that the server ended. What is sent
-    was made before: the flood costs its sender next to nothing."""
+    """Send the same bytes until the process is killed.
+
+    The bytes are made once, so that the flood costs its sender next to nothing. `ended` counts the
+    connections that the server has closed.
+    """
     make = attacks(simple_request())[name]
     sent = bytearray(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))
     stream = 1
@@ -154,7 +157,7 @@ class Honest:
         )
 
     def read(self) -> int:
-        """Take what is there, and begin the next call behind each that is over; how many were."""
+        """Read the available data, begin a call for each completed one, and return their number."""
         data = self.sock.recv(1 << 16)
         if not data:
             raise SystemExit("the server ended an honest client's connection")
@@ -180,7 +183,7 @@ def rate(clients: dict[socket.socket, Honest], seconds: float) -> float:
 
 @contextlib.contextmanager
 def attacked(port: int, name: str, ended: Any) -> Iterator[None]:
-    """The flood of this name runs meanwhile."""
+    """Run the flood of this name during the block."""
     process = multiprocessing.Process(target=flood, args=(port, name, ended))
     process.start()
     try:

@@ -36,7 +36,7 @@ class Client:
         self._connection.close()
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """The decoded JSON response, `None` when it is empty; raises `RequestFailed`, `OSError`."""
+        """Return the decoded JSON response, or None if it is empty."""
         encoded = None if body is None else json.dumps(body).encode()
         try:
             self._connection.request(method, path, encoded)
@@ -50,7 +50,7 @@ class Client:
         return json.loads(text) if text else None
 
     def is_ready(self) -> bool:
-        """Whether /v2/health/ready answers 200; a server that does not listen yet is not ready."""
+        """Return whether /v2/health/ready returns 200; False if the server does not listen yet."""
         try:
             self.call("GET", "/v2/health/ready")
         except (OSError, RequestFailed):
@@ -59,7 +59,7 @@ class Client:
         return True
 
     def infer(self, model: str) -> None:
-        """One request of batch size 1 to `simple` or `torch`; the sums of `simple` are checked."""
+        """Send a request of batch size 1 to `simple` or `torch`; check the sums of `simple`."""
         response = self.call("POST", f"/v2/models/{model}/infer", BODIES[model])
         if model == "simple":
             outputs = {o["name"]: o["data"] for o in response["outputs"]}
@@ -67,7 +67,7 @@ class Client:
                 raise RequestFailed(f"wrong response from simple: {outputs}")
 
     def queue_time(self, model: str) -> tuple[int, int]:
-        """(requests, nanoseconds they spent in the queue) since the model was loaded."""
+        """Return (requests, nanoseconds in the queue) since the model was loaded."""
         stats = self.call("GET", f"/v2/models/{model}/stats")["model_stats"][0]
         queue = stats["inference_stats"]["queue"]
         return int(queue.get("count", 0)), int(queue.get("ns", 0))

@@ -74,7 +74,7 @@ class _Outbox:
             self.posted.append(message[-1])
 
     def to(self, peer: bytes) -> Callable[[Any], object]:
-        """As `ClientLinks` says."""
+        """Return a function that queues a message for a peer."""
         if self._neighbours is not None and self._neighbours.has(peer):
             return partial(self._neighbours.post, peer, self._endpoint)
         return partial(self.post, peer)
@@ -177,7 +177,7 @@ class Chain:
         return ModelSpec.of(config)
 
     def run(self) -> None:
-        """One request, from its client to its last response."""
+        """Run one request from its client to its last response."""
         self._numbers += 1
         tensor = TensorRef("I", "FP32", (_SMALL,), _DATA)
         now_ns = time.monotonic_ns()

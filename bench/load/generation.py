@@ -1,5 +1,7 @@
-"""Speed of a generative worker's steps, alone and in one thread, beside the floor of its linears;
-and of the scheduler that plans them, without a model.
+"""The speed of a generative worker's steps, and of the scheduler that plans them.
+
+A worker runs alone in one thread, beside the floor of its linear layers. The scheduler runs without
+a model.
 
     python -m bench.load.generation [--rows 1 8 32] [--weights fp32|int8] [--rounds N]
     python -m bench.load.generation --scheduler 32 256
@@ -55,7 +57,7 @@ SIZES: dict[str, Any] = {
 
 
 class Generating:
-    """So many sequences of one engine."""
+    """Create a number of sequences of one engine."""
 
     def __init__(self, model: Transformer, rows: int) -> None:
         self._blocks = (PROMPT + NEW) // BLOCK
@@ -96,8 +98,11 @@ class Generating:
 
 
 def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
-    """One pass of so many rows through the linears, of which `heads` go through those that nothing
-    but logits needs: the last one, and the last layer's but for its first."""
+    """Run one pass of a number of rows through the linear layers.
+
+    Only `heads` rows go through the layers that only logits need: the output layer, and the linear
+    layers of the last layer except for its first.
+    """
     architecture = model.architecture
     made = max(rows, FEWEST_ROWS)
     hidden = torch.randn(made, architecture.hidden)
@@ -116,7 +121,7 @@ def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
 
 
 def median_ms(call: Callable[[], None], times: int) -> float:
-    """The median time of a call."""
+    """Return the median time of a call."""
     took: list[float] = []
     for _ in range(times):
         began = time.thread_time()
@@ -154,8 +159,11 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
 
 
 def schedule(sequences: int, rounds: int) -> dict[str, float]:
-    """What a step costs in the scheduler, in ms: the median of those that plan and take a token of
-    each of so many sequences, and the mean of all, from the first prompt to the last token."""
+    """Return the cost of a step in the scheduler in ms: the median, and the mean.
+
+    The median is that of the steps with one token of each sequence. The mean is that of all steps
+    from the first prompt to the last token.
+    """
     settings = EngineSettings.of(
         {
             "max_batch_size": sequences,

@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def steps(passes: Passes, rows: int) -> tuple[float, float]:
-    """The time of the prompts, and the median of the steps behind them, in ms."""
+    """Return the time of the prompts, and the median of the following steps, in ms."""
     parameters = GenerationParameters(max_tokens=NEW, temperature=0.0)
     prompts = {
         key: Prompt(key, torch.randint(3, 300, (PROMPT,)).tolist(), parameters, ())
@@ -72,7 +72,7 @@ def steps(passes: Passes, rows: int) -> tuple[float, float]:
 
 
 def copy_bytes_per_ms() -> float:
-    """How fast the device reads and writes memory."""
+    """Measure the memory bandwidth of the device."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -85,7 +85,7 @@ def copy_bytes_per_ms() -> float:
 
 
 def peer(path: Path, rows: int, weights: str) -> float:
-    """The time that transformers takes for a token of all rows, prompts included, in ms."""
+    """Return the time of transformers per token of all rows, with prompts, in ms."""
     from transformers import AutoModelForCausalLM
 
     kind = torch.bfloat16 if weights == "bf16" else torch.float32

@@ -40,7 +40,7 @@ class Mixed:
         self._failed: list[str] = []
 
     async def run(self, rate: float, seconds: float) -> None:
-        """`rate` requests a second at each door, for so long."""
+        """Send `rate` requests per second over each transport for some seconds."""
         async with (
             aiohttp.ClientSession() as http,
             grpc.aio.insecure_channel(self._grpc) as channel,

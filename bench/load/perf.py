@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bench.system.peer import Analyzer
 
 # perf_analyzer reports the mean of its last three windows, once these agree to within a percentage.
-# One measurement here is always exactly three windows: the repeats' spread says how stable it was.
+# One measurement is always three windows: the spread of the repeats shows how stable it was.
 _WINDOWS = 3
 _ANY_DEVIATION = "100000"
 _GRACE_S = 60.0
@@ -27,14 +27,17 @@ P99 = "p99 latency"
 
 
 class LoadFailed(Exception):
-    """perf_analyzer ended with an error; the text is the end of what it said."""
+    """perf_analyzer ended with an error; the text is the end of its output."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What perf_analyzer sends: to which model, how many in flight, its flags for the tensors, at
-    which listener ("http" or "grpc"), and how many rows a request has. `steps` are the models that
-    this one needs."""
+    """The requests of perf_analyzer.
+
+    A load has the model, the number of requests in flight, the flags for the tensors, the listener
+    ("http" or "grpc"), and the number of rows of a request. `steps` are the models that the model
+    needs.
+    """
 
     model: str
     in_flight: int
@@ -45,7 +48,7 @@ class Load:
 
 
 def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[str, float]:
-    """The columns of perf_analyzer's report (inferences/s, microseconds) for `seconds` of load.
+    """Run perf_analyzer for some seconds; return its columns (inferences/s, microseconds).
 
     Raises `LoadFailed`.
     """
@@ -73,7 +76,7 @@ def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[st
 
 
 def parse(report: str) -> dict[str, float]:
-    """The one row of a CSV report of one concurrency, by column; raises `LoadFailed`."""
+    """Return the row of a CSV report with one concurrency, by column; raise LoadFailed."""
     rows = list(csv.DictReader(report.splitlines()))
     if len(rows) != 1 or THROUGHPUT not in rows[0] or P50 not in rows[0]:
         raise LoadFailed(f"not a report of one concurrency: {report[:300]!r}")

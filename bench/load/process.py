@@ -19,7 +19,7 @@ _WARM_UP_S = 0.5
 
 
 def ours(*arguments: object, seconds: float) -> dict[str, Any]:
-    """The one point of the report of `shmserve perf ARGUMENTS`, after `seconds` of load.
+    """Run `shmserve perf ARGUMENTS` for some seconds, and return the point of its report.
 
     Raises LoadFailed when it fails, has errors to report, or is not done a minute after its time.
     """

@@ -1,4 +1,4 @@
-"""What a request costs in a model's scheduler with many others queued: without processes."""
+"""The cost of a request in a scheduler with many queued requests, without processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Outbox:
             self.batches.append(message[-1])
 
     def to(self, peer: bytes) -> Callable[[Any], object]:
-        """As `ClientLinks` says."""
+        """Return a function that queues a message for a peer."""
         return partial(self.post, peer)
 
 
@@ -92,7 +92,7 @@ class BusyQueue:
         self.scheduler.tick(self._now)
 
     def turn(self) -> int:
-        """One turn of the loop; how many requests came, and as many left."""
+        """Run the loop once, and return the number of requests that arrived, and that ended."""
         self._now += _STEP_NS
         self._submit(timeout_us=20)
         came = 1
@@ -118,15 +118,17 @@ class BusyQueue:
         self._waiting.append(self._last)
 
     def _drawn(self) -> int:
-        """A request that perhaps still waits, drawn without a search."""
+        """Return a random request that may still wait."""
         at = self._choice.randrange(len(self._waiting))
         self._waiting[at], self._waiting[-1] = self._waiting[-1], self._waiting[at]
         return self._waiting.pop()
 
 
 def sample(queued: int, turns: int = 3000) -> float:
-    """Microseconds a request with `queued` others in the queue: all that the scheduler does for it
-    between its messages."""
+    """Return the scheduler's time for a request in microseconds, with `queued` others in the queue.
+
+    It includes all work between the request's messages.
+    """
     busy = BusyQueue(queued)
     for _ in range(turns // 10):
         busy.turn()

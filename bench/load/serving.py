@@ -1,6 +1,7 @@
-"""A generative scheduler and its worker's engine in one thread, without sockets: what they make of
-a long prompt beside others, of a pool that is too small, of a prefix that was computed before, of a
-draft model, and of 8-bit weights.
+"""A generative scheduler and its worker's engine in one thread, without sockets.
+
+The cases are a long prompt beside others, a pool that is too small, a cached prefix, a draft model,
+and 8-bit weights.
 
     python -m bench.load.serving [late tight prefix draft int8] [--rounds N]
     python examples/generation/train.py FOLDER --draft
@@ -60,8 +61,12 @@ DRAFT: dict[str, Any] = {
 
 
 class Serving:
-    """A scheduler and a worker. `clock` is the processor's time in seconds that they have taken,
-    `times` has what it was at each token of a request."""
+    """A scheduler and a worker.
+
+    Attributes:
+        clock: The CPU time that they have used, in seconds.
+        times: The clock at each token of a request.
+    """
 
     def __init__(self, model: Transformer, draft: Transformer | None = None, **given: Any) -> None:
         settings = EngineSettings.of({"kv_cache_blocks": 1024, **given})
@@ -85,7 +90,7 @@ class Serving:
         self.times: dict[int, list[float]] = {}
 
     def add(self, tokens: list[int], new: int = NEW) -> int:
-        """A request; its key."""
+        """Submit a request, and return its key."""
         key = next(self._keys)
         parameters = GenerationParameters(max_tokens=new, temperature=0.0)
         self._prompts[key] = Prompt(key, tokens, parameters, ())
@@ -118,7 +123,7 @@ class Serving:
 
 
 def _scaled(stepped: Stepped, share: float) -> Stepped:
-    """A step's result as if nothing else had been computed on this processor meanwhile."""
+    """Return a step's result with its CPU time, which excludes other programs."""
     return replace(
         stepped,
         gather_ns=int(stepped.gather_ns * share),
@@ -135,14 +140,14 @@ def prompt(size: int = PROMPT) -> list[int]:
 
 @functools.cache
 def model(weights_kind: str = "fp32") -> Transformer:
-    """The random model."""
+    """Return the random model."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_folder(Path(folder) / "model", **SIZES)
         return Transformer(Checkpoint.open(path), weights_kind)
 
 
 def ratio(first: Callable[[], float], second: Callable[[], float], rounds: int) -> float:
-    """The median of what the first gives over what the second does, in turns."""
+    """Return the median ratio of two measurements, which run in turns."""
     return round(statistics.median(first() / second() for _ in range(rounds)), 3)
 
 
@@ -150,7 +155,7 @@ def ratio(first: Callable[[], float], second: Callable[[], float], rounds: int) 
 
 
 def late(rounds: int) -> dict[str, Any]:
-    """A prompt of 900 tokens comes to four that generate."""
+    """Measure a prompt of 900 tokens that arrives while four requests generate."""
     gaps: list[float] = []
     waits: list[float] = []
     for _ in range(rounds):
@@ -177,7 +182,7 @@ def late(rounds: int) -> dict[str, Any]:
 
 
 def tight(rounds: int) -> dict[str, Any]:
-    """A pool of a quarter of the blocks that all need at once."""
+    """Measure a pool with a quarter of the blocks that all requests need at once."""
 
     def load(rows: int, blocks: int) -> float:
         served = Serving(model(), kv_cache_blocks=blocks, max_batch_size=rows)
@@ -196,7 +201,7 @@ def tight(rounds: int) -> dict[str, Any]:
 
 
 def prefix(rounds: int) -> dict[str, Any]:
-    """The second of two prompts that have their first 500 tokens in common."""
+    """Measure the second of two prompts with the same first 500 tokens."""
 
     def load(second: bool) -> float:
         served = Serving(model())
@@ -210,7 +215,7 @@ def prefix(rounds: int) -> dict[str, Any]:
 
 
 def draft(rounds: int) -> dict[str, Any]:
-    """A draft model that is mostly right, and one that is always wrong."""
+    """Measure a draft model that is mostly right, and one that is always wrong."""
     pairs = {"good": _pair(True), "bad": _pair(False)}
     return {
         f"{label}_{rows}": _speculating(*pair, rows, rounds, functools.partial(prompt, 16))
@@ -220,7 +225,7 @@ def draft(rounds: int) -> dict[str, Any]:
 
 
 def trained(folder: Path, text: str, rounds: int) -> dict[str, Any]:
-    """A model and the draft that was trained for it: they go on with pieces of a text."""
+    """Measure a model with the draft model that was trained for it, on pieces of a text."""
     target, small = (
         Transformer(Checkpoint.open(folder.with_name(folder.name + end))) for end in _PAIR
     )
@@ -259,8 +264,11 @@ def _speculating(
 
 
 def _pair(agrees: bool) -> tuple[Transformer, Transformer]:
-    """A model that says mostly what the first 128 dimensions of its embeddings say, and a draft
-    that has these, or others."""
+    """Return a model, and a draft model.
+
+    The output of the model depends mostly on the first 128 dimensions of its embeddings. The draft
+    model has the same dimensions, or other ones.
+    """
     made = config(**SIZES)
     drawn = weights(made, seed=1)
     small = weights(config(**DRAFT), seed=2)
@@ -303,7 +311,7 @@ CASES: tuple[Callable[[int], dict[str, Any]], ...] = (late, tight, prefix, draft
 
 
 def chosen(names: Iterable[str]) -> list[Callable[[int], dict[str, Any]]]:
-    """The cases of these names; all where there are none."""
+    """Return the cases of these names, or all cases without names."""
     return [case for case in CASES if case.__name__ in names] or list(CASES)
 
 

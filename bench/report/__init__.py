@@ -1,1 +1,1 @@
-"""What was found: as JSON, as text, as a picture."""
+"""The results: as JSON, as text, and as a picture."""

@@ -40,7 +40,7 @@ def draw(results: Results, path: Path) -> str | None:
 
 
 def _ratios(axes: Axes, rows: list[Row], results: Results) -> None:
-    """One line a load: how much faster shmserve is, turned so that right is always better."""
+    """Draw one line per load: the speed relative to Triton; right is better."""
     for place, row in enumerate(reversed(rows)):
         ratio = row.ratio()
         assert ratio is not None
@@ -64,7 +64,7 @@ def _ratios(axes: Axes, rows: list[Row], results: Results) -> None:
 
 
 def _delays(axes: Axes, results: Results) -> None:
-    """The share of single requests that had left the queue by then."""
+    """Draw the distribution of the time in the queue of single requests."""
     for server, delays in results.raw_delays_us.items():
         shares = [(rank + 1) / len(delays) for rank in range(len(delays))]
         axes.step(sorted(delays), shares, color=_COLOURS[server], label=server, where="post")

@@ -1,4 +1,4 @@
-"""What one run found: rows of raw samples, and their JSON file."""
+"""The results of a run: rows of raw samples, and their JSON file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.cases.figures import Figure, Target
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Whose samples: keys of Row.samples.
+# The keys of Row.samples: the product of the samples.
 US, PEER, MACHINE = "shmserve", "triton", "machine"
 
 
@@ -27,7 +27,7 @@ class Spread:
 
 
 def spread(samples: list[float]) -> Spread | None:
-    """Of the samples; None where there are none."""
+    """Return the spread of samples, or None without samples."""
     if not samples:
         return None
     return Spread(statistics.median(samples), min(samples), max(samples))
@@ -46,7 +46,7 @@ class Row:
         return spread(self.samples.get(server, []))
 
     def ratio(self) -> Spread | None:
-        """shmserve / Triton: of the medians, and the extremes over pairs of consecutive samples."""
+        """Return shmserve / Triton: of the medians, and the extremes of consecutive pairs."""
         ours, theirs = self.of(US), self.of(PEER)
         if ours is None or theirs is None or theirs.median <= 0:
             return None
@@ -55,7 +55,7 @@ class Row:
         return Spread(ours.median / theirs.median, min(ratios), max(ratios)) if ratios else None
 
     def verdict(self) -> str:
-        """`aim`, `must`, `BELOW`, or nothing where there is no target or no measurement."""
+        """Return `aim`, `must` or `BELOW`, or "" without a target or a measurement."""
         target = self.figure.target
         held = self.ratio() if target.of == "ratio" else self.of(US)
         if target.of == "nothing" or held is None:

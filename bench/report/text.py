@@ -18,7 +18,7 @@ _BAR = 40
 
 
 def render(results: Results) -> str:
-    """The whole report, ending in a newline."""
+    """Return the whole report, which ends with a newline."""
     cells = [_cells(row) for row in results.rows if MACHINE not in row.samples]
     parts = [_preamble(results), table(_HEAD, cells) if cells else ""]
     parts += [_memcpy(results), _delays(results)]
@@ -104,7 +104,7 @@ def _memcpy(results: Results) -> str:
 
 
 def _delays(results: Results) -> str:
-    """A histogram a server, with the same buckets."""
+    """Return a histogram of each server, with the same buckets."""
     parts = []
     for server, delays in results.raw_delays_us.items():
         rows = [f"time in {server}'s queue for a delay of 100 µs, {len(delays)} single requests"]
@@ -142,7 +142,7 @@ def _change(before: Row, after: Row) -> tuple[str, ...]:
 
 
 def _judged(figure: Figure, old: Spread | None, new: Spread | None) -> str:
-    """`better` or `worse` only when no sample of one lies among the other's."""
+    """Return `better` or `worse` if the samples of the two do not overlap, else ""."""
     if old is None or new is None or (new.low <= old.high and old.low <= new.high):
         return ""
     return "better" if (new.median > old.median) == (figure.better == "higher") else "worse"

@@ -1,1 +1,1 @@
-"""What is measured, and where: the servers, their processes, the machine."""
+"""The measured servers, their processes, and the machine."""

@@ -1,4 +1,4 @@
-"""What the figures were measured on and with: the machine and the versions."""
+"""The machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe() -> dict[str, str | float]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this checkout and the packages on the hot path."""
+    """Return the versions of Python, this checkout and the packages on the hot path."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

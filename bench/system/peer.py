@@ -14,7 +14,7 @@ _SITE = "triton/lib/python3.11/site-packages"
 
 
 class Missing(Exception):
-    """Something of the peer is not there or does not run; the text says what to do."""
+    """A part of the peer is missing or does not run; the message has the remedy."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class TritonFiles:
 
     @property
     def binary(self) -> Path:
-        """The tritonserver program."""
+        """Return the path of tritonserver."""
         return self.folder / _SITE / "pytriton/tritonserver/bin/tritonserver"
 
     @property
     def backends(self) -> Path:
-        """Its --backend-directory."""
+        """Return its --backend-directory."""
         return self.folder / "backends"
 
     def environment(self) -> dict[str, str]:
-        """The variables it needs: its own Python, and the libraries of its wheel."""
+        """Return its variables: its own Python, and the libraries of its wheel."""
         venv = self.folder / "triton"
         return os.environ | {
             "PATH": f"{venv / 'bin'}:{os.environ.get('PATH', '')}",
@@ -53,12 +53,12 @@ class Analyzer:
     version: str
 
     def environment(self) -> dict[str, str]:
-        """The variables it needs: the CUDA runtime that it links against, GPU or not."""
+        """Return its variables: the CUDA runtime that it links against, also without a GPU."""
         return os.environ | {"LD_LIBRARY_PATH": str(self.libraries)}
 
 
 def find_triton(folder: Path) -> TritonFiles:
-    """The Triton in `folder`; raises `Missing`."""
+    """Return the Triton in `folder`; raise Missing if it is incomplete."""
     python = folder / "triton/bin/python"
     if not (folder / "ready").exists() or not python.exists():
         raise Missing(f"no Triton in {folder}: run `bench/peer_setup.sh {folder}` once")
@@ -73,7 +73,7 @@ def find_triton(folder: Path) -> TritonFiles:
 
 
 def find_analyzer(folder: Path) -> Analyzer:
-    """The perf_analyzer in `folder`; raises `Missing`."""
+    """Return the perf_analyzer in `folder`; raise Missing if it is incomplete."""
     found = Analyzer(folder / "perf_analyzer", folder / "lib", "")
     if not found.binary.exists():
         raise Missing(f"no perf_analyzer in {folder}: run `bench/peer_setup.sh {folder}` once")

@@ -1,4 +1,4 @@
-"""What a tree of processes costs, from /proc: proportional memory, CPU, shared-memory files."""
+"""The cost of a process tree, from /proc: proportional memory, CPU, shared-memory files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _read(pid: int) -> Process | None:
 
 
 def tree(root: int) -> list[Process]:
-    """`root`, its descendants and whatever shares its session (a server leads one of its own)."""
+    """Return `root`, its descendants, and the other processes of its session."""
     everyone = [p for p in map(_read, _pids()) if p is not None]
     found = {p.pid: p for p in everyone if p.pid == root or p.session == root}
     while more := [p for p in everyone if p.parent in found and p.pid not in found]:
@@ -52,7 +52,7 @@ def cpu_s(root: int) -> float:
 
 
 def pss_mb(root: int) -> float:
-    """Proportional set size of the tree of `root`, in MB (10**6 bytes).
+    """Return the proportional set size of the tree of `root`, in MB (10**6 bytes).
 
     A page that n processes share counts 1/n to each.
     """
@@ -60,8 +60,12 @@ def pss_mb(root: int) -> float:
 
 
 def pss_of(pid: int, *kinds: str) -> float:
-    """Proportional set size of one process, in MB, of these kinds ("Pss_Anon", ...) or all; 0 where
-    it has ended."""
+    """Return the proportional set size of a process in MB; 0 if the process has ended.
+
+    Args:
+        pid: The process.
+        kinds: The fields of smaps_rollup to add, such as "Pss_Anon"; by default the total.
+    """
     return sum(_pss_kib(pid, kind) for kind in kinds or ("Pss",)) * 1024 / 1e6
 
 
@@ -76,13 +80,13 @@ def _pss_kib(pid: int, kind: str) -> int:
 
 
 def shm_files(members: list[Process]) -> set[Path]:
-    """The files of /dev/shm that these processes have mapped and that still have a name."""
+    """Return the files of /dev/shm that these processes have mapped and that still have a name."""
     mapped = {path for p in members for path in _mapped(p.pid) if path.startswith("/dev/shm/")}
     return {Path(path) for path in mapped if os.path.exists(path)}
 
 
 def outsiders_mapping(library: str, root: int) -> int:
-    """How many processes outside the tree of `root` have mapped a file of this name.
+    """Return the number of processes outside the tree of `root` that have mapped a file.
 
     They share its pages, so they make the tree's proportional memory look smaller than it is alone.
     """
@@ -93,12 +97,12 @@ def outsiders_mapping(library: str, root: int) -> int:
 
 
 def living(members: list[Process]) -> list[Process]:
-    """Those of `members` that still live; whoever was given a dead one's pid is another."""
+    """Return the processes of `members` that still run, without other processes of equal pid."""
     return [p for p in members if (now := _read(p.pid)) is not None and now.started == p.started]
 
 
 def wait_gone(members: list[Process], timeout_s: float) -> bool:
-    """Whether all of `members` have ended within that time."""
+    """Wait until all of `members` have ended; return False after the time limit."""
     deadline = time.monotonic() + timeout_s
     while living(members):
         if time.monotonic() > deadline:

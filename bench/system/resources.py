@@ -1,5 +1,4 @@
-"""What each process of a server has at a moment: memory, descriptors, threads; and of two moments,
-what has grown."""
+"""The memory, descriptors and threads of a server's processes, and their growth."""
 
 from __future__ import annotations
 
@@ -20,9 +19,12 @@ _ESTABLISHED = "01"
 
 @dataclass
 class Sample:
-    """By a process's title (several of one are added): MB of proportional memory without
-    that of files, which other programs map, too; descriptors but
-    for clients' connections over TCP, threads. `shm` is what lies in /dev/shm, MB, of everybody."""
+    """Return the resources of each kind of process, by title.
+
+    Processes with the same title are added. The memory is the proportional set size in MB without
+    mapped files, which other programs also map. Descriptors are counted without the TCP connections
+    of clients. `shm` is the size of /dev/shm in MB, for all programs.
+    """
 
     memory_mb: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     descriptors: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -31,7 +33,7 @@ class Sample:
 
 
 def sample(root: int) -> Sample:
-    """Of the tree of `root`, now."""
+    """Return the current resources of the process tree of `root`."""
     found = Sample()
     established = _established()
     for process in processes.tree(root):
@@ -66,15 +68,18 @@ def _counts(fd: os.DirEntry[str], established: set[str]) -> bool:
     return False
 
 
-# What may differ between two halves of a run, beside its share, before it is called growth.
+# The allowed absolute difference between two parts of a run, beside the allowed share.
 _SLACK = {"memory_mb": 2.0, "descriptors": 2, "threads": 1}
 _SHARE = 0.05
 _SHM_SLACK_MB = 1.0
 
 
 def growth(samples: Sequence[Sample]) -> list[str]:
-    """What grew, a line each: the last third of `samples` against the third before it, since in the
-    first one caches fill; processes that were not there all the time are left out."""
+    """Return one line for each resource that has grown.
+
+    The last third of `samples` is compared with the second third, since caches fill during the
+    first one. Processes that did not run during all samples are omitted.
+    """
     third = len(samples) // 3
     if not third:
         return ["the run was too short to say what grew"]

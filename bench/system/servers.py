@@ -44,7 +44,7 @@ class Ports:
     metrics: int
 
     def flags(self) -> list[str]:
-        """The flags, which both products have, that open these ports."""
+        """Return the flags of both products for these ports."""
         listeners = (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics))
         addresses = [f"--{listener}-address=127.0.0.1" for listener, _ in listeners]
         return addresses + [f"--{listener}-port={port}" for listener, port in listeners]
@@ -55,13 +55,13 @@ class Product(Protocol):
 
     @property
     def name(self) -> str:
-        """How the report calls it."""
+        """Return the name in the report."""
 
     def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
-        """The command line that serves `repository`; `scratch` is a private folder."""
+        """Return the command line that serves `repository`; `scratch` is a private folder."""
 
     def environment(self) -> dict[str, str]:
-        """The environment to start it in."""
+        """Return the environment of the server."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Shmserve:
     name: str = "shmserve"
 
     def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
-        """`python -m shmserve serve ...`, with a run directory in `scratch`."""
+        """Return `python -m shmserve serve ...`, with a run directory in `scratch`."""
         flags = [f"--model-repository={repository}", f"--run-dir={scratch / 'run'}"]
         return [sys.executable, "-m", "shmserve", "serve", *flags, *ports.flags()]
 
@@ -88,12 +88,12 @@ class Triton:
     name: str = "triton"
 
     def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
-        """`tritonserver` with its defaults, on our ports."""
+        """Return `tritonserver` with its defaults, on the same ports."""
         flags = [f"--model-repository={repository}", f"--backend-directory={self.files.backends}"]
         return [str(self.files.binary), *flags, *ports.flags()]
 
     def environment(self) -> dict[str, str]:
-        """Its own Python first."""
+        """Return its variables, with its own Python first."""
         return self.files.environment()
 
 
@@ -109,12 +109,12 @@ class Server:
 
     @property
     def name(self) -> str:
-        """The product's name."""
+        """Return the product's name."""
         return self.product.name
 
     @property
     def pid(self) -> int:
-        """The process that the benchmark started: the root of the server's tree."""
+        """Return the process that the benchmark has started: the root of the server's tree."""
         return self.process.pid
 
     def address(self, listener: str) -> str:
@@ -123,11 +123,11 @@ class Server:
 
     @property
     def run_dir(self) -> Path:
-        """Where programs on this host find it, if it is shmserve."""
+        """Return the run directory of a shmserve server."""
         return self.log.parent / "run"
 
     def client(self) -> Client:
-        """A new connection to it."""
+        """Return a new connection to the server."""
         return Client(self.ports.http)
 
 
@@ -135,7 +135,7 @@ class Server:
 def running(
     product: Product, models: Sequence[Path], flags: Sequence[str] = (), *, notes: list[str]
 ) -> Iterator[Server]:
-    """A ready server with a repository of just these model folders; stopped and cleared away after.
+    """Start a server with these model folders, and yield it when it is ready.
 
     What it leaves behind is written to `notes`. Raises `ServerFailed` if it does not become ready.
     """

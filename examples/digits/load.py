@@ -45,9 +45,7 @@ class Orders:
 
 @dataclass
 class Measured:
-    """What a client saw: a latency in seconds for each request, and how many images came out
-    right.
-    """
+    """The results of a client: the latency of each request in seconds, and the right images."""
 
     latencies: list[float] = field(default_factory=list)
     images: int = 0

@@ -1,8 +1,9 @@
-"""Trains a small language model, serves it, and measures it: text, tokens per second, the time to
-the first token and between two tokens at 1, 8 and 32 clients.
+"""Trains a small language model, serves it, and measures it.
 
-Run it from anywhere: `python examples/generation/demo.py`. It ends by itself, leaves nothing behind
-and needs no network.
+    python examples/generation/demo.py
+
+It prints a text, and the tokens per second, the time to the first token and the time between two
+tokens at 1, 8 and 32 clients. It ends by itself, leaves nothing behind, and needs no network.
 """
 
 from __future__ import annotations

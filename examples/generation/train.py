@@ -1,10 +1,9 @@
-"""Trains a small language model on text that is on every machine with Python: its own reference,
-as `help()` shows it.
+"""Trains a small language model on the reference of Python that `help()` shows.
 
     python examples/generation/train.py FOLDER [--seconds 150] [--draft]
 
-writes a Hugging Face folder, which `shmserve serve FOLDER` serves. With --draft it writes a much
-smaller one, FOLDER-draft, of the same tokens, too: for speculative decoding.
+The result is a Hugging Face folder, which `shmserve serve FOLDER` serves. With --draft there is a
+second, much smaller model with the same tokens in FOLDER-draft, for speculative decoding.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """The number of allocated bytes."""
+        """Return the number of allocated bytes."""
         return self._list.used
 
     def allocate(self, byte_size: int) -> Range:

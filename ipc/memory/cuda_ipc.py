@@ -93,7 +93,7 @@ class Exporting(Protocol):
         """Copy to the device after its pending work; block until the copy is complete."""
 
 
-class Driver:
+class Driver(Cuda, Exporting):
     """The implementation of `Cuda` and `Exporting` with the package cuda-bindings.
 
     Raises:

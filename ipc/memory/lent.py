@@ -53,7 +53,7 @@ class Token:
 
     @property
     def unsettled(self) -> bool:
-        """Whether the memory still has users."""
+        """Return whether the memory still has users."""
         return self._users > 0
 
 
@@ -158,7 +158,7 @@ class LentMemory:
 
     @property
     def used(self) -> int:
-        """The number of allocated bytes of the arena."""
+        """Return the number of allocated bytes of the arena."""
         return 0 if self._arena is None else self._arena.used
 
     def allocate(self, byte_size: int, take_back: TakeBack | None = None) -> Block:

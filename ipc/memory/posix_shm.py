@@ -37,7 +37,7 @@ class SharedObject:
 
     @property
     def file(self) -> tuple[int, int]:
-        """The device and the inode, which identify the object."""
+        """Return the device and the inode, which identify the object."""
         return self.device, self.inode
 
 
@@ -75,7 +75,7 @@ def open_object(key: str) -> SharedObject:
         fd = posix_ipc.SharedMemory(key, flags=os.O_NONBLOCK, size=0).fd
     except posix_ipc.ExistentialError:
         raise Internal(
-            f"Unable to open shared memory region: '{key}' (there is none where the server looks; "
+            f"Unable to open shared memory region: '{key}' (the server's /dev/shm has none; "
             "a client in another container must share its shared memory mount with the server)"
         ) from None
     except posix_ipc.PermissionsError:

@@ -91,7 +91,8 @@ class WorkerStart:
     """The start record of a worker: instance `index` of a model version.
 
     `number` is that of its scheduler. `device` is "cpu" or "gpu:N", `kind` Triton's name for it,
-    and `threads` the number of threads that compute.
+    and `threads` the number of threads that compute. `environment` is the path of the model's own
+    Python environment as its configuration has it, or "".
     """
 
     number: int
@@ -109,6 +110,7 @@ class WorkerStart:
     arena_byte_size: int
     threads: int
     log: LogSettings = field(default_factory=LogSettings)
+    environment: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Inference:
 
     @property
     def aliased(self) -> bool:
-        """Whether an output is written over an input; see `overlap`."""
+        """Return whether an output is written over an input; see `overlap`."""
         return overlap(
             [tensor.data for tensor in self.inputs if isinstance(tensor.data, Range)],
             [output.place for output in self.outputs if output.place is not None],

@@ -87,6 +87,7 @@ class Connection:
 
 
 def linger(connections: Iterable[Connection], linger_s: float) -> None:
+    """Send the unsent bytes of connections, for at most `linger_s` seconds in all."""
     end = time.monotonic() + linger_s
     for connection in connections:
         with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ class Dealer:
         try:
             sock.connect(endpoint.removeprefix(PREFIX))
         except OSError as error:
-            logger.debug("nobody listens at %s: %s", endpoint, error)
+            logger.debug("no process listens at %s: %s", endpoint, error)
             sock.close()
             return
         greeting = bytearray(zmtp.GREETING + zmtp.ready("DEALER", identity.encode()))

@@ -334,7 +334,7 @@ class UntrustedRouter(Router):
 
     def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
         if not self._admits(properties.get("identity", b"")):
-            connection.decoder.broken = "it is nobody's that has come in"
+            connection.decoder.broken = "its peer has not registered"
             return
         super()._name(connection, properties)
         if connection.identity is not None:

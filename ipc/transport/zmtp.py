@@ -100,7 +100,7 @@ class Decoder:
         elif len(data) < len(GREETING):
             self._needed = _TELLING if len(data) < _TELLING else len(GREETING)
         elif data[10] < 3 or data[12:32] != GREETING[12:32]:
-            self.broken = "a version or a mechanism of ZMTP that is not spoken here"
+            self.broken = "an unsupported version or mechanism of ZMTP"
         else:
             self._greeted = True
             return len(GREETING)

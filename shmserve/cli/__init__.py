@@ -209,5 +209,5 @@ usage: shmserve VERB ...
 
 {_LIST}
 
-shmserve VERB --help tells more; shmserve --version prints the version.
+shmserve VERB --help prints its options; shmserve --version prints the version.
 """

@@ -50,20 +50,21 @@ _MADE_UP = (
     "\nit was asked with zeros and empty texts: --input NAME=VALUE, or a sample of `model_warmup`, "
     "asks with others"
 )
-_GONE = "it is not loaded (any more): the log says why"
+_GONE = "the model is not loaded; see the log for the reason"
 _NO_INPUTS = "\nits configuration names no input, so it was asked with none"
 
 
 HELP = """\
 usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
 
-Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, asks it
-once, holds its outputs against its configuration, and prints a line a model. It is asked with each
-sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
-every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
-in it, as one text. --on-cpu loads instances of KIND_GPU on the CPU; --json prints one JSON object.
-Exit status: 0 all models answer, or refuse made-up inputs; 1 outputs differ from a configuration;
-2 a model does not load, or does not answer inputs that were given."""
+Validates the repository DIR (or a path/model.py:Class), loads each model, sends requests to it,
+compares its outputs with its configuration, and prints one line per model. Each sample of a model's
+model_warmup is a request; a model without samples receives zeros and empty texts. --input sets the
+value of an input in every model that has one of this name: a JSON number, text or list, @FILE.npy,
+or @FILE for the content of a file as one text. --on-cpu loads instances of KIND_GPU on the CPU;
+--json prints one JSON object.
+Exit status: 0 all models respond, or reject made-up inputs; 1 outputs differ from a configuration;
+2 a model does not load, or fails with the inputs of --input or model_warmup."""
 
 # The outcomes of a check, with their exit statuses.
 _STATUSES = {"ok": 0, "refused": 0, "differs": 1, "FAILED": 2}
@@ -78,7 +79,7 @@ class _Verdict:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's own flag to its parser."""
+    """Define the command's arguments."""
     parser.add_argument("--input", action="append", default=[])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--on-cpu", action="store_true")

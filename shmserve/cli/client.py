@@ -34,7 +34,7 @@ class Verb(NamedTuple):
     optional: str = ""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the verb's arguments to its parser."""
+        """Define the command's arguments."""
         if self.optional:
             parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=self.optional)
         elif self.takes_model:
@@ -44,7 +44,7 @@ class Verb(NamedTuple):
 
 
 def _infer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's arguments to its parser."""
+    """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="the model to ask")
     parser.add_argument(
         "--input",
@@ -53,8 +53,8 @@ def _infer_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="NAME=VALUE",
         help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE for "
-        "what is in it, as one text; a value with one "
-        "dimension less than the model takes becomes a batch of one",
+        "the content of a file as one text; a value with one dimension less than the model takes "
+        "becomes a batch of one",
     )
     add_flags(parser, "infer")
 
@@ -114,7 +114,7 @@ usage: shmserve client VERB ... [--run-dir DIR | --url URL] [--token-file FILE] 
 
 {_LIST}
 
-shmserve client VERB --help tells more.
+shmserve client VERB --help prints its options.
 {_EXIT}
 """
 

@@ -30,7 +30,7 @@ status: 0 all is well, 1 there are warnings, 2 something is wrong."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's own flags to its parser."""
+    """Define the command's arguments."""
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peer", type=int)
 

@@ -14,8 +14,8 @@ from shmserve.ipc.messages.publications import HealthChanged
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags to its parser."""
-    parser.add_argument("--follow", action="store_true", help="then tell what happens, as it does")
+    """Define the command's arguments."""
+    parser.add_argument("--follow", action="store_true", help="then print each event as it occurs")
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
     parser.add_argument("--run-dir", metavar="DIR", help="the server's [this user's server's]")
     parser.add_argument(

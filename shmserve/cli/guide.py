@@ -28,30 +28,56 @@ _INTERNAL = ("place", "ref", "remember", "room")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.add_argument("topic", nargs="?", default=_CONTENTS, metavar="TOPIC")
+    parser.add_argument("--search", metavar="WORDS", help="list the sections with these words")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show a page, in a pager if the output is a terminal.
+    """Show a page, or the result of a search, in a pager if the output is a terminal.
 
-    Raises InvalidArgument if it is unknown.
+    Raises:
+        InvalidArgument: The page is unknown, or no section has the words.
     """
-    pydoc.pager(page(arguments.topic))
+    pydoc.pager(search(arguments.search) if arguments.search else page(arguments.topic))
     return 0
+
+
+def _pages() -> dict[str, Callable[[], str]]:
+    """Return a function for each topic that returns the text of its page."""
+    files = sorted(Path(shmserve.__path__[0]).glob("**/*.md"))
+    written = {file.stem.lower(): file.read_text for file in files}
+    return {**written, "client": client_reference, "flags": flags_reference}
 
 
 def page(topic: str) -> str:
     """Return the text of a page; raise InvalidArgument naming the nearest if it is unknown."""
-    made: dict[str, Callable[[], str]] = {"client": client_reference, "flags": flags_reference}
-    files = {file.stem.lower(): file for file in Path(shmserve.__path__[0]).glob("**/*.md")}
+    pages = _pages()
     name = topic.lower()
-    if name in made:
-        return made[name]() + "\n"
-    if name in files:
+    if name in pages:
         # In a terminal, a link to another page is replaced by the command that shows it.
-        return re.sub(r"\]\((\w+)\.md\)", r"] (shmserve guide \1)", files[name].read_text())
-    near = nearest(name, (*made, *files), likeness=0.4)
+        text = re.sub(r"\]\((\w+)\.md\)", r"] (shmserve guide \1)", pages[name]())
+        return text.rstrip("\n") + "\n"
+    near = nearest(name, tuple(pages), likeness=0.4)
     hint = f"did you mean '{near}'?" if near else "`shmserve guide` lists them"
     raise InvalidArgument(f"guide: there is no page '{topic}', {hint}")
+
+
+def search(words: str) -> str:
+    """Return the sections with all of these words, and their first matching lines.
+
+    Raises:
+        InvalidArgument: No section has all words.
+    """
+    wanted = words.lower().split()
+    found: list[str] = []
+    for topic, text in _pages().items():
+        for section in re.split(r"(?m)^(?=#+ )", text()):
+            if all(word in section.lower() for word in wanted):
+                lines = [line for line in section.splitlines() if wanted[0] in line.lower()]
+                title = section.splitlines()[0].lstrip("# ")
+                found += [f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), ""]
+    if not found:
+        raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
+    return "\n".join(found)
 
 
 def client_reference() -> str:

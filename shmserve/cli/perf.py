@@ -18,7 +18,7 @@ from shmserve.protocols.connection import Poller
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags to its parser."""
+    """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--model-version", default="", metavar="V", help="[the latest]")
     add_flags(parser, "perf")

@@ -47,7 +47,7 @@ class Profile(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags to its parser."""
+    """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="N", help="[10]")
     parser.add_argument(

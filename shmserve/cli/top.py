@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags to its parser."""
+    """Define the command's arguments."""
     parser.add_argument(
         "--metrics-url",
         default="http://127.0.0.1:8002",

@@ -28,7 +28,7 @@ _MOST_WINDOWS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags to its parser."""
+    """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument(
         "--p99", required=True, metavar="TIME", help="the target: 30ms, 1.5s, 800us; 30 is ms"
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         if found is not None and found < least:
             raise InvalidArgument(f"--{flag.replace('_', '-')}: {found} is less than {least}")
     if args.openai:
-        raise InvalidArgument("--openai: what generates text has its settings in engine.yaml")
+        raise InvalidArgument("--openai: the settings of generative models are in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
         raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
     with contextlib.ExitStack() as stack:

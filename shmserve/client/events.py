@@ -87,7 +87,7 @@ class EventReader:
     ) -> None:
         endpoint = endpoints.events(discovery.find(run_dir))
         if not Path(endpoint.removeprefix("ipc://")).is_socket():
-            raise Disconnected(f"no server tells its events at {endpoint}")
+            raise Disconnected(f"no server publishes events at {endpoint}")
         self._topics = tuple(topics)
         self._gaps = Gaps()
         self._context = zmq.Context(io_threads=1)
@@ -110,7 +110,7 @@ class EventReader:
             while True:
                 arrived = self._next(_ANSWER_WITHIN_MS)
                 if arrived is None:
-                    raise Disconnected("the server does not say what is")
+                    raise Disconnected("the server has not sent its state")
                 topic, header, events = arrived
                 if topic == mine:
                     return [ReceivedEvent(topic, event, header.time_ns, 0) for event in events]
@@ -161,7 +161,7 @@ class EventReader:
                 try:
                     header, *events = unpack(frame)
                 except MalformedMessage as error:
-                    raise Disconnected(f"what tells events is no server: {error}") from None
+                    raise Disconnected(f"not events of a shmserve server: {error}") from None
                 return topic.decode(), header, events
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)

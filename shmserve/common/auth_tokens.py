@@ -121,7 +121,7 @@ class Authorisation:
         """Return the error for a client with `scopes` that requires `scope`; None if it has it."""
         if scopes is None:
             return Unauthenticated(
-                "this server needs a token that it knows: 'Authorization: Bearer TOKEN'"
+                "this server requires a known token: 'Authorization: Bearer TOKEN'"
             )
         if scope not in scopes:
             return PermissionDenied(f"this token is not for the {scope} API")

@@ -30,7 +30,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A time series, whose `numbers` depend on the kind:
+    """A time series of a metric. Its `numbers` depend on the kind of the metric.
 
     COUNTER    [value]
     GAUGE      [value set, when (monotonic ns; 0: never), increments since]

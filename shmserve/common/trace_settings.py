@@ -168,7 +168,7 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
             raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {what}")
     file = last.get("triton,file", [""])[0]
     if settings.on and mode == TRITON and not file:
-        raise InvalidArgument(f"{_FLAG}: triton,file=PATH is missing, for what is traced")
+        raise InvalidArgument(f"{_FLAG}: triton,file=PATH is missing: the file for the traces")
     return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)
 
 

@@ -185,7 +185,7 @@ class ClientIdentity:
             with contextlib.suppress(OSError):
                 found = self._find_user()
         if found is None:
-            raise PermissionDenied("the server cannot tell which user of this host asks")
+            raise PermissionDenied("the server cannot determine the user that sent the request")
         return found
 
     def _find_user(self) -> Peer | None:

@@ -131,8 +131,8 @@ class _Maker:
         if -1 in row:
             dims = ",".join(map(str, row))
             raise InvalidArgument(
-                f"input '{name}' has the shape [{dims}], of any size where it says -1: say which, "
-                f"with --shape {name}:{dims.replace('-1', 'N')}"
+                f"input '{name}' has the shape [{dims}], with dimensions of any size (-1). "
+                f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
             )
         return (self.given.batch, *row) if self.model.batches else row
 

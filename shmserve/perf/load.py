@@ -325,5 +325,5 @@ def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]
 
 def _refused(flag: str, text: str) -> InvalidArgument:
     return InvalidArgument(
-        f"--{flag}: '{text}' is none of N, N,N,... and FIRST:LAST[:STEP], numbers above 0"
+        f"--{flag}: '{text}' is invalid (allowed: N, N,N,... or FIRST:LAST[:STEP], above 0)"
     )

@@ -114,7 +114,7 @@ def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
 
 
 def _texts(raw: memoryview) -> Iterator[str]:
-    """Yield the elements of a BYTES tensor, with `\\xNN` for bytes that are not UTF-8."""
+    r"""Yield the elements of a BYTES tensor, with `\xNN` for bytes that are not UTF-8."""
     at = 0
     while at < len(raw):
         length = int.from_bytes(raw[at : at + 4], "little")

@@ -68,7 +68,7 @@ class ClientLinks(Protocol):
 
     @property
     def malformed(self) -> int:
-        """The number of unreadable frames so far."""
+        """Return the number of unreadable frames so far."""
 
     def to(self, peer: bytes) -> Callable[[Any], object]:
         """Return the function that queues a message for the client at this address."""
@@ -216,11 +216,11 @@ class Core(Protocol[R]):
 
     @property
     def live(self) -> int:
-        """The number of requests that have not ended."""
+        """Return the number of requests that have not ended."""
 
     @property
     def unfinished(self) -> int:
-        """The number of requests and sequences that a drain waits for."""
+        """Return the number of requests and sequences that a drain waits for."""
         return self.live
 
     def check(self, submit: Submit, now_ns: int) -> None:
@@ -307,7 +307,7 @@ class Front(Generic[R]):
 
     @property
     def live(self) -> int:
-        """The number of requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return self._core.live
 
     # --- clients ----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ replaced (its base), and current values:
                     [[quantile, µs or None], ...]} of the last minute, one observation a success;
                     empty unless they are configured
     instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
+    is_ensemble     only in the report of an ensemble
     cache           {"bytes", "entries", "evicted", "lent_bytes"} of the response cache; empty
                     without a cache
     families        the model's own metrics, as model_metrics.plain has them
@@ -143,7 +144,7 @@ class Statistics(Table):
 
     @property
     def model(self) -> tuple[str, str]:
-        """The name and the version of the model."""
+        """Return the name and the version of the model."""
         return self._model
 
     def set_base(self, base: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class SupervisorContext:
 
     @property
     def log(self) -> LogSettings:
-        """The log settings for a new process."""
+        """Return the log settings for a new process."""
         return self.logging.settings
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:

@@ -264,7 +264,8 @@ class Supervisor:
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(
-            "stopping: finishing what is in flight, for at most %d s", context.config.exit_timeout_s
+            "stopping: requests in flight have at most %d s to finish",
+            context.config.exit_timeout_s,
         )
         announce(context, self.health)
         if status == 0:

@@ -216,5 +216,8 @@ def names() -> set[str]:
 
 def _checked(name: str, found: Any) -> type[Backend]:
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise InvalidArgument(f"what is installed as backend '{name}' is no backend")
+        raise InvalidArgument(
+            f"the entry point '{name}' is not a backend: expected a subclass of "
+            "shmserve.workers.backends.Backend"
+        )
     return found

@@ -373,7 +373,7 @@ def _check(
         tensor = known.get(spec.name)
         if tensor is None:
             raise InvalidArgument(
-                f"{side} '{spec.name}' {subject} is none of the file's, which are {sorted(known)}"
+                f"{side} '{spec.name}' {subject} is not in the file, which has {sorted(known)}"
             )
         if spec.datatype != tensor.datatype:
             raise InvalidArgument(

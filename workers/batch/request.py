@@ -143,7 +143,7 @@ class Output(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
+        """Return the shape of the array."""
         return tuple(self.data.shape)
 
 

@@ -173,7 +173,7 @@ class ResponseStream:
 
     @property
     def closed(self) -> bool:
-        """Whether the model has ended the stream or has failed, and may not send responses.
+        """Return whether the model has ended the stream or has failed, and may not send responses.
 
         A stream that was ended because its client reads nothing counts as cancelled, not as closed.
         """
@@ -215,7 +215,7 @@ class ResponseStream:
 
     @property
     def may_send(self) -> bool:
-        """Whether `send` would return without blocking."""
+        """Return whether `send` would return without blocking."""
         return self._closed or self._open.dropped or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:

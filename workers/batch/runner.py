@@ -184,7 +184,7 @@ class BatchOutput(NamedTuple):
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape of the whole batch."""
+        """Return the shape of the whole batch."""
         whole: Sequence[int] = (self.host if self.device is None else self.device).shape
         return whole
 

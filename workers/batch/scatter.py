@@ -192,7 +192,7 @@ class Scatterer:
         if self._whole:
             self._whole = False  # reported only once
             logger.warning(
-                "model '%s' was asked for outputs that it has not made: %s (not said again)",
+                "model '%s' was asked for outputs that it did not return: %s (logged once)",
                 self._signature.name,
                 ", ".join(missing),
             )

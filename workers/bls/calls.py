@@ -127,7 +127,7 @@ class StreamCall(Call):
 
     @property
     def finished(self) -> bool:
-        """Whether every response has been taken."""
+        """Return whether every response has been taken."""
         return not self.items and (self.received_all or self.abandoned)
 
     def take(self) -> Outcome | None:

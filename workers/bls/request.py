@@ -73,7 +73,7 @@ class CallRequest:
 
     @property
     def limit_us(self) -> int:
-        """The time limit of the call in microseconds (the parameter `deadline_us`), or 0."""
+        """Return the time limit of the call in microseconds (the parameter `deadline_us`), or 0."""
         value = self.parameters.get("deadline_us", 0)
         return value if type(value) is int and value > 0 else 0
 

@@ -27,7 +27,14 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
+from shmserve.errors import (
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ShmserveError,
+    Unavailable,
+    from_code,
+)
 from shmserve.ipc.memory.lent import LentMemory, releases
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.control_requests import FindModel
@@ -89,12 +96,12 @@ class Call(InflightRequest):
 
     @property
     def key(self) -> Key:
-        """The name and version of the called model."""
+        """Return the name and version of the called model."""
         return self.request.model, self.request.version
 
     @property
     def ends_ns(self) -> int:
-        """The monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
+        """Return the monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
         limit_us = self.request.limit_us
         own_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
         return min(filter(None, (own_ns, self.request.deadline_ns)), default=0)
@@ -194,7 +201,7 @@ class CallRouter:
 
     @property
     def free_bytes(self) -> int:
-        """The number of free bytes in the memory for large inputs."""
+        """Return the number of free bytes in the memory for large inputs."""
         return self._memory.byte_size - self._memory.used
 
     # --- sending
@@ -420,7 +427,7 @@ class CallRouter:
                     self._submit_to(target, call)
                     return
         except ShmserveError as failure:
-            error = failure
+            error = not_begun(call.request.model, failure)
         with self._lock:
             call.free()
             call.end(error)
@@ -433,3 +440,14 @@ def decoupled_error(model: str) -> Internal:
         "models using the decoupled transaction policy. Please use 'decoupled=True' argument to "
         "the 'exec' or 'async_exec' calls for decoupled models.'"
     )
+
+
+def not_begun(model: str, error: ShmserveError) -> ShmserveError:
+    """Return the error, in Triton's words, of a call that reached no scheduler."""
+    why = error.message
+    if isinstance(error, NotFound):
+        why = f"Failed for execute the inference request. Model '{model}' is not ready."
+    message = f"Model {model} - Error when running inference: {why}"
+    if isinstance(error, NotFound | InvalidArgument):
+        return Internal(message)
+    return type(error)(message)

@@ -289,7 +289,7 @@ class DeviceMemory:
 
     @property
     def handles(self) -> int:
-        """The number of handles that are open or not closed yet."""
+        """Return the number of handles that are open or not closed yet."""
         return len(self._open) + len(self._unused)
 
 

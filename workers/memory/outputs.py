@@ -60,7 +60,7 @@ class OutputMemory:
 
     @property
     def id(self) -> int:
-        """The id of the arena's memory."""
+        """Return the id of the arena's memory."""
         return self._arena.memory.id
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class OutputMemory:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether a block is allocated for a response that is not sent yet."""
+        """Return whether a block is allocated for a response that is not sent yet."""
         return bool(self._fresh)
 
     def delivered(self) -> int:

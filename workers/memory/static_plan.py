@@ -64,7 +64,7 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """The rows of the largest batch."""
+        """Return the rows of the largest batch."""
         return self.buckets[-1]
 
     def bucket(self, rows: int) -> int:
@@ -84,7 +84,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The total bytes; an unmeasured workspace counts as 0."""
+        """Return the total bytes; an unmeasured workspace counts as 0."""
         return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def log(self, model: str) -> None:
@@ -145,7 +145,7 @@ class Recorder(Protocol):
         """Return the bytes of device memory that this process has reserved."""
 
 
-class CudaRecorder:
+class CudaRecorder(Recorder):
     """A recorder of CUDA graphs."""
 
     def __init__(self, device: torch.device) -> None:

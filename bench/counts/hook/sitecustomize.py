@@ -1,8 +1,10 @@
-"""Counts calls and allocations in the processes of a server that is started with this folder on
-PYTHONPATH: Python imports it at every start, and processes are forked from one that did.
+"""A counter of calls and allocations in the processes of a server.
 
-Each SIGUSR1 begins the next of `nothing -> allocations -> calls -> nothing`, in the main thread;
-the file PID.STEP in $COUNTS_DIR says that it has, and at the end has what was found.
+The server is started with this folder on PYTHONPATH. Python imports this module at every start, and
+the server's processes are forked from a process that has imported it.
+
+Each SIGUSR1 begins the next step of `nothing -> allocations -> calls -> nothing`.
+The file PID.STEP in $COUNTS_DIR exists once the step has begun, and has the counts at its end.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _FOLDER = Path(os.environ["COUNTS_DIR"])
 
 
 def _allocations() -> int:
-    """The blocks that Python's objects were given so far; 0 where there was no compiler."""
+    """Return the number of blocks allocated for Python objects; 0 without a compiler."""
     return _counter.value if _counter is not None else 0
 
 

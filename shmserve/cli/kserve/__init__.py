@@ -9,7 +9,7 @@ from shmserve import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags to its parser."""
+    """Define the command's arguments."""
     parser.add_argument(
         "--image",
         default=f"shmserve:{__version__}",

@@ -24,11 +24,11 @@ _HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's arguments to its parser."""
+    """Define the command's arguments."""
     parser.add_argument("verb", choices=("install", "show", "remove"))
     parser.add_argument("--user", action="store_true", help="for this user's own manager")
     parser.add_argument("--root", type=Path, help="for the system in this folder, an image")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
     parser.add_argument("--force", action="store_true", help="overwrite, or remove, changed files")
     parser.add_argument("--program", help="the shmserve to start (default: this one)")
     parser.add_argument(
@@ -239,7 +239,8 @@ class _Change:
             if not self._host.token:
                 token = self._host.settings / "token"
                 print(
-                    f"No {token}: whoever reaches the sockets is served; write it, install again."
+                    f"No {token}: any client that reaches the sockets is served. "
+                    "Write the file and install again."
                 )
 
     def _command(self, *words: str, may_fail: bool = False) -> None:

@@ -126,7 +126,7 @@ def device_number(device: object) -> int | None:
         return None
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
-        raise InvalidArgument(f"device '{name}' is none of 'cpu', 'cuda', 'cuda:NUMBER'")
+        raise InvalidArgument(f"device '{name}' is unknown (allowed: 'cpu', 'cuda', 'cuda:NUMBER')")
     return int(number or 0)
 
 
@@ -238,7 +238,7 @@ class DeviceView:
             array = np.asarray(values, dtype_of(self.datatype))
             array = np.ascontiguousarray(np.broadcast_to(array, self.shape))
         except (TypeError, ValueError) as error:
-            text = f"what is not {self.datatype} {self.shape} cannot be copied there: {error}"
+            text = f"expected data of {self.datatype} {self.shape}: {error}"
             raise InvalidArgument(text) from error
         if array.nbytes:
             raw = array.reshape(-1).view(np.uint8).data

@@ -150,7 +150,7 @@ def check_room(name: str, given: str, signature: Signature) -> None:
 def _templates(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, TensorTemplate]:
     if not isinstance(tensors, Mapping):
         raise InvalidArgument(
-            f"what to allocate is a mapping of names to (shape, datatype), got {tensors!r:.80}"
+            f"expected a mapping of names to (shape, datatype), got {tensors!r:.80}"
         )
     templates: dict[str, TensorTemplate] = {}
     for name, spec in tensors.items():
@@ -164,7 +164,7 @@ def _template(name: str, shape: Sequence[int], datatype: str) -> TensorTemplate:
     item = ITEM_SIZE.get(datatype) if isinstance(datatype, str) else 0
     if not item:
         allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
-        raise InvalidArgument(f"'{name}': datatype '{datatype}' is none of {allowed}")
+        raise InvalidArgument(f"'{name}': unknown datatype '{datatype}' (allowed: {allowed})")
     try:
         dims = tuple(map(index, shape))
     except TypeError:

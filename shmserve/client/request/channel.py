@@ -47,7 +47,7 @@ from shmserve.ipc.transport.dealer import Dealer, LinkTable
 from shmserve.ipc.transport.records import MalformedMessage
 
 DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"
-LATE = "nobody answered within the timeout"
+LATE = "no response arrived within the timeout"
 ENDED = "the connection to the server ended before it answered"
 FULL = "this program has no descriptor left for another link"
 _TWICE = "the server ended the connection, twice"
@@ -173,7 +173,7 @@ class ClientRequest(InflightRequest):
 
     @property
     def explained(self) -> bool:
-        """Whether the request asks for a latency breakdown in its result."""
+        """Return whether the request asks for a latency breakdown in its result."""
         return (self.built.options.parameters or {}).get("explain") is True
 
     def copied(self, place: Range) -> bytes:
@@ -314,12 +314,12 @@ class RequestChannel:
 
     @property
     def waiting(self) -> Collection[int]:
-        """The numbers of the requests that have not completed."""
+        """Return the numbers of the requests that have not completed."""
         return self.schedulers.pending
 
     @property
     def unsent(self) -> int:
-        """The number of queued messages."""
+        """Return the number of queued messages."""
         return self._links.unsent
 
     def flush(self) -> None:

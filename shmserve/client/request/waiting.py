@@ -206,7 +206,7 @@ class Waiting(Attending, Protocol):
         """Send a request that may have any number of responses."""
 
 
-class ThreadChannel:
+class ThreadChannel(Waiting):
     """A request channel of one thread, which waits for its sockets itself."""
 
     def __init__(self, connection: ServerConnection) -> None:
@@ -296,7 +296,7 @@ class ThreadChannel:
             self._poll.close()
 
 
-class SharedChannel:
+class SharedChannel(Waiting):
     """The connection's own channel, for a thread that could not get a channel of its own.
 
     The connection's thread sends and receives on behalf of this thread.

@@ -196,7 +196,9 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[MetricFamily]:
     failures = MetricFamily("nv_inference_request_failure", f"Number of failed {_ALL}", "counter")
     for labels, report in reports:
         for reason in _REASONS:
-            number = report["failures"].get(reason, 0)
+            # Triton counts the failure of a step and the resulting failure of the ensemble.
+            weight = 2 if reason == "OTHER" and report.get("is_ensemble") else 1
+            number = weight * report["failures"].get(reason, 0)
             failures.add({**labels, "reason": reason}, number)
     yield failures
     cached = _with_cache(reports)
@@ -244,8 +246,7 @@ def first_responses(reports: Reports) -> Iterator[MetricFamily]:
             family.add(shown, cumulative, "_bucket")
         family.add(labels, cumulative, "_count")
         family.add(labels, histogram["sum"], "_sum")
-    if family.samples:
-        yield family
+    yield family
 
 
 def _with_cache(reports: Reports) -> Reports:
@@ -293,8 +294,7 @@ def _padding(reports: Reports) -> Iterator[MetricFamily]:
         for labels, report in reports:
             for tensor, counts in report["padding"].items():
                 family.add({**labels, "input": tensor}, counts[at])
-        if family.samples:
-            yield family
+        yield family
 
 
 _GENERATIVE = tuple(
@@ -388,7 +388,8 @@ class MetricsExporter:
 
 
 def _text(families: Iterable[MetricFamily]) -> str:
-    return "".join(f"{line}\n" for family in families for line in family.lines())
+    shown = (family for family in families if family.samples)  # as in Triton
+    return "".join(f"{line}\n" for family in shown for line in family.lines())
 
 
 def _sort_key(label: tuple[str, str]) -> tuple[bool, str]:

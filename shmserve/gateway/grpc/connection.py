@@ -100,18 +100,18 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     @property
     def open(self) -> bool:
-        """Whether the connection is neither closed nor closing."""
+        """Return whether the connection is neither closed nor closing."""
         transport = self.transport
         return transport is not None and not (self._ended or transport.is_closing())
 
     @property
     def idle_since(self) -> float | None:
-        """The loop time since which no call is open, or None."""
+        """Return the loop time since which no call is open, or None."""
         return None if self.http2.streams else self._since
 
     @property
     def sending_since(self) -> float | None:
-        """The loop time since which a message is incomplete, or None."""
+        """Return the loop time since which a message is incomplete, or None."""
         return self._since if self._arriving else None
 
     def abort(self) -> None:

@@ -60,7 +60,7 @@ class HttpChannel(Protocol):
 
     @property
     def writing_paused(self) -> bool:
-        """Whether the client reads more slowly than the server writes."""
+        """Return whether the client reads more slowly than the server writes."""
 
     async def drain(self) -> None:
         """Wait until the client has read what was written.

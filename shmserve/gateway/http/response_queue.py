@@ -64,13 +64,13 @@ class ResponseQueue:
 
     @property
     def headers(self) -> bytes:
-        """The headers of the response, which identify the trace also for later errors."""
+        """Return the headers of the response, which identify the trace also for later errors."""
         trace = self.request.built.trace
         return b"" if trace is None else traced(trace.context.traceparent)
 
     @property
     def first(self) -> Message:
-        """The first response in the queue."""
+        """Return the first response in the queue."""
         return self._messages[0]
 
     def __bool__(self) -> bool:

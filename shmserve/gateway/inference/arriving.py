@@ -65,12 +65,12 @@ class ArrivingTensors:
 
     @property
     def missing(self) -> int:
-        """The number of bytes that the current tensor lacks."""
+        """Return the number of bytes that the current tensor lacks."""
         return len(self._left)
 
     @property
     def complete(self) -> bool:
-        """Whether all tensors were received."""
+        """Return whether all tensors were received."""
         return not self._left and self.begun == len(self.views)
 
     def received(self) -> list[bytes]:

@@ -194,7 +194,7 @@ class Arrival:
 
     @property
     def has_block(self) -> bool:
-        """Whether eviction releases an arena block."""
+        """Return whether eviction releases an arena block."""
         return self._release is not None
 
     def rate(self, now: float) -> float:

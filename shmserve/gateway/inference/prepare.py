@@ -97,14 +97,14 @@ class Resources:
 
     @property
     def uses(self) -> Uses:
-        """The references of the request to regions."""
+        """Return the references of the request to regions."""
         if self._uses is None:
             self._uses = Uses(self._table)
         return self._uses
 
     @property
     def regions(self) -> Sequence[GatewayRegion]:
-        """The regions that the request uses."""
+        """Return the regions that the request uses."""
         return () if self._uses is None else self._uses.regions
 
     def allocate(self, sizes: list[int]) -> list[Range]:
@@ -142,7 +142,7 @@ class Resources:
 
     @property
     def placed(self) -> bool:
-        """Whether the request has a block of the arena."""
+        """Return whether the request has a block of the arena."""
         return self._offset >= 0
 
     def release(self) -> None:

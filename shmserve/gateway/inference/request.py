@@ -110,7 +110,7 @@ class InferRequest:
 
     @property
     def classes(self) -> dict[str, int]:
-        """The number of classes of each classified output, by name."""
+        """Return the number of classes of each classified output, by name."""
         return {output.name: output.classes for output in self.outputs if output.classes}
 
 

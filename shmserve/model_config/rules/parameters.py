@@ -217,7 +217,7 @@ def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -
         if key not in _OF_INPUT:
             allowed = ", ".join(map(repr, (*_OF_INPUT, "like")))
             near = suggestion(key, (*_OF_INPUT, "like"))
-            yield f"has the key '{key}', which is none of {allowed}{near}"
+            yield f"has the unknown key '{key}' (allowed: {allowed}){near}"
     io = inputs.get(name)
     if io is None:
         yield "is for no input of the model, nor has it 'like' for an output"

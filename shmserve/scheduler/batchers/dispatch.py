@@ -126,7 +126,7 @@ class Dispatcher(ABC):
 
     @property
     def open_sequences(self) -> int:
-        """The number of sequences that have begun and not ended."""
+        """Return the number of sequences that have begun and not ended."""
         return 0
 
     def accepts_while_draining(self, message: Submit) -> bool:

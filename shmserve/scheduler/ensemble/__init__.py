@@ -1,5 +1,7 @@
-"""The scheduling of an ensemble: the scheduler of a model to its clients, and a client of the
-schedulers of its steps.
+"""The scheduling of an ensemble.
+
+To its clients an ensemble is a model with a scheduler. To the schedulers of its steps it is one
+more client.
 
 core.py            the decisions on each message (no clock, no socket)
 request.py         a request, its states, its end, and the messages to its client

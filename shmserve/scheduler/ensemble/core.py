@@ -324,6 +324,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             "instances": {},
             "open_sequences": 0,
             "malformed": self._steps.malformed,
+            "is_ensemble": True,
         }
 
 

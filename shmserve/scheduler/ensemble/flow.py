@@ -94,12 +94,12 @@ class Graph:
 
     @cached_property
     def writers(self) -> Mapping[str, EnsembleStep]:
-        """The step that makes each tensor that is not an input."""
+        """Return the step that makes each tensor that is not an input."""
         return {tensor: step for step in self.steps for tensor in step.outputs.values()}
 
     @cached_property
     def conditions(self) -> frozenset[str]:
-        """The tensors that decide whether a step runs."""
+        """Return the tensors that decide whether a step runs."""
         return frozenset(step.condition for step in self.steps if step.condition)
 
     def needed(self, outputs: Iterable[str]) -> frozenset[int]:

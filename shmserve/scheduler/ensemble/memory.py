@@ -108,7 +108,7 @@ class Value(Token):
 
     @property
     def in_block(self) -> bool:
-        """Whether the tensor is inline or in a block of the ensemble, which may be kept longer."""
+        """Return whether the tensor is inline or in a block of the ensemble's own arena."""
         return isinstance(self.data, bytes) or isinstance(self.memory, Block)
 
     def block_at(self, place: Range) -> Block | None:
@@ -159,12 +159,12 @@ class EnsembleMemory:
 
     @property
     def used(self) -> int:
-        """The number of bytes in use, in the arena and on devices."""
+        """Return the number of bytes in use, in the arena and on devices."""
         return self._on_devices.used + self.lent.used
 
     @property
     def held(self) -> int:
-        """The number of workers' arenas that are held open."""
+        """Return the number of workers' arenas that are held open."""
         return len(self._held)
 
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
@@ -293,7 +293,7 @@ class DeviceBlocks:
 
     @property
     def used(self) -> int:
-        """The number of bytes in use."""
+        """Return the number of bytes in use."""
         return sum(segment.free.used for segment in self._segments.values())
 
     def allocate(self, device: int, byte_size: int) -> Block | None:

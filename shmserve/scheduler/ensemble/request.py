@@ -180,7 +180,7 @@ class UnreadResponses:
 
     @property
     def is_open(self) -> bool:
-        """Whether the client takes another response."""
+        """Return whether the client takes another response."""
         return self._window.is_open
 
     def add(self, values: Iterable[Value], byte_size: int) -> None:

@@ -209,7 +209,7 @@ class StepRunner:
 
 
 @dataclass(eq=False)
-class StepSchedulers:
+class StepSchedulers(Links):
     """The links of an ensemble to the schedulers of its steps (`Links`).
 
     A scheduler in this process is called; the others have sockets.
@@ -250,14 +250,14 @@ class StepSchedulers:
         if not self._neighbours.post(endpoint, self._identity, message):
             self._links.post(endpoint, message)
 
-    defer = post  # what is queued leaves at the end of the turn
+    defer = post  # all queued messages are sent at the end of the turn
 
     def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         self._links.drain(endpoint, take)
 
     @property
     def pending(self) -> Sized:
-        """As in `Outbox`: what is to be flushed."""
+        """Return the links with queued messages, as `Outbox.pending`."""
         return self._links.pending
 
     def flush(self) -> None:

@@ -42,17 +42,17 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The number of blocks that can be allocated: free ones and unreferenced cached ones."""
+        """Return the number of free blocks and of cached blocks without a reference."""
         return self._free + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """The number of unreferenced blocks with reusable content."""
+        """Return the number of unreferenced blocks with reusable content."""
         return len(self._cached)
 
     @property
     def used(self) -> int:
-        """The number of referenced blocks."""
+        """Return the number of referenced blocks."""
         return self.count - self.available
 
     # --- allocation

@@ -72,7 +72,7 @@ class Ongoing:
 
     @property
     def open(self) -> dict[int, array[int]]:
-        """The tokens of each open sample."""
+        """Return the tokens of each open sample."""
         generation = self.generation
         if generation is None or generation.beams is not None:
             return {}
@@ -118,7 +118,7 @@ class GenerativeDispatch(Dispatcher):
 
     @property
     def _waiting(self) -> int:
-        """The number of requests and sequences that wait for others to end.
+        """Return the number of requests and sequences that wait for others to end.
 
         Requests that have not been prepared yet do not wait if the instances have room for them.
         """

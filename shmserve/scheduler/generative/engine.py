@@ -152,7 +152,7 @@ class Engine(Generic[T]):
 
     @property
     def live(self) -> int:
-        """The number of sequences that have not ended."""
+        """Return the number of sequences that have not ended."""
         return len(self._live)
 
     def count(self, status: SequenceStatus) -> int:
@@ -161,7 +161,7 @@ class Engine(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """The number of sequences that have not run yet, or must begin again."""
+        """Return the number of sequences that have not run yet, or must begin again."""
         return self.count(SequenceStatus.WAITING)
 
     # --- plan

@@ -56,7 +56,7 @@ class Generation(Generic[T]):
 
     @property
     def rows(self) -> int:
-        """The maximum number of its sequences at a time."""
+        """Return the maximum number of its sequences at a time."""
         return self.beams.width if self.beams is not None else self.samples
 
     @property
@@ -69,7 +69,7 @@ class Generation(Generic[T]):
 
     @property
     def most_tokens(self) -> int:
-        """The maximum number of computed tokens of a sequence; the last token is never computed."""
+        """Return the maximum number of computed tokens of a sequence, without its last token."""
         return len(self.prompt) + self.max_tokens - 1
 
 
@@ -101,23 +101,23 @@ class Sequence(Generic[T]):
 
     @property
     def seats(self) -> int:
-        """The number of sequences that it is, or is about to become."""
+        """Return the number of sequences that it is, or is about to become."""
         search = self.generation.beams
         return search.width if search is not None and not self.generated else 1 + self.forks
 
     @property
     def missing(self) -> int:
-        """The number of tokens to compute before the next token is sampled."""
+        """Return the number of tokens to compute before the next token is sampled."""
         return len(self.tokens) - self.computed
 
     @property
     def generated(self) -> int:
-        """The number of tokens after the prompt."""
+        """Return the number of tokens after the prompt."""
         return len(self.tokens) - len(self.generation.prompt)
 
     @property
     def left(self) -> int:
-        """The number of tokens that may still follow."""
+        """Return the number of tokens that may still follow."""
         return self.generation.max_tokens - self.generated
 
     def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:

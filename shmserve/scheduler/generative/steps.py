@@ -42,7 +42,7 @@ class StepWork(NamedTuple):
 
     @property
     def terms(self) -> tuple[float, float, float, float]:
-        """The terms of the model."""
+        """Return the terms of the model."""
         return (1.0, float(self.decoded), float(self.prefilled), self.pairs / _KEYS)
 
 
@@ -97,7 +97,7 @@ class StepTimes:
 
     @property
     def prompt_token_ms(self) -> float:
-        """The duration that a prompt token adds."""
+        """Return the duration that a prompt token adds."""
         return max(self._weights[2], 1e-3)
 
     def observe(self, load: StepWork, took_ms: float) -> None:

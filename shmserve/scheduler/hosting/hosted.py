@@ -215,7 +215,7 @@ class HostedScheduler(ABC):
 
     @property
     def malformed(self) -> int:
-        """The number of clients' unreadable frames so far."""
+        """Return the number of clients' unreadable frames so far."""
         return self._routed.malformed + self._local_clients.link.malformed
 
     def to(self, peer: bytes) -> Callable[[Any], object]:

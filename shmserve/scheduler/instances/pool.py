@@ -108,12 +108,12 @@ class Slot:
 
     @property
     def execution(self) -> Execution | None:
-        """The execution that runs now; executions that were sent ahead follow it."""
+        """Return the execution that runs now; executions that were sent ahead follow it."""
         return self.executions[0] if self.executions else None
 
     @property
     def idle(self) -> bool:
-        """Whether the instance can take a batch at once."""
+        """Return whether the instance can take a batch at once."""
         return self.state is SlotState.IDLE
 
     def meet(self, event: str) -> None:
@@ -442,12 +442,12 @@ class Pool:
 
     @property
     def ready_count(self) -> int:
-        """The number of instances with a worker."""
+        """Return the number of instances with a worker."""
         return len(self._by_peer)
 
     @property
     def executing(self) -> int:
-        """The number of requests at instances."""
+        """Return the number of requests at instances."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
     def counts(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ class Peers(Protocol):
 
     @property
     def malformed(self) -> int:
-        """The number of unreadable frames so far."""
+        """Return the number of unreadable frames so far."""
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for the worker at this address."""
@@ -186,7 +186,7 @@ class Lookup(NamedTuple):
 
     @property
     def hit(self) -> bool:
-        """Whether there is a cached response."""
+        """Return whether there is a cached response."""
         return bool(self.response[0])
 
     def cancel(self) -> None:

@@ -39,5 +39,5 @@ def wrong(found: str, fix: str) -> Verdict:
 
 
 def megabytes(count: int) -> str:
-    """Format a number of bytes."""
+    """Return a number of bytes as text, in MB or GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"

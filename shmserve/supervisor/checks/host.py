@@ -196,7 +196,7 @@ def judge_user(facts: tuple[int, bool]) -> Verdict:
     """Warn if shared memory is deleted while it is in use; that of system users is kept."""
     uid, removed = facts
     if uid in _DYNAMIC_UIDS:
-        found = f"uid {uid}, a dynamic one: what it shares goes when its unit stops"
+        found = f"uid {uid}, a dynamic one: its shared memory is removed when its unit stops"
         return warning(found, "User= with a system user (shmserve systemd install makes one)")
     if uid not in _SYSTEM_UIDS and removed:
         found = f"uid {uid}, whose objects in /dev/shm logind deletes when its last session ends"

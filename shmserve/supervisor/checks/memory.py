@@ -276,7 +276,7 @@ def judge_sharing(sharing: DeviceSharing) -> Verdict:
         return warning(f"two processes could not share some: {sharing.failed}", fix)
     if "expandable_segments:true" in sharing.allocator.lower().replace(" ", ""):
         fix = f"{_ALLOCATOR[0]} without it, or memory that shmserve.client allocates"
-        return warning("what torch allocates in expandable_segments cannot be shared", fix)
+        return warning("allocations of torch in expandable_segments cannot be shared", fix)
     return ok("two processes shared some")
 
 

@@ -133,7 +133,7 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")
         if open_to_all:
-            found = f"everybody may write to {path}, and what is there runs as this user"
+            found = f"every user may write to {path}, and its models run as this user"
             return warning(found, f"chmod o-w {shlex.quote(path)}")
         if not folders:
             return warning(f"{path} has no model in it", "a folder for each model")

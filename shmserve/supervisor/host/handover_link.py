@@ -164,7 +164,7 @@ class HandoverLink:
                 socket.send_fds(self._link, [json.dumps(message).encode()], fds)
                 return
             except OSError as error:  # the other server has ended, or does not read
-                logger.warning("the other server is not told any more: %s", error.strerror)
+                logger.warning("messages to the other server are disabled: %s", error.strerror)
                 self._end()
         self._settle_all()
 
@@ -196,7 +196,7 @@ class HandoverLink:
             try:
                 await self._take(verb, name, fds)
             except Exception:
-                logger.exception("what another server asked for failed")
+                logger.exception("a request of another server failed")
             self._send([number])
 
     def _end(self) -> None:

@@ -178,7 +178,7 @@ class Listeners:
 
     @property
     def door(self) -> socket.socket | None:
-        """The listener of the predecessor's local clients."""
+        """Return the listener of the predecessor's local clients."""
         return None if self.offer is None else self.offer.door
 
     def lend_all(self) -> None:

@@ -97,7 +97,7 @@ class RunDirectory:
             except (InvalidArgument, OSError):
                 fresh = cls(None, group)
             reason = str(error).removeprefix("--run-dir: ")
-            logger.warning("%s; shmserve.client must be told %s", reason, fresh.path)
+            logger.warning("%s; clients must connect with connect('%s')", reason, fresh.path)
             return fresh
 
     def _lock(self, patience_s: float) -> int:

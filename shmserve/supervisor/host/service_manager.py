@@ -52,12 +52,12 @@ class ServiceManager:
             try:
                 self._socket.connect(where)
             except OSError as error:
-                logger.warning("the service manager does not hear: %s", error.strerror)
+                logger.warning("the service manager is not notified: %s", error.strerror)
                 self.close()
 
     @property
     def is_present(self) -> bool:
-        """Whether there is a service manager."""
+        """Return whether there is a service manager."""
         return self._socket is not None
 
     @classmethod
@@ -205,7 +205,7 @@ def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str,
         if name not in LISTENERS:
             raise InvalidArgument(
                 f"LISTEN_FDNAMES: a socket named '{name}' "
-                f"(FileDescriptorName= may say: {', '.join(LISTENERS)})"
+                f"(allowed for FileDescriptorName=: {', '.join(LISTENERS)})"
             )
         found.setdefault(name, []).append(_listening(fd, name))
     return found, kept

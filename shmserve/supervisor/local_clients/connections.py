@@ -217,11 +217,11 @@ class LocalClientConnections:
 
     @property
     def door(self) -> socket.socket:
-        """The listener."""
+        """Return the listener."""
         return self._door.sock
 
     def lent(self) -> list[socket.socket]:
-        """The lent listeners."""
+        """Return the lent listeners."""
         return [each.sock for each in self._lent]
 
     def lend(self) -> None:
@@ -293,7 +293,7 @@ class LocalClientConnections:
         """Send a packet now or when the client reads; disconnect it if too many are unread."""
         client.unsent.append(data)
         if len(client.unsent) > _MOST_UNREAD:
-            logger.warning("a client program does not read what it is told: disconnected")
+            logger.warning("a client program does not read its messages: disconnected")
             self.disconnect(client)
         elif len(client.unsent) == 1:
             self._flush(client)
@@ -330,7 +330,7 @@ class LocalClientConnections:
                     return  # disconnected meanwhile, so nothing would release what it shares
                 self._on_message(client, message, fds)
         except MalformedMessage as error:
-            logger.warning("a client program sent what is no message: %s", error)
+            logger.warning("a client program sent an invalid message: %s", error)
             if isinstance(error, frames.OtherVersion):
                 refused = Refused(0, Unsupported.code, str(error))
                 self.send(client, frames.pack([refused]))

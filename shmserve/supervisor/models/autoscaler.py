@@ -307,7 +307,7 @@ class ScalingPolicy:
 
     @property
     def _allowed_s(self) -> float:
-        """The allowed mean wait."""
+        """Return the allowed mean wait."""
         if self.target_s:
             left_s = max(self.target_s - self._execution_s, _LEAST_ALLOWED * self.target_s)
             return left_s / _TAIL

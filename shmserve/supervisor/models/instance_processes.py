@@ -109,22 +109,22 @@ class Instances:
 
     @property
     def problem(self) -> str:
-        """The reason why no instance will accept requests again, or empty."""
+        """Return the reason why no instance will accept requests again, or empty."""
         return self.failure
 
     @property
     def any_ready(self) -> bool:
-        """Whether an instance accepts requests."""
+        """Return whether an instance accepts requests."""
         return any(instance.state is InstanceState.READY for instance in self._all)
 
     @property
     def count(self) -> int:
-        """The number of instances that serve or will serve."""
+        """Return the number of instances that serve or will serve."""
         return sum(instance.state not in _DOWN for instance in self._all)
 
     @property
     def all_serve(self) -> bool:
-        """Whether all of these instances are ready; none is starting or restarting."""
+        """Return whether all of these instances are ready; none is starting or restarting."""
         return self.count == sum(each.state is InstanceState.READY for each in self._all)
 
     def states(self) -> list[InstanceState]:
@@ -152,12 +152,12 @@ class Instances:
 
     @property
     def device_byte_size(self) -> int:
-        """The accelerator memory of the running processes, measured after they had loaded."""
+        """Return the accelerator memory of the running processes, in bytes, as loaded."""
         return sum(instance.device_byte_size for instance in self._all if instance.alive)
 
     @property
     def checks_ready(self) -> bool:
-        """Whether the model implements a readiness check."""
+        """Return whether the model implements a readiness check."""
         return any(instance.checks_ready for instance in self._all)
 
     # --- start
@@ -223,6 +223,7 @@ class Instances:
             arena_byte_size=server.arena_byte_size,
             threads=server.worker_threads(bounds.most if bounds is not None else count),
             log=self._context.log,
+            environment=config.environment,
         )
         instance.inbox = inbox()
         child = await self._context.worker_zygote.spawn(title, _ENTRY, encode_start(start))

@@ -74,7 +74,7 @@ class VersionSpec:
 
     @property
     def steps(self) -> list[StepModel]:
-        """The models of an ensemble's steps."""
+        """Return the models of an ensemble's steps."""
         return steps_of(self.config)
 
 
@@ -155,12 +155,12 @@ class Instance:
 
     @property
     def alive(self) -> bool:
-        """Whether the instance has a process that is not known to have ended."""
+        """Return whether the instance has a process that is not known to have ended."""
         return self.child is not None and self.child.alive
 
     @property
     def place(self) -> tuple[str, int, RateLimit]:
-        """The kind, the device and the rate limit; equal instances are interchangeable."""
+        """Return the kind, the device and the rate limit; equal instances are interchangeable."""
         return self.kind, self.device_id, self.rate_limit
 
     def transition(self, event: str) -> None:

@@ -5,6 +5,8 @@ The files of a load request are written to a folder, which is removed when no pr
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -22,8 +24,10 @@ from shmserve.common.host import Accelerators
 from shmserve.common.model_names import check_model_name
 from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
+from shmserve.ipc import endpoints
 from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
-from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.model_settings import ENVIRONMENT
+from shmserve.ipc.model_spec import ModelSpec, class_attribute
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
@@ -43,6 +47,7 @@ class LoadPlanner:
         """Create a planner; raises InvalidArgument for models that were given as files."""
         self._config = config
         self._overrides = run_dir / "overrides"
+        self._environments = endpoints.environments(run_dir)
         self._accelerators = accelerators
         self._inline: dict[str, ModelFolder] = {}
         for spec in config.model_files:
@@ -104,6 +109,7 @@ class LoadPlanner:
             config = self._filled(written, folder)
             problem = self._obstacle(config, folder)
             if not problem:
+                _add_environment(config, folder)
                 self._validate(config, folder, source, complete=False)
                 labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
@@ -145,6 +151,14 @@ class LoadPlanner:
     def discard(self, plan: VersionSpec) -> None:
         """Remove the folder of a load request's files when no process uses it."""
         self._remove(plan.model_dir)
+
+    def remove_unused_environments(self) -> None:
+        """Remove the unpacked archives of environments that no worker has locked."""
+        for file in self._environments.glob("*.lock"):
+            with file.open() as lock, contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for folder in (file.with_suffix(""), file.with_suffix(".part")):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _remove(self, folder: Path) -> None:
         if folder.is_relative_to(self._overrides):
@@ -269,14 +283,40 @@ def _is_sampling(given: Any) -> bool:
 
 
 def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
+    found = _class_text(config, folder)
+    return None if found is None else model_config.class_source(*found)
+
+
+def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str] | None:
+    """Return the text of the file of a class, the name of the class, and that of the file."""
     file = config.default_model_filename or "model.py"
-    within = Path(str(folder.versions[-1]), file)
+    within = Path(str(folder.versions[-1] if folder.versions else 1), file)
     try:
         text = (folder.path / within).read_text(encoding="utf-8")
     except (OSError, ValueError):  # the load reports the error
         return None
     name = config.parameters["class"].string_value if "class" in config.parameters else ""
-    return model_config.class_source(text, name or "Model", f"{folder.name}/{within}")
+    return text, name or "Model", f"{folder.name}/{within}"
+
+
+def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
+    """Add the attribute `environment` of a class to its parameters.
+
+    It is read from the text of the file, which only that environment may be able to import.
+
+    Raises:
+        InvalidArgument: The attribute is not a literal string.
+    """
+    found = _class_text(config, folder) if config.backend == "native" else None
+    if found is None or ENVIRONMENT in config.parameters:
+        return
+    text, name, file = found
+    try:
+        value = class_attribute(text, name, ENVIRONMENT)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{file}:{error.message}") from None
+    if isinstance(value, str):
+        config.parameters[ENVIRONMENT].string_value = value
 
 
 def _not_polled(name: str, error: ShmserveError) -> Internal:

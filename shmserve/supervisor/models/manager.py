@@ -32,6 +32,7 @@ from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.on_demand import OnDemand
 from shmserve.supervisor.models.orders import (
     FOLDER,
+    LifecycleActions,
     LoadPlan,
     LoadSource,
     LoggedFailure,
@@ -142,7 +143,7 @@ def _in_background(
     return begin
 
 
-class LifecycleExecutor:
+class LifecycleExecutor(LifecycleActions):
     """The `LifecycleActions` of a server."""
 
     def __init__(
@@ -251,6 +252,11 @@ class LifecycleExecutor:
         for spec in {spec.model_dir: spec for spec in specs}.values():
             if spec.model_dir not in used:
                 self._planner.discard(spec)
+        self._remove_environments()
+
+    @_in_background
+    async def _remove_environments(self) -> None:
+        await asyncio.to_thread(self._planner.remove_unused_environments)
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         return self._planner.complete(spec, completed)

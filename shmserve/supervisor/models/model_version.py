@@ -93,27 +93,27 @@ class ModelVersion:
 
     @property
     def config(self) -> ModelSpec:
-        """The configuration; final once the model has completed it."""
+        """Return the configuration; final once the model has completed it."""
         return self.instances.config
 
     @property
     def endpoint(self) -> str:
-        """The endpoint to which requests for this version are submitted."""
+        """Return the endpoint to which requests for this version are submitted."""
         return self.scheduler.endpoint
 
     @property
     def problem(self) -> str:
-        """The reason why this version no longer accepts requests; empty while it does."""
+        """Return the reason why this version no longer accepts requests; empty while it does."""
         return self.instances.problem
 
     @property
     def ready(self) -> bool:
-        """Whether an instance would execute a request that is submitted now."""
+        """Return whether an instance would execute a request that is submitted now."""
         return self.loaded and self.scheduler.serves and self.instances.any_ready
 
     @property
     def hopeless(self) -> str:
-        """The reason why this version will not become ready, or empty."""
+        """Return the reason why this version will not become ready, or empty."""
         if self._lifetime.retiring or self._lifetime.stopping:
             return self.problem or "the model is unloaded"
         failed = self._failed_starts >= _MOST_FAILED_STARTS
@@ -366,7 +366,7 @@ class EnsembleInstances(Instances):
 
     @property
     def problem(self) -> str:
-        """The first failure among the steps' models."""
+        """Return the first failure among the steps' models."""
         for step, model in zip(self._spec.steps, self._models, strict=True):
             if model is None:
                 return f"model '{step.name}' is not available"
@@ -376,7 +376,7 @@ class EnsembleInstances(Instances):
 
     @property
     def any_ready(self) -> bool:
-        """Whether every step's model is ready."""
+        """Return whether every step's model is ready."""
         return all(model is not None and model.ready for model in self._models)
 
     async def complete_config(self) -> None:

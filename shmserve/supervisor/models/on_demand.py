@@ -94,7 +94,7 @@ class MemoryUse:
 
         Args:
             live: The versions with processes.
-            again: Whether sizes that are older than `_MEASURE_EVERY_S` are measured again.
+            refresh: Whether sizes that are older than `_MEASURE_EVERY_S` are measured again.
         """
         now = time.monotonic()
         loaded = [version for version in live if version.loaded]
@@ -232,7 +232,7 @@ class OnDemand:
                         self._news.clear()
                         await self._news.wait()
             except TimeoutError:
-                logger.warning("unloading takes long: what is loaded in its place does not wait")
+                logger.warning("unloading takes long: the model that replaces it is loaded now")
 
     async def _due(self) -> list[str]:
         bound = self._context.config.max_loaded_byte_size

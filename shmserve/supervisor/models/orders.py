@@ -184,7 +184,7 @@ class Order:
 
     @property
     def settled(self) -> bool:
-        """Whether the order has been executed or has failed."""
+        """Return whether the order has been executed or has failed."""
         return self.phase is OrderPhase.SETTLED
 
     def repeats(self, later: Order) -> bool:
@@ -194,12 +194,12 @@ class Order:
 
     @property
     def may_come(self) -> bool:
-        """Whether the order is a load that has not failed."""
+        """Return whether the order is a load that has not failed."""
         return self.kind is OrderKind.LOAD and self.phase is not OrderPhase.DROPPING
 
     @property
     def waits(self) -> bool:
-        """Whether the order has used nothing but the model's own files so far."""
+        """Return whether the order has used nothing but the model's own files so far."""
         return self.phase in (OrderPhase.QUEUED, OrderPhase.READING, OrderPhase.WAITING)
 
     # --- the steps of a load
@@ -364,49 +364,49 @@ class ModelEntry:
 
     @property
     def versions(self) -> Iterable[ModelVersion]:
-        """The versions that may have a process, serving or not."""
+        """Return the versions that may have a process, serving or not."""
         found = (*self.serving.values(), *self.coming.values(), *self.dropping, *self.retiring)
         return dict.fromkeys(found)  # a version that is kept is serving and coming
 
     @property
     def offered(self) -> bool:
-        """Whether the coming versions are published."""
+        """Return whether the coming versions are published."""
         return bool(self.orders) and self.orders[0].phase is OrderPhase.OFFERED
 
     @property
     def shown(self) -> dict[str, ModelVersion]:
-        """The versions that are published."""
+        """Return the versions that are published."""
         return {**self.serving, **self.coming} if self.offered else self.serving
 
     @property
     def latest(self) -> str:
-        """The version for requests that name none; "" if no version serves."""
+        """Return the version for requests that name none; "" if no version serves."""
         return max(self.coming if self.offered else self.serving, key=int, default="")
 
     @property
     def configurations(self) -> dict[str, dict[str, Any]]:
-        """The configurations of the serving versions, without the parts that may change."""
+        """Return the configurations of the serving versions, without the parts that may change."""
         return {number: each.config.immutable_config for number, each in self.serving.items()}
 
     @property
     def failed(self) -> bool:
-        """Whether the model or a version could not be loaded."""
+        """Return whether the model or a version could not be loaded."""
         return any(outcome != UNLOADED for outcome in self.outcomes.values())
 
     @property
     def last_order(self) -> Order | None:
-        """The last open order that loads or unloads the model."""
+        """Return the last open order that loads or unloads the model."""
         return next((o for o in reversed(self.orders) if o.kind is not OrderKind.MOVE), None)
 
     @property
     def wanted_steps(self) -> list[str]:
-        """The models that this ensemble needs, or will need after the executed load."""
+        """Return the models that this ensemble needs, or will need after the executed load."""
         order = self.orders[0] if self.orders else None
         return order.needs if order is not None and order.needs else self.needs
 
     @property
     def possible_steps(self) -> list[str]:
-        """`wanted_steps` and the current steps, which remain if the executed load fails."""
+        """Return `wanted_steps` and the current steps, which remain if the executed load fails."""
         now = [step.name for version in self.serving.values() for step in version.spec.steps]
         return [*self.wanted_steps, *now]
 

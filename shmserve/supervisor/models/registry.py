@@ -52,7 +52,7 @@ class ModelRegistry:
 
     @property
     def live(self) -> list[ModelVersion]:
-        """The versions that may have a process, serving or not."""
+        """Return the versions that may have a process, serving or not."""
         return [version for model in self.models.values() for version in model.versions]
 
     def workers_on(self, device_id: int) -> list[int]:

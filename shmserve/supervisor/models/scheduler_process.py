@@ -114,22 +114,22 @@ class VersionScheduler:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint to which requests are submitted."""
+        """Return the endpoint to which requests are submitted."""
         return endpoints.scheduler(self._context.run_dir, self.number)
 
     @property
     def instances_endpoint(self) -> str:
-        """The endpoint to which instances attach."""
+        """Return the endpoint to which instances attach."""
         return endpoints.instances(self._context.run_dir, self.number)
 
     @property
     def serves(self) -> bool:
-        """Whether a scheduler accepts requests."""
+        """Return whether a scheduler accepts requests."""
         return self._serving is not None and self._serving.alive
 
     @property
     def serving(self) -> HostedHandle:
-        """The scheduler at `endpoint`, alive or dead; requires that one has started."""
+        """Return the scheduler at `endpoint`, alive or dead; requires that one has started."""
         assert self._serving is not None
         return self._serving
 

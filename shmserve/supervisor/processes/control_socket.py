@@ -224,7 +224,7 @@ class ControlSocket:
         self._identities[address] = identity
         try:
             if type(message) not in _MAY_SEND[peer.role]:
-                logger.warning("a %s said a %s", peer.role, type(message).__name__)
+                logger.warning("a %s sent an unexpected %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
                 self.acknowledgements.acknowledged(address, message.number)
             elif (service := self._services.get(type(message))) is not None:

@@ -46,7 +46,7 @@ class HostedHandle:
 
     @property
     def alive(self) -> bool:
-        """Whether neither the scheduler nor its process is known to have ended."""
+        """Return whether neither the scheduler nor its process is known to have ended."""
         return self.child.alive and not self.closed.done()
 
 

@@ -42,18 +42,18 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether its exit has not been detected."""
+        """Return whether its exit has not been detected."""
         return not self.exited.done()
 
     @property
     def reason(self) -> str:
-        """The exit status or signal, and the cause if the server killed it."""
+        """Return the exit status or signal, and the cause if the server killed it."""
         reason = self.exited.result()
         return f"{reason}: {self.cause}" if self.cause else reason
 
     @property
     def was_killed(self) -> bool:
-        """Whether an operator, or the kernel for lack of memory, has killed it."""
+        """Return whether an operator, or the kernel for lack of memory, has killed it."""
         return self.reason == f"signal {signal.SIGKILL.value}"
 
     def stop_expected(self) -> None:

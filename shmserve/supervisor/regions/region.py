@@ -122,7 +122,7 @@ class OpenRegion:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the object was unlinked, so that its name can be taken over."""
+        """Return whether the object was unlinked, so that its name can be taken over."""
         return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class _Instance:
 
     @property
     def score(self) -> int:
-        """The rank by executions, smallest first."""
+        """Return the rank by executions, smallest first."""
         return self.executions * self.needs.priority
 
 
@@ -74,7 +74,7 @@ class _Waiting:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """The order of grants, smallest first."""
+        """Return the order of grants, smallest first."""
         return self.passed < PATIENCE, self.instance.score, self.number
 
 
@@ -364,7 +364,7 @@ class CacheShares:
 
     @property
     def share(self) -> int:
-        """The current share of each member in bytes."""
+        """Return the current share of each member in bytes."""
         return self.byte_size // max(1, len(self._members))
 
     def join(self, member: int, tell: Callable[[ResizeCache], None]) -> int:

@@ -75,12 +75,12 @@ class WorkspacePool:
 
     @property
     def used(self) -> int:
-        """The number of leased bytes."""
+        """Return the number of leased bytes."""
         return self._free.used
 
     @property
     def waiting(self) -> int:
-        """The number of requests without a lease."""
+        """Return the number of requests without a lease."""
         return len(self._waiting)
 
     def open(self) -> list[GrantedLease]:

@@ -165,7 +165,7 @@ def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
     assert free.choices[0].message.tool_calls is None
     named = {"type": "function", "function": {"name": "f"}}
     body = asked("hermes", tools=TOOLS, tool_choice=named)
-    with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is none of the tools"):
+    with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):
         client.chat.completions.create(**body)
     wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]
     body = asked("hermes", tools=wrong, tool_choice="required")

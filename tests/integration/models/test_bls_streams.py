@@ -218,10 +218,28 @@ seen.extend(map(shown, iterator))
     assert ran(http, "caller", code, "a", "final") == ["a", "again", over, "a"]
 
 
+@pytest.mark.parametrize("model", ITERATE)
+def test_an_iterator_goes_on_where_it_stopped(http: Http, model: str) -> None:
+    code = f"""
+{ITERATOR[model]}
+for rounds in range(2):
+    for n, response in enumerate(iterator):
+        seen.append(shown(response))
+        if n == 1:
+            break
+    seen.extend(["next", shown(next(iterator)), "for"])
+    seen.extend(map(shown, iterator))
+    seen.append("over")
+"""
+    once = ["a", "b", "next", "c", "for", "d", "e", "over"]
+    assert ran(http, model, code, *"abcde", "final") == once * 2
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [
         ("call().exec()", NOT_DECOUPLED),
+        ("call('ordinary', model_version=7).exec()", NOT_READY.replace("nope", "ordinary")),
         ("call('nope').exec()", NOT_READY),
         ("[*call('nope').exec(decoupled=True)][0]", NOT_READY),
     ],

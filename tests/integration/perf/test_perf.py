@@ -233,7 +233,7 @@ def test_a_report_is_written_drawn_and_compared(
         ("http", ["simple", "--batch=0"], 2, "--batch: 0 is less than 1"),
         ("http", ["simple", "--batch=99"], 1, "the first request to 'simple' failed: 400"),
         ("grpc", ["simple", "--batch=99"], 1, "the first request to 'simple' failed: "),
-        ("http", ["simple", "--rate=fast"], 2, "--rate: 'fast' is none of N"),
+        ("http", ["simple", "--rate=fast"], 2, "--rate: 'fast' is invalid (allowed: N"),
         ("http", ["simple", "--window=0"], 2, "--window: 0 is not more than 0"),
         ("http", ["simple", "--compare=/none"], 2, "--compare: cannot read '/none'"),
         ("native", ["simple", "--openai=chat"], 2, "--openai takes --url http://HOST:PORT"),

@@ -208,7 +208,7 @@ def test_what_is_and_what_happens_are_printed(server: Server) -> None:
 def test_no_server(tmp_path: Path) -> None:
     done = run_command("events", f"--run-dir={tmp_path}")
     assert done.returncode == 1
-    assert done.stderr.startswith("shmserve: no server tells its events at ")
+    assert done.stderr.startswith("shmserve: no server publishes events at ")
 
 
 def test_zeromq_is_the_supervisors_alone(server: Server) -> None:

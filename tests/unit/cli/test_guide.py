@@ -55,6 +55,23 @@ def test_one_like_nothing_is_told_where_they_are(capsys: pytest.CaptureFixture[s
     assert "`shmserve guide` lists them" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("autoscaling", "debug", "pytest", "notebook", "troubleshooting", "hot reload", "timeout"),
+        *("Docker", "Jetson", "uninstall", "rotation", "FastAPI"),
+    ],
+)
+def test_a_search_lists_sections(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["guide", "--search", words]) == 0
+    assert capsys.readouterr().out.startswith("shmserve guide ")
+
+
+def test_a_search_without_a_result_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["guide", "--search", "xyzzy"]) == 2
+    assert "no section has 'xyzzy'" in capsys.readouterr().err
+
+
 def test_every_flag_is_on_its_page() -> None:
     shown = guide.page("flags")
     assert all(f"--{flag.name}" in shown for flag in FLAGS.values())

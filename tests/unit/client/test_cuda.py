@@ -246,7 +246,7 @@ def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
     assert (interface["shape"], interface["typestr"]) == ((2, 3), "<f4")
     assert ctypes.c_float.from_address(interface["data"][0] + 4).value == 1
     for wrong in ([1, 2, 3, 4], "word"):
-        with pytest.raises(InvalidArgument, match="cannot be copied there"):
+        with pytest.raises(InvalidArgument, match="expected data of"):
             region["a"].fill(wrong)
     with pytest.raises(BufferError):
         region["a"].__dlpack__(copy=True)
@@ -357,7 +357,7 @@ def test_what_cannot_be_allocated(
     host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     for name in ("gpu:0", "cuda:x", "cuda:", "npu:0", "", None, 0, torch.device("meta")):
-        with pytest.raises(InvalidArgument, match="is none of"):
+        with pytest.raises(InvalidArgument, match="is unknown"):
             client.allocate(TENSORS, device=name)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="sees no device 'cuda:2'"):
         client.allocate(TENSORS, device="cuda:2")

@@ -175,7 +175,10 @@ CLASS: dict[str, tuple[str, tuple[str, ...]]] = {
         "    def predict(self, x: ndarray, y: int) -> FP32[ndarray, 1]: ...",
         (":4:23: argument 'x'", ":4:35: argument 'y'", "annotate it like FP32["),
     ),
-    "no result": ("    def predict(self, x: FP32[ndarray, 1]): ...", (":4:5:", "what it returns")),
+    "no result": (
+        "    def predict(self, x: FP32[ndarray, 1]): ...",
+        (":4:5:", "no return annotation"),
+    ),
     "no dims": (
         "    def predict(self, x: FP32[ndarray]): ...",
         ("FP32[array type, dim, ...] needs dimensions", "found []", "(model.py:4)"),

@@ -55,7 +55,7 @@ def test_a_whole_one_is_in_order() -> None:
         ({"IMAGE": 3}, "must be a JSON object of objects"),
         ({"NONE": {}}, "is for no input of the model"),
         ({"NONE": {"like": "IMAGE"}}, "has 'like' for what is no output of the model"),
-        ({"IMAGE": {"pad": 1}}, "has the key 'pad', which is none of 'value', 'buckets'"),
+        ({"IMAGE": {"pad": 1}}, "has the unknown key 'pad' (allowed: 'value', 'buckets'"),
         ({"FIXED": {}}, "is for an input without a dimension of any size (-1), of 'FIXED',"),
         ({"TEXT": {}}, "is for an input of strings, which have no padding"),
         ({"FLAT": {}}, "is for an input with 'allow_ragged_batch': it can have one of the two"),

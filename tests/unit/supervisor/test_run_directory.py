@@ -138,7 +138,8 @@ def test_a_second_server_says_where_it_is(
     first, second = RunDirectory.usual(), RunDirectory.usual()
     (told,) = caplog.messages
     assert told == (
-        f"'{first.path}' is in use by another server; shmserve.client must be told {second.path}"
+        f"'{first.path}' is in use by another server; clients must connect with "
+        f"connect('{second.path}')"
     )
     for made in (first, second):
         made.remove()

@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
@@ -308,7 +308,7 @@ def test_a_lost_model_that_nobody_serves_now(calls: CallRouter, others: Others) 
     others.supervisor.say(SchedulerLost(others.endpoint("s1"), ""))
     question = others.supervisor.next(FindModel)
     others.supervisor.say(Refused(question.id, "NOT_FOUND", "it is not loaded"))
-    with pytest.raises(NotFound, match="it is not loaded"):
+    with pytest.raises(Internal, match="Model 'other' is not ready"):
         running.result(10)
 
 

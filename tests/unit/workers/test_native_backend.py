@@ -346,11 +346,11 @@ class Model:
         ),
         (
             "class Model:\n    def predict(self, x: FP32[Tensor, 1]): ...",
-            "'Model.predict' does not say what it returns",
+            "'Model.predict' has no return annotation",
         ),
         (
             "class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> Tensor: ...",
-            "what 'Model.predict' returns is not a tensor",
+            "the result of 'Model.predict' is not a tensor",
         ),
         (
             "class Model:\n    def predict(self, x: 'FP32[Nothing, 1]') -> FP32[Tensor, 1]: ...",

@@ -91,7 +91,9 @@ class ChatTemplate:
         name = given or ("tool_use" if tools and "tool_use" in self.sources else "default")
         if name not in self.sources:
             allowed = ", ".join(sorted(self.sources))
-            raise InvalidArgument(f"chat_template: {clip(repr(name))} is none of {allowed}")
+            raise InvalidArgument(
+                f"chat_template: {clip(repr(name))} is unknown (allowed: {allowed})"
+            )
         return str(name)
 
     def _template(self, name: str) -> _Compiled:

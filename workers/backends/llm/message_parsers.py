@@ -424,7 +424,7 @@ class _JsonScan:
 
 
 def ignore(_: str) -> None:
-    pass
+    """Discard a part of a text that is neither content nor a call."""
 
 
 def overlap(text: str, tag: str) -> int:

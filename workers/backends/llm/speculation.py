@@ -29,7 +29,7 @@ class Proposer(Protocol):
         """Return up to `row.draft` tokens for each sequence, by its number."""
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """A proposer of the tokens that followed the last occurrence of a sequence's ending."""
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
@@ -53,7 +53,7 @@ def followers(tokens: Sequence[int], count: int) -> list[int]:
     return []
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """A proposer that runs a smaller model.
 
     The model has a KV cache of its own over the same blocks, and reads the tokens of a sequence

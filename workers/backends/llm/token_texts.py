@@ -62,7 +62,7 @@ class TokenTexts:
 
     @functools.cached_property
     def _sorted(self) -> tuple[list[bytes], list[int]]:
-        """The bytes of the tokens that are text, sorted, and the tokens in this order."""
+        """Return the bytes of the tokens that are text, sorted, and the tokens in this order."""
         known = self.tokenizer.get_vocab().values()
         pairs = sorted(
             (self.bytes_of(token), token) for token in known if token not in self.special

@@ -60,7 +60,7 @@ def take(conversation: dict[str, Any]) -> ToolRequest | None:
     mode, names = _choice(choice)
     unknown = sorted(names.difference(tool.name for tool in tools))
     if unknown:
-        raise InvalidArgument(f"tool_choice: '{clip(unknown[0])}' is none of the tools")
+        raise InvalidArgument(f"tool_choice: '{clip(unknown[0])}' is not a name of `tools`")
     chosen = tuple(tool for tool in tools if not names or tool.name in names)
     return ToolRequest(chosen, mode == "required", parallel is not False)
 

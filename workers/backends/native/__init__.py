@@ -6,9 +6,10 @@ parameter "class" (Model).
 The class may have these attributes: `max_batch_size` (32; 0: no batch dimension),
 `max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
 `batch_input`, `batch_output`, `padding` and `sequence_batching` (as in a configuration), and
-`instances` (a number) or `instance_group`. It may have the methods `load(self, context)`,
-`unload(self)` and `is_ready(self)`, plain or a coroutine, which is called between two batches. A
-`torch.nn.Module` is moved to the device and set to evaluation mode.
+`instances` (a number) or `instance_group`. The supervisor reads `environment`. The class may have
+the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which
+is called between two batches. A `torch.nn.Module` is moved to the device and set to evaluation
+mode.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
@@ -24,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, suggestion
-from shmserve.ipc.model_settings import MAX_STREAMS
+from shmserve.ipc.model_settings import ENVIRONMENT, MAX_STREAMS
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec, source_positions
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
@@ -67,8 +68,13 @@ class NativeBackend(Backend):
         declaration.warn_of_misspelt(model, self._at)
         predict = declaration.check(model, self._at)
         completed = dict(config)
-        own = declaration.parameters(model)
-        completed["parameters"] = {**own, **(config.get("parameters") or {})}
+        own, given = declaration.parameters(model), config.get("parameters") or {}
+        if ENVIRONMENT in own and ENVIRONMENT not in given:
+            raise InvalidArgument(
+                f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is read "
+                "before it is executed: write it into the body of the class as a string"
+            )
+        completed["parameters"] = {**own, **given}
         inputs, outputs = declaration.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             completed["sequence_batching"] = model.sequence_batching

@@ -21,6 +21,7 @@ import numpy as np
 
 from shmserve.errors import Collected, Internal, InvalidArgument, nearest
 from shmserve.ipc.model_settings import (
+    ENVIRONMENT,
     MAX_INSTANCES,
     MAX_STREAMS,
     MIN_INSTANCES,
@@ -130,7 +131,7 @@ def _result(
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]], bool]:
     """Return the outputs, the function that names them, and whether there are many results."""
     if "return" not in hints:
-        raise InvalidArgument(f"'{model.__name__}.predict' does not say what it returns: {_HOW}")
+        raise InvalidArgument(f"'{model.__name__}.predict' has no return annotation: {_HOW}")
     result = hints["return"]
     streams = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
     if streams:
@@ -138,7 +139,7 @@ def _result(
     elif inspect.isgeneratorfunction(predict) or inspect.isasyncgenfunction(predict):
         kind = "AsyncIterator" if inspect.isasyncgenfunction(predict) else "Iterator"
         raise InvalidArgument(
-            f"'{model.__name__}.predict' yields: say what, '-> {kind}[...]', and {_HOW}"
+            f"'{model.__name__}.predict' yields: annotate it with '-> {kind}[...]', and {_HOW}"
         )
     return *_outputs(model.__name__, result), streams
 
@@ -189,7 +190,7 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
 def _outputs(
     owner: str, hint: Any
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]]]:
-    what = f"what '{owner}.predict' returns"
+    what = f"the result of '{owner}.predict'"
     if typing.get_origin(hint) is tuple:
         kinds = [_tensor(what, part)[1] for part in typing.get_args(hint)]
         names = [f"output_{at}" for at in range(len(kinds))]
@@ -211,7 +212,7 @@ def _outputs(
 
 def _zip(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
     if not isinstance(result, (tuple, list)) or len(result) != len(names):
-        raise Internal(f"'{owner}.predict' did not return {len(names)} values, as it says it does")
+        raise Internal(f"'{owner}.predict' did not return {len(names)} values as annotated")
     return dict(zip(names, result, strict=True))
 
 
@@ -225,7 +226,7 @@ def _record(
         found = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
     for name in outputs:
         if name in needed and name not in found:
-            raise Internal(f"'{owner}.predict' did not return '{name}', as it says it does")
+            raise Internal(f"'{owner}.predict' did not return '{name}' as annotated")
     return found
 
 
@@ -246,7 +247,7 @@ logger = logging.getLogger(__name__)
 _KNOWN = (
     *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
     *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, "instances", "instance_group"),
-    *("ragged", "batch_input", "batch_output", PADDING, "sequence_batching"),
+    *("ragged", "batch_input", "batch_output", PADDING, ENVIRONMENT, "sequence_batching"),
 )
 
 
@@ -256,6 +257,7 @@ _PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
     TARGET: ((int, float), "a number of milliseconds"),
     **dict.fromkeys((MIN_INSTANCES, MAX_INSTANCES), ((int,), "a whole number")),
     PADDING: ((dict,), "a mapping as JSON has it"),
+    ENVIRONMENT: ((str,), "a string"),
 }
 _WHOLE = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
 

@@ -7,7 +7,6 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
-import logging
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -153,9 +152,6 @@ class PythonBackend(Backend):
         return self._class
 
 
-logger = logging.getLogger(__name__)
-
-
 def file_name(config: ModelSpec) -> str:
     """Return the name of a model's file."""
     return config.default_model_filename or "model.py"
@@ -173,8 +169,6 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
         raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
     if not (version_dir / file).is_file():
         raise Unavailable(f"Python model file not found in '{version_dir.name}/{file}'")
-    if "EXECUTION_ENV_PATH" in config.parameters:
-        logger.warning("EXECUTION_ENV_PATH has no effect: models share the server's Python")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
         raise InvalidArgument(f"'{file}' has no class TritonPythonModel{_hint(module, file)}")

@@ -99,7 +99,8 @@ def from_error(error: ShmserveError) -> InferenceResponse:
 class ResponseIterator:
     """An iterator over the responses to a call, as they arrive.
 
-    The iterator can be reused once all responses have arrived. Collecting it cancels its call.
+    Once the iterator is exhausted, `iter()` starts again at the first response. Otherwise it
+    continues after the last response taken. Collecting the iterator cancels its call.
     """
 
     def __init__(self, call: StreamCall | None, *responses: InferenceResponse) -> None:
@@ -108,7 +109,7 @@ class ResponseIterator:
         self._next = 0
 
     def __iter__(self) -> ResponseIterator:
-        if self._call is None:
+        if self._call is None and self._next == len(self._responses):
             self._next = 0
         return self
 

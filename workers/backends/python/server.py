@@ -22,7 +22,7 @@ from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
 from shmserve.workers.bls.calls import StreamCall, UnaryCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
-from shmserve.workers.bls.router import CallRouter
+from shmserve.workers.bls.router import CallRouter, not_begun
 from shmserve.workers.links.workspace import LeasedWorkspace
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class ServerApi:
             self._check(request)
             yield
         except ShmserveError as error:
-            raise _not_begun(request.model, error) from None
+            raise not_begun(request.model, error) from None
 
     def _check(self, request: CallRequest) -> None:
         if not self.running:
@@ -146,17 +146,6 @@ class ServerApi:
             return bool(found["ready"])
         asked = self.context.control.ask(AskReady, name, found["version"])
         return bool(asked["ready"])
-
-
-def _not_begun(model: str, error: ShmserveError) -> ShmserveError:
-    """Return the error, in Triton's words, of a call that reached no scheduler."""
-    why = error.message
-    if isinstance(error, NotFound):
-        why = f"Failed for execute the inference request. Model '{model}' is not ready."
-    message = f"Model {model} - Error when running inference: {why}"
-    if isinstance(error, NotFound | InvalidArgument):
-        return Internal(message)
-    return type(error)(message)
 
 
 _server: ServerApi | None = None

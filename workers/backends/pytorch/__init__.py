@@ -258,7 +258,7 @@ def _what_to_write(config: ModelSpec, program: Program) -> str:
         f'{{ name: "{n}" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }}' for n in names
     )
     return (
-        f"model '{config.name}': the model file does not say the datatypes and shapes "
+        f"model '{config.name}': the model file does not contain the datatypes and shapes "
         f"of its inputs and outputs. Write them into config.pbtxt, for example: input [ {inputs} ] "
         'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 1000 ] } ]'
     )

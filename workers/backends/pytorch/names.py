@@ -178,12 +178,13 @@ def _positions(
             if index in indices[:at]:
                 raise InvalidArgument(
                     f"{what}s '{names[indices.index(index)]}' and '{names[at]}' of model '{model}' "
-                    "have the same index: what follows '__' is the position"
+                    "have the same index: the number after '__' is the position"
                 )
             if strict and index >= limit:
                 raise InvalidArgument(
                     f"{what} '{names[at]}' of model '{model}' has the index {index}, but the "
-                    f"largest possible is {limit - 1}: what follows '__' is the position, from 0"
+                    f"largest possible is {limit - 1}: the number after '__' is the position, "
+                    "from 0"
                 )
         return indices
     if len(names) > 1:

@@ -82,7 +82,7 @@ def load_script(path: Path, device: Device) -> Program:
         if "locating file constants.pkl" not in str(error):
             raise
         raise InvalidArgument(
-            f"'{path.name}' is not TorchScript but what torch.save writes. Where it holds the "
+            f"'{path.name}' is not TorchScript but a file of torch.save. If it holds the "
             "weights of a class, the configuration's 'runtime' must name the file of the class"
         ) from None
     module.eval()

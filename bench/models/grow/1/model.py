@@ -8,7 +8,7 @@ class TritonPythonModel:
     """OUTPUT0 is INPUT0, 262,144 times."""
 
     def execute(self, requests):
-        """One response a request, in order."""
+        """Return one response per request, in order."""
         out = []
         for r in requests:
             x = pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy()

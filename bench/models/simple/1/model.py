@@ -7,7 +7,7 @@ class TritonPythonModel:
     """OUTPUT0 = INPUT0 + INPUT1, OUTPUT1 = INPUT0 - INPUT1, request by request."""
 
     def execute(self, requests):
-        """One response a request, in order."""
+        """Return one response per request, in order."""
         out = []
         for r in requests:
             a = pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy()

@@ -131,7 +131,7 @@ class CallHead:
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of the client, in order. Values of keys that end in "-bin" are bytes."""
+        """Return the client's metadata in order. Values of keys that end in "-bin" are bytes."""
         if self._metadata is None:
             self._metadata = [
                 item

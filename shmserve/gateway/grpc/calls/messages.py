@@ -133,7 +133,7 @@ class Assembly:
 
     @property
     def begun(self) -> int:
-        """The received bytes of the incomplete message, once `take` has returned None."""
+        """Return the received bytes of the incomplete message, once `take` has returned None."""
         return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
 
     def next_buffer(self, most: int) -> memoryview | None:

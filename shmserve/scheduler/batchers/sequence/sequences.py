@@ -110,7 +110,7 @@ class Sequences:
 
     @property
     def open(self) -> int:
-        """The number of sequences that have begun and not ended."""
+        """Return the number of sequences that have begun and not ended."""
         return len(self._open)
 
     def knows(self, correlation_id: int | str) -> bool:

@@ -57,7 +57,7 @@ class WaitingRequests:
 
     @property
     def first(self) -> ScheduledRequest:
-        """The request that arrived first."""
+        """Return the request that arrived first."""
         return next(iter(self._runs[0].values()))
 
     def append(self, request: ScheduledRequest) -> None:
@@ -154,7 +154,7 @@ class InstanceSlots:
 
     @property
     def empty(self) -> bool:
-        """Whether the instance has no sequence and runs none."""
+        """Return whether the instance has no sequence and runs none."""
         return not self.running and not any(self.sequences)
 
     def offer(self, sequence: StatefulSequence) -> None:

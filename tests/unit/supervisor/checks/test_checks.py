@@ -122,7 +122,7 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (places.judge_repositories, [("/m", 3, False)], OK, "/m: 3 folders"),
     (places.judge_repositories, [("/n", 3, False), ("/m", -1, False)], WRONG, "/m cannot be read"),
     (places.judge_repositories, [("/m", 0, False)], WARNING, "no model"),
-    (places.judge_repositories, [("/m", 3, True)], WARNING, "everybody"),
+    (places.judge_repositories, [("/m", 3, True)], WARNING, "every user"),
 ]
 
 

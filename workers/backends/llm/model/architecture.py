@@ -260,7 +260,9 @@ def _family(config: Mapping[str, Any], problems: list[str]) -> str:
         allowed = ", ".join(_FAMILIES)
         if not names and config.get("model_type"):
             field, found, allowed = "model_type", config["model_type"], ", ".join(DEFAULTS)
-        problems.append(f"config.json: {field}: {found or 'nothing'} is none of {allowed}")
+        problems.append(
+            f"config.json: {field}: {found or 'nothing'} is not supported (supported: {allowed})"
+        )
     return family
 
 
@@ -300,7 +302,7 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
         problems.append(f"config.json: {field}: partial_rotary_factor: {part!r} is not 1.0")
     if kind not in _SCALINGS:
         allowed = ", ".join(_SCALINGS)
-        problems.append(f"config.json: {field}: {kind!r} is none of {allowed}")
+        problems.append(f"config.json: {field}: {kind!r} is not supported (supported: {allowed})")
         return Rope(theta, "default", {})
     positions = config["max_position_embeddings"]
     trained = config.get(_TRAINED) or given.get(_TRAINED) or positions

@@ -54,20 +54,29 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is none of LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported (supported: LlamaForCausalLM",
+        ),
         ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive whole number"),
         ({"head_dim": 7}, "head_dim: 7 is not an even number"),
         (
             {"num_key_value_heads": 3},
             "num_key_value_heads: 3 does not divide num_attention_heads, 4",
         ),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: 'longrope' is none of default"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            "rope_scaling: 'longrope' is not supported (supported: default",
+        ),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: yarn needs factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: linear needs factor"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not 'silu'"),
         ({"is_causal": False}, "is_causal: False is not True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not 1.0"),
-        ({"architectures": None, "model_type": "gpt2"}, "model_type: gpt2 is none of llama, mist"),
+        (
+            {"architectures": None, "model_type": "gpt2"},
+            "model_type: gpt2 is not supported (supported: llama, mist",
+        ),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supp"),
         (
             {"architectures": ["MistralForCausalLM"], "sliding_window": 64},

@@ -374,7 +374,12 @@ def test_one_of_several_templates_is_used(
         ("{{ 1 / 0 }}", MESSAGES, {}, "does not take them: division by zero"),
         ("{{ messages.append(1) }}", MESSAGES, {}, "does not take them: "),
         ("{% nothing %}", MESSAGES, {}, "does not take them: Encountered unknown tag 'nothing'"),
-        (ROLES, MESSAGES, {"chat_template": "x"}, "chat_template: 'x' is none of default"),
+        (
+            ROLES,
+            MESSAGES,
+            {"chat_template": "x"},
+            "chat_template: 'x' is unknown (allowed: default",
+        ),
         ("none", MESSAGES, {"continue_final_message": True}, "does not render the last message"),
         (ROLES, [{"role": "user"}], {"continue_final_message": True}, "message has no content"),
         (ROLES, [{"role": "user", "content": [{"type": "image"}]}], {}, "'image' is not 'text'"),

@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown choice": ({"tools": GIVEN, "tool_choice": "often"}, "tool_choice: 'often' is not"),
     "an unknown tool": (
         {"tools": GIVEN, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        "tool_choice: 'g' is none of the tools",
+        "tool_choice: 'g' is not a name of `tools`",
     ),
     "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
 }

@@ -1,0 +1,141 @@
+"""Models with a Python environment of their own: their interpreter and packages before ours."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmserve.ipc import endpoints
+from tests.support import repositories
+from tests.support.servers import Server, run_command
+from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, json_input
+
+MODEL = """import json, os, sys
+import numpy as np
+import triton_python_backend_utils as pb_utils
+import conflicting
+
+class TritonPythonModel:
+    def execute(self, requests):
+        said = json.dumps([conflicting.VERSION, sys.prefix, os.environ["PATH"].split(":")[0]])
+        tensor = pb_utils.Tensor("Y", np.array([said.encode()], dtype=object))
+        return [pb_utils.InferenceResponse([tensor]) for _ in requests]
+"""
+CLASS = """import numpy as np
+from shmserve.model import FP32, INT32
+import conflicting
+
+class Model:
+    environment = {given!r}
+
+    def predict(self, X: FP32[np.ndarray, 1]) -> INT32[np.ndarray, 1]:
+        return np.full((len(X), 1), conflicting.VERSION, np.int32)
+"""
+CONFIG = """backend: "python"
+input [ {{ name: "X" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "Y" data_type: TYPE_STRING dims: [ 1 ] }} ]
+instance_group [ {{ kind: KIND_CPU count: {count} }} ]
+parameters {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{path}" }} }}
+"""
+X = {"inputs": [json_input("X", np.zeros(1, np.float32))]}
+
+
+def environment(folder: Path, version: int) -> Path:
+    """A virtual environment with one version of a package, and with a shmserve that is no use."""
+    command = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "conflicting.py").write_text(f"VERSION = {version}\n")
+    (site / "shmserve.py").write_text("raise ImportError('a different shmserve')\n")
+    return folder
+
+
+def packed(folder: Path, archive: Path) -> Path:
+    """An archive of an environment as conda-pack and venv-pack make it."""
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, ".")
+    return archive
+
+
+def add(repository: Path, name: str, path: object, count: int = 1) -> Path:
+    return repositories.write(repository, name, CONFIG.format(path=path, count=count), MODEL)
+
+
+def answer(http: Http, model: str) -> list:
+    return json.loads(http.infer(model, X).tensors()["Y"][0])
+
+
+def test_conflicting_packages_share_a_server(
+    repository: Path, tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    first, second = environment(tmp_path / "a b", 1), environment(tmp_path / "second", 2)
+    add(repository, "first", first)
+    add(repository, "second", "$$TRITON_MODEL_DIRECTORY/../../second")
+    for name, given in (("absolute", str(second)), ("relative", "../../../a b")):
+        repositories.write(repository, name, 'backend: "native"\n', CLASS.format(given=given))
+    with serve(repository).http() as http:
+        assert answer(http, "first") == [1, str(first), f"{first}/bin"]
+        assert answer(http, "second")[0] == 2
+        x = {"inputs": [json_input("X", np.zeros((1, 1), np.float32))]}
+        assert http.infer("absolute", x).tensors()["output"] == 2
+        assert http.infer("relative", x).tensors()["output"] == 1
+
+
+def test_an_archive_is_unpacked_once_and_removed(
+    repository: Path, tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    model = add(repository, "one", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", 2)
+    made = environment(tmp_path / "made", 3)
+    packed(made, model / "env.tar.gz")
+    shutil.rmtree(made)
+    add(repository, "other", model / "env.tar.gz")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
+    copies = endpoints.environments(server.run_dir)
+    with server.http() as http:
+        prefix = answer(http, "one")[1]
+        assert answer(http, "other") == [3, prefix, f"{prefix}/bin"]
+        assert [str(each) for each in copies.iterdir() if each.is_dir()] == [prefix]
+        server.one("worker other.0").kill()
+        server.unload("one")
+        assert answer(http, "other")[1] == prefix
+        server.unload("other")
+        until("the copy is removed", lambda: not any(each.is_dir() for each in copies.iterdir()))
+
+
+def test_what_is_missing_is_said_with_the_remedy(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "void").mkdir()
+    add(repository, "empty", tmp_path / "void")
+    add(repository, "nowhere", "nowhere/env.tar.gz")
+    old = tmp_path / "old" / "bin" / "python3"
+    old.parent.mkdir(parents=True)
+    old.write_text("#!/bin/sh\necho '[[3, 8, 18], \"1.24.4\"]'\n")
+    old.chmod(0o755)
+    add(repository, "old", old.parent.parent)
+    ended = run_command("check", str(repository))
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 2, said
+    assert f"environment '{tmp_path}/void' has no bin/python" in said
+    assert "environment 'nowhere/env.tar.gz' does not exist" in said
+    assert "has Python 3.8.18, and a worker needs 3.11 or later" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("environment = str(3)", "1/model.py:6:5: 'Model.environment' must be a literal"),
+        ("environment = 3", "'Model.environment' must be a string"),
+        ("locals()['environment'] = '/x'", "'Model.environment' was not found in 'model.py'"),
+    ],
+)
+def test_an_attribute_that_cannot_be_read(repository: Path, line: str, text: str) -> None:
+    source = CLASS.replace("environment = {given!r}", line).replace("import conflicting", "")
+    repositories.write(repository, "wrong", 'backend: "native"\n', source)
+    ended = run_command("check", str(repository))
+    assert text in ended.stdout + ended.stderr

@@ -1,0 +1,45 @@
+"""The families of the metrics page."""
+
+from typing import Any
+
+import pytest
+
+from shmserve.gateway.api import metrics
+
+HISTOGRAM = {"buckets": [100.0], "counts": [0, 0], "sum": 0, "count": 0}
+COUNTS = ("success", "inference_count", "execution_count", "pending", "cache_hit", "cache_miss")
+LATENCIES = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+
+
+def report(**more: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """A report of a model that has answered nothing."""
+    counts = dict.fromkeys((*COUNTS, *(f"{name}_ns" for name in LATENCIES)), 0)
+    cache_ns = {"cache_hit_ns": 0, "cache_miss_ns": 0}
+    failures = {"OTHER": 2, "CANCELED": 1}
+    return {"model": "m"}, {**counts, **cache_ns, "failures": failures, "cache": {}, **more}
+
+
+@pytest.mark.parametrize(("more", "other"), [({}, 2), ({"is_ensemble": True}, 4)])
+def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
+    more: dict[str, Any], other: int
+) -> None:
+    families = metrics.tritons([report(**more)], latencies=False)
+    failures = next(each for each in families if each.name == "nv_inference_request_failure")
+    assert f'nv_inference_request_failure{{model="m",reason="OTHER"}} {other}' in failures.samples
+    assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples
+
+
+def test_a_model_with_a_cache_has_every_summary_but_that_of_whole_requests() -> None:
+    page = metrics._text(metrics.summaries([report(cache={"bytes": 0, "entries": 0})]))
+    assert "nv_inference_request_summary" not in page
+    for part in LATENCIES[1:]:
+        assert f"nv_inference_{part}_summary_us_count" in page
+    page = metrics._text(metrics.summaries([report(), report(cache={"bytes": 0, "entries": 0})]))
+    assert page.count("nv_inference_request_summary_us_count") == 1
+
+
+def test_the_first_response_of_decoupled_models() -> None:
+    page = metrics._text(metrics.first_responses([report(), report(first_response_ms=HISTOGRAM)]))
+    for part in ('_bucket{model="m",le="+Inf"}', '_count{model="m"}', '_sum{model="m"}'):
+        assert page.count(f"nv_inference_first_response_histogram_ms{part} 0\n") == 1
+    assert metrics._text(metrics.first_responses([report()])) == ""

@@ -1,0 +1,251 @@
+"""The prose of the tree: docstrings, comments, pages and messages in plain technical English.
+
+The rules find suspects, not faults. A bound is the number of suspects in 100 sentences. To list the
+suspects: `python -m tests.unit.project.test_prose [FOLDER ...]`.
+"""
+
+import ast
+import functools
+import io
+import os
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+CODE = ("shmserve", "workers", "ipc", "bench")
+API = (
+    "shmserve/model.py",
+    "shmserve/client",
+    "shmserve/testing.py",
+    "workers/backends/__init__.py",
+)
+
+# A sentence, or a message, that begins with a relative clause or a pronoun.
+HEADLESS = re.compile(
+    r"(What|Who|Whoever|Whose|Nobody|Those|That|Such|As `|It|So|Of|Where|None of|These|They)\b"
+)
+# A program element with a verb of persons.
+PERSONIFIED = re.compile(
+    r"\b(told|tells|tell|says|said|say|hears|heard|hear|wants|wanted|knows|forgets|forgotten"
+    r"|spoken|asks nobody)\b",
+    re.IGNORECASE,
+)
+# A pronoun in place of a noun.
+VAGUE = re.compile(
+    r"\b(what is|that is none|is none|there is none|the same of|who has|who is|of which|in which"
+    r"|whoever|nobody|but for)\b",
+    re.IGNORECASE,
+)
+NO_VERB = re.compile(
+    r"(The|A|An|Whether|What|Where|How|Who|That|It|As|None|All|Any|One|Some|This|These|Its|Their|In"
+    r"|Of|For|If|When|So)\b|\W"
+)
+SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`(])|\n\s*\n|\n\s*[-*|#]")
+LONG = 28  # words
+
+BOUNDS = {
+    "docstring": {"headless": 2.0, "long": 2.5, "personified": 0.5, "vague": 1.0},
+    "comment": {"headless": 4.0, "long": 3.0, "personified": 0.5, "vague": 1.5},
+    "page": {"headless": 2.0, "long": 3.0, "personified": 1.0, "vague": 1.0},
+}
+NO_VERB_PERCENT = 3.0  # of the docstrings of functions
+
+
+class Text(NamedTuple):
+    """A piece of prose, and where it stands."""
+
+    where: str
+    kind: str  # a key of BOUNDS
+    text: str
+    of_function: bool = False
+
+
+def files(roots: Iterable[str], suffix: str) -> Iterator[Path]:
+    """The files of folders, without generated ones."""
+    for root in roots:
+        if (ROOT / root).is_file():
+            yield ROOT / root
+        for folder, folders, names in os.walk(ROOT / root):
+            folders[:] = [each for each in folders if not (Path(folder) / each).is_symlink()]
+            yield from (Path(folder) / n for n in names if n.endswith(suffix) and "_pb2" not in n)
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def docstrings(path: Path) -> Iterator[Text]:
+    """The docstrings of a module."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+                function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                yield Text(where, "docstring", text, function)
+
+
+def comments(path: Path) -> Iterator[Text]:
+    """The comments of a module; adjacent lines are one comment."""
+    run: list[tokenize.TokenInfo] = []
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    for token in [*(each for each in tokens if each.type == tokenize.COMMENT), None]:
+        if run and (token is None or token.start[0] != run[-1].start[0] + 1):
+            where = f"{path.relative_to(ROOT)}:{run[0].start[0]}"
+            yield Text(where, "comment", " ".join(each.string.lstrip("# ") for each in run))
+            run = []
+        if token is not None:
+            run.append(token)
+
+
+def pages() -> Iterator[Text]:
+    """The Markdown pages, without their code."""
+    for path in files(("README.md", *CODE), ".md"):
+        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+        yield Text(str(path.relative_to(ROOT)), "page", text)
+
+
+def texts(roots: Iterable[str] = CODE) -> Iterator[Text]:
+    """All docstrings and comments below these folders."""
+    for path in files(roots, ".py"):
+        yield from docstrings(path)
+        yield from comments(path)
+
+
+def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
+    """The number of sentences of a text, and the suspects: (rule, sentence)."""
+    count, found = 0, []
+    for sentence in SENTENCE_END.split(text):
+        words = sentence.split()
+        if len(words) >= 3:
+            count += 1
+            shown = " ".join(words)
+            hits = {
+                "headless": HEADLESS.match(shown),
+                "long": len(words) > LONG,
+                "personified": PERSONIFIED.search(shown),
+                "vague": VAGUE.search(shown),
+            }
+            found += [(rule, shown) for rule, hit in hits.items() if hit]
+    return count, found
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_few_sentences_are_suspect(kind: str) -> None:
+    counts: Counter[str] = Counter()
+    sentences = 0
+    for text in pages() if kind == "page" else texts():
+        if text.kind == kind:
+            count, found = suspects(text.text)
+            sentences += count
+            counts.update(rule for rule, _ in found)
+    rates = {rule: 100 * counts[rule] / sentences for rule in BOUNDS[kind]}
+    assert not {rule: rate for rule, rate in rates.items() if rate > BOUNDS[kind][rule]}
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    of_functions = [text for text in texts() if text.of_function]
+    bare = [text.where for text in of_functions if NO_VERB.match(text.text)]
+    assert 100 * len(bare) / len(of_functions) <= NO_VERB_PERCENT, bare
+
+
+# --- what ruff's D cannot see -------------------------------------------------------------------
+
+
+def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> None:
+    """Ruff requires one of overriding methods, too, which would only repeat the base class."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    where: dict[ast.ClassDef, Path] = {}
+    for path in files(CODE, ".py"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(node)
+                where[node] = path
+
+    def documented(of: ast.ClassDef, name: str) -> bool:
+        own = (each for each in of.body if getattr(each, "name", "") == name)
+        if any(ast.get_docstring(each) for each in own):  # type: ignore[arg-type]
+            return True
+        bases = (re.split(r"[\[.]", ast.unparse(base).split("[")[0])[-1] for base in of.bases)
+        return any(documented(each, name) for base in bases for each in classes.get(base, []))
+
+    missing = [
+        f"{path.relative_to(ROOT)}:{method.lineno} {of.name}.{method.name}"
+        for of, path in where.items()
+        if not of.name.startswith("_") and ROOT / "bench" / "models" not in path.parents
+        for method in of.body
+        if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and not method.name.startswith("_")
+        and not documented(of, method.name)
+    ]
+    assert not missing
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}
+TEXT_ARGUMENTS = {"help", "description", "epilog", "message", "text", "reason"}
+# Texts that clients of Triton compare.
+TRITONS = ("It should be either 'int', 'bool', or 'string'.", "If you want to specify the full")
+
+
+def template(node: ast.expr) -> str:
+    """The text of an expression, with X for its values; "" if it is no text."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr():
+            return "".join(template(each) or "X" for each in node.values)
+        case ast.BinOp(op=ast.Add()):
+            return template(node.left) + template(node.right)
+    return ""
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """The message templates of a module: of errors, log lines, and help; texts with a space."""
+    for node in ast.walk(tree(path)):
+        match node:
+            case ast.Call():
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                name = node.func.id if isinstance(node.func, ast.Name) else name
+                taken = [each.value for each in node.keywords if each.arg in TEXT_ARGUMENTS]
+                if name in LOG_METHODS or name[:1].isupper() or name in ("warning", "ok"):
+                    taken += node.args
+            case ast.Assign(value=value) | ast.Return(value=ast.expr() as value):
+                taken = [value]
+            case _:
+                continue
+        for each in taken:
+            text = template(each)
+            if " " in text.strip():
+                yield node.lineno, text
+
+
+def test_messages_are_neither_headless_nor_personified() -> None:
+    suspect = []
+    for path in files(("shmserve", "workers", "ipc"), ".py"):
+        for line, text in messages(path):
+            for part in re.split(r"(?<=[.!?:;])\s+|\n", text):
+                if part.startswith(TRITONS):
+                    continue
+                found = PERSONIFIED.search(part) or VAGUE.search(part) or HEADLESS.match(part)
+                if found and len(part.split()) > 2:
+                    suspect.append(f"{path.relative_to(ROOT)}:{line} {part}")
+    assert not suspect, "\n".join(suspect)
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:]
+    for each in [*texts(chosen or CODE), *(() if chosen else pages())]:
+        if each.of_function and NO_VERB.match(each.text):
+            print(f"{each.where} no verb: {each.text.splitlines()[0]}")
+        for rule, sentence in suspects(each.text)[1]:
+            print(f"{each.where} {each.kind} {rule}: {sentence}")
