@@ -24,6 +24,7 @@ from shmserve.errors import Internal, how_to_install, suggestion
 T = TypeVar("T")
 
 _LAST_S = 5.0
+_IMPORTLIB = f"{Path(importlib.__file__).parent}/"
 _PACKAGE = f"{Path(shmserve.__file__).parent}/"
 
 
@@ -73,14 +74,15 @@ def source_location(error: BaseException, folder: Path) -> str:
 def own_frames(error: BaseException, folder: Path) -> str:
     """Return the traceback of an exception without its last line and without the server's frames.
 
-    The frames of the server come before the first frame of the user's code. The folder of a model
+    The frames of the server and of the import system come before the user's code. The folder of a model
     given by its file is a link in the run directory: the user's own path is shown.
     """
     own = _own_path(folder)
     whole = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = whole
     while part is not None:
-        part.stack[:] = itertools.dropwhile(_is_ours, part.stack)
+        kept = itertools.dropwhile(_is_ours, part.stack)
+        part.stack[:] = [each for each in kept if not each.filename.startswith("<frozen")]
         for frame in part.stack:
             frame.filename = frame.filename.replace(f"{folder}/", f"{own}/")
         part = part.__cause__ or part.__context__
@@ -102,7 +104,7 @@ def _own_path(folder: Path) -> str:
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith((_PACKAGE, "<frozen"))
+    return frame.filename.startswith((_PACKAGE, _IMPORTLIB, "<frozen"))
 
 
 def in_words(error: BaseException) -> str:

@@ -312,7 +312,7 @@ def progress(model: ModelEntry) -> str:
     if problems:
         logged = {number for number, outcome in model.outcomes.items() if outcome.logged}
         reasons = [
-            f"version {number}: {reason}" if number else reason
+            f"version {number}: {reason}" if number else reason.rstrip("; \n")
             for number, reason in problems.items()
             if number not in logged
         ]

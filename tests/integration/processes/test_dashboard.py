@@ -267,7 +267,9 @@ def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(guarded: Server, pa
     page.go(url)
     page.wait("it asks", "!document.getElementById('ask').hidden")
     page.run("$('token').value = 'a-token-that-is-wrong'; $('ask').requestSubmit()")
-    page.wait("it says what is wrong", "$('refused').textContent.includes('needs a token')")
+    page.wait(
+        "it says what is wrong", "$('refused').textContent.includes('requires a known token')"
+    )
     page.run(f"$('token').value = '{TOKEN}'; $('ask').requestSubmit()")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
     page.go(f"{url}?again#token={TOKEN}")
