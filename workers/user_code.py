@@ -74,8 +74,8 @@ def source_location(error: BaseException, folder: Path) -> str:
 def own_frames(error: BaseException, folder: Path) -> str:
     """Return the traceback of an exception without its last line and without the server's frames.
 
-    The frames of the server and of the import system come before the user's code. The folder of a model
-    given by its file is a link in the run directory: the user's own path is shown.
+    Frames of the import system are left out, too. The folder of a model given by its file is a link
+    in the run directory: the user's own path is shown.
     """
     own = _own_path(folder)
     whole = traceback.TracebackException.from_exception(error)

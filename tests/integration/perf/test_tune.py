@@ -116,7 +116,7 @@ def test_it_leaves_what_it_recommends_where_it_is_to(
         (("--p99=0",), "--p99: '0' is not a time"),
         (("--p99=3", "--runs=0"), "--runs: 0 is less than 1"),
         (("--p99=3", f"--window={math.inf}"), "--window: inf is not more than 0"),
-        (("--p99=3", "--openai=chat"), "--openai: what generates text"),
+        (("--p99=3", "--openai=chat"), "--openai: the settings of generative models"),
     ],
 )
 def test_what_is_wrong_is_said(
