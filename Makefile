@@ -5,30 +5,41 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup demo demo-llm classifier clients ray vllm test-vllm test simulate lint types wheel-check check bench differential
+.PHONY: help setup demo demo-llm classifier clients ray vllm test-vllm test test-python simulate lint types wheel-check check bench differential
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(STAMP)  ## the virtual environment .venv, which all others make too
 
+define VENV
+@test -n "$(PYTHON)" || { echo "make: no python3 here; install Python 3.11 or later" >&2; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+    { echo "make: $(PYTHON) is older than Python 3.11; set PYTHON=" >&2; exit 1; }
+@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+    { echo "make: $(PYTHON) has no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
+test -x $(1)/bin/pip || $(PYTHON) -m venv $(1)
+endef
+PIP_INSTALL := pip install --disable-pip-version-check -q -c $(CONSTRAINTS)
+
 # torch comes first and by its exact version, so that nothing else decides which one is taken.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@test -n "$(PYTHON)" || { echo "make: no python3 here; install Python 3.11 or later" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "make: $(PYTHON) is older than Python 3.11; set PYTHON=" >&2; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
-	    { echo "make: $(PYTHON) has no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
-	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) torch==2.13.0
-	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e '.[dev,grpc,llm]'
+	$(call VENV,.venv)
+	$(BIN)/$(PIP_INSTALL) torch==2.13.0
+	$(BIN)/$(PIP_INSTALL) -e '.[dev,grpc,llm]'
+	touch .venv/.demo $@
+
+# The demo needs neither torch nor the packages of the tests: a twentieth of what setup downloads.
+.venv/.demo: pyproject.toml $(CONSTRAINTS)
+	$(call VENV,.venv)
+	$(BIN)/$(PIP_INSTALL) -e '.[demo]'
 	touch $@
 
-demo: $(STAMP)  ## train a small network on handwritten digits, serve it, measure it
+demo: .venv/.demo  ## train a small network on handwritten digits, serve it, measure it
 	$(BIN)/python examples/digits/demo.py
 
 demo-llm: $(STAMP)  ## train a small language model, serve it, measure it
-	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -r examples/generation/requirements.txt
+	$(BIN)/$(PIP_INSTALL) -r examples/generation/requirements.txt
 	$(BIN)/python examples/generation/demo.py
 
 # By the constraints, so that no other torch comes with it.
@@ -73,6 +84,13 @@ test-vllm:  ## the backend vllm with vLLM itself, after vllm
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m tests
+
+# In an environment of its own, .venv-3.13 for example, without torch.
+test-python:  ## all tests that need no torch, by another Python: PYTHON=python3.13
+	$(call VENV,$(OTHER))
+	$(OTHER)/bin/$(PIP_INSTALL) -e '.[dev,grpc]'
+	$(OTHER)/bin/python -m tests
+test-python: OTHER = .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 # One seed a run: SEEDS=N of them, from FIRST on.
 SEEDS ?= 1000

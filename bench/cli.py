@@ -13,6 +13,7 @@ from bench.cases.streams import STREAMS
 from bench.cases.tables import NAMES
 from bench.cases.tracing import TRACES
 from bench.context import Context, Settings
+from bench.peers import measure as peers
 from bench.report import plot, results
 from bench.report import text as report
 from bench.runner import Runner
@@ -26,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["compare"]:
         return _compare(arguments[1:])
+    if arguments[:1] == ["peers"]:
+        return peers.main(arguments[1:])
     return _measure(arguments)
 
 
@@ -33,7 +36,8 @@ def _measure(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Measure shmserve beside a real Triton, with Triton's perf_analyzer.",
-        epilog="`python -m bench compare A.json B.json` prints what changed between two results.",
+        epilog="`python -m bench compare A.json B.json` prints what changed between two results; "
+        "`python -m bench peers` measures other Python servers.",
     )
     parser.add_argument(
         "--only",

@@ -34,7 +34,7 @@ MOST_LINKS = 16
 LARGEST_WORK = 1 << 20
 _TOKEN_SIZE = 16
 _MAC_BITS = 40
-_DESCRIPTION = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "pinned")  # of a memory
+_DESCRIPTION = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "copied", "pinned")
 
 
 def usual_run_directory(environment: Mapping[str, str]) -> Path:
@@ -137,7 +137,7 @@ class Capabilities:
 
         Args:
             number: The number of the local client.
-            description: The memory's pid, fd, inode, byte_size, sealed and pinned.
+            description: The memory's pid, fd, inode, byte_size, sealed, copied and pinned.
         """
         text = " ".join(map(str, ("memory", number, *description)))
         return int.from_bytes(self._mac(text, 8), "little") >> 2
@@ -158,4 +158,4 @@ class Capabilities:
         if memory.cuda is not None:
             serial = memory.id >> _MAC_BITS
             return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)
-        return not memory.copied and memory.id == self.memory_id(number, *_DESCRIPTION(memory))
+        return memory.id == self.memory_id(number, *_DESCRIPTION(memory))

@@ -5,6 +5,7 @@ of one that fails.
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import inspect
 import shutil
 import signal
@@ -42,6 +43,7 @@ tokens.watch()
 
 _LOG_END = 12_000
 _LONGEST_SHOWN = 24
+_NEEDS_TORCH = ("No module named 'torch'", "shmserve[torch]")
 
 
 @functools.cache
@@ -154,9 +156,29 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add the logs of the servers that live to the report of a failure."""
+    """Add the logs of the running servers to the report of a failure; skip what needs torch."""
     report: pytest.TestReport = yield  # type: ignore[assignment]
     if report.failed:
         for server in servers.RUNNING:
             report.sections.append((f"log of server {server.pid}", server.log()[-_LOG_END:]))
+        _skip_without_torch(report, *(text for _, text in report.sections))
     return report  # type: ignore[return-value]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Skip a file that imports torch where it is not installed."""
+    report: pytest.CollectReport = yield  # type: ignore[assignment]
+    if report.failed:
+        _skip_without_torch(report)
+    return report  # type: ignore[return-value]
+
+
+def _skip_without_torch(report: pytest.TestReport | pytest.CollectReport, *logs: str) -> None:
+    """Turn a failure for want of torch, in the test or in a server, into a skipped test."""
+    texts = (report.longreprtext, *logs)
+    if importlib.util.find_spec("torch") is None and any(
+        hint in text for hint in _NEEDS_TORCH for text in texts
+    ):
+        report.outcome = "skipped"
+        report.longrepr = (report.nodeid, 0, "Skipped: torch is not installed")

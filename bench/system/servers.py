@@ -144,7 +144,7 @@ def running(
         repository = scratch / "models"
         for model in models:
             shutil.copytree(model, repository / model.name, ignore=_compiled)
-        ports = Ports(*_free_ports(3))
+        ports = Ports(*free_ports(3))
         command = [*product.command(repository, ports, scratch), *flags]
         started = time.perf_counter()
         with (scratch / "log").open("wb") as log:
@@ -168,7 +168,8 @@ def running(
 _compiled = shutil.ignore_patterns("__pycache__")
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Return TCP ports of the loopback interface that no process listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for free in sockets:

@@ -1,6 +1,7 @@
-"""One process of the demo's load: several clients, each a thread with a connection of its own.
+"""The load of the demo: clients in threads, each with a connection of its own.
 
-Reads its orders as JSON from standard input, and writes what it measured to standard output.
+As a program, it receives an `Order` as JSON in its argument, and prints the measurements of its
+clients as JSON.
 """
 
 from __future__ import annotations
@@ -12,180 +13,170 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
 
-# A thread that has its response should not wait 5 ms for another thread of this process to yield.
+import shmserve.client
+
+# The default interval of 5 ms would delay a thread whose response has arrived.
 sys.setswitchinterval(0.0005)
-_SCORE_BYTES = 10 * 4
-_TOGETHER_WITHIN_S = 30.0
+_START_WITHIN_S = 30.0
+_SIZE = "Inference-Header-Content-Length"
+_DATATYPES = {"float32": "FP32", "uint8": "UINT8"}
+Send = Callable[[int], np.ndarray]
 
 
 @dataclass
-class Orders:
-    """Send the images of `data` (an .npz file) to `model`, in requests of the given sizes in turn.
+class Order:
+    """A load: each client sends the arrays of the file `data` to `model`, one per request.
 
-    Only what begins after `warm_up` seconds is measured, for `seconds`.
+    Only requests that begin after `warm_up` seconds are measured, for `seconds` seconds.
     """
 
     port: int
+    run_dir: str
     model: str
     data: str
+    transport: str
     clients: int
-    shared_memory: bool
     warm_up: float
     seconds: float
-    batch_sizes: list[int]
 
 
 @dataclass
 class Measured:
-    """The results of a client: the latency of each request in seconds, and the right images."""
+    """The latencies of one client's requests in seconds, and the number of correct responses."""
 
     latencies: list[float] = field(default_factory=list)
-    images: int = 0
     correct: int = 0
 
 
-@dataclass
-class Prepared:
-    """A request that is ready to be sent, and how to find the scores (n, 10) in its response."""
-
-    body: bytes
-    headers: dict[str, str]
-    labels: np.ndarray
-    scores: Callable[[http.client.HTTPResponse, bytes], np.ndarray]
-
-
-def main() -> None:
-    """Run the clients side by side and report."""
-    orders = Orders(**json.load(sys.stdin))
-    data = np.load(orders.data)
-    images, labels = data["images"], data["labels"]
-    together = threading.Barrier(orders.clients, timeout=_TOGETHER_WITHIN_S)
-    with ThreadPoolExecutor(orders.clients) as pool:
+def run(order: Order) -> list[Measured]:
+    """Run all clients of a load in this process."""
+    with np.load(order.data) as data:
+        images, expected = data["images"], data["expected"]
+    started = threading.Barrier(order.clients, timeout=_START_WITHIN_S)
+    with ThreadPoolExecutor(order.clients) as pool:
         clients = [
-            pool.submit(run_client, orders, images, labels, index, together)
-            for index in range(orders.clients)
+            pool.submit(_run_client, order, images, expected, client, started)
+            for client in range(order.clients)
         ]
-        measured = [vars(client.result()) for client in clients]
-    json.dump(measured, sys.stdout)
+        return [client.result() for client in clients]
 
 
-def run_client(
-    orders: Orders,
-    images: np.ndarray,
-    labels: np.ndarray,
-    index: int,
-    together: threading.Barrier,
+def _run_client(
+    order: Order, images: np.ndarray, expected: np.ndarray, client: int, started: threading.Barrier
 ) -> Measured:
-    """Send one request after the other; each is built once, and sent often."""
     measured = Measured()
-    prepare = in_shared_memory if orders.shared_memory else in_the_body
-    name = f"demo-{os.getpid()}-{index}"
-    with (
-        prepare(
-            orders.port, name, images, labels, batches(len(images), orders.batch_sizes)
-        ) as requests,
-        contextlib.closing(http.client.HTTPConnection("127.0.0.1", orders.port)) as connection,
-    ):
-        together.wait()
-        start = time.perf_counter() + orders.warm_up
-        number = index * len(requests) // orders.clients  # not all clients begin with the same
-        while (began := time.perf_counter()) < start + orders.seconds:
-            request = requests[number % len(requests)]
-            number += 1
-            connection.request(
-                "POST", f"/v2/models/{orders.model}/infer", request.body, request.headers
-            )
-            response = connection.getresponse()
-            body = response.read()
+    # The output is either the scores of labels, or an image.
+    labels = expected.ndim == 1
+    output = np.empty((1, 10), np.float32) if labels else images[0]
+    name = f"demo-{os.getpid()}-{client}"
+    with _TRANSPORTS[order.transport](order, name, images, output) as send:
+        started.wait()
+        start = time.perf_counter() + order.warm_up
+        index = client * len(images) // order.clients  # the clients begin with different images
+        while (began := time.perf_counter()) < start + order.seconds:
+            index = (index + 1) % len(images)
+            response = send(index)
             latency = time.perf_counter() - began
-            if response.status != 200:
-                raise RuntimeError(f"{response.status}: {body.decode(errors='replace')}")
-            right = int((request.scores(response, body).argmax(1) == request.labels).sum())
             if began >= start:
+                found = response.argmax() if labels else response[0]
                 measured.latencies.append(latency)
-                measured.images += len(request.labels)
-                measured.correct += right
+                measured.correct += bool(np.array_equal(found, expected[index]))
+            del response  # a view of shared memory would prevent the region from being closed
     return measured
 
 
-def batches(images: int, sizes: Sequence[int]) -> list[slice]:
-    """All images, in slices of these sizes in turn."""
-    found: list[slice] = []
-    first = 0
-    while first < images:
-        last = min(images, first + sizes[len(found) % len(sizes)])
-        found.append(slice(first, last))
-        first = last
-    return found
+def _tensor(image: np.ndarray) -> triton.InferInput:
+    return triton.InferInput("image", list(image.shape), _DATATYPES[image.dtype.name])
 
 
 @contextlib.contextmanager
-def in_shared_memory(
-    port: int, name: str, images: np.ndarray, labels: np.ndarray, rows: Sequence[slice]
-) -> Iterator[list[Prepared]]:
-    """A region with all images and room for all scores: a request says where its own are."""
-    image_bytes = images[0].nbytes
-    size = len(images) * (image_bytes + _SCORE_BYTES)
-    client = triton.InferenceServerClient(f"127.0.0.1:{port}")
-    region = shm.create_shared_memory_region(name, "/" + name, size)
+def _in_bodies(order: Order, name: str, images: np.ndarray, output: np.ndarray) -> Iterator[Send]:
+    """Send each image in the body of an HTTP request, and receive the output in the response."""
+    wanted = [triton.InferRequestedOutput("output", binary_data=True)]
+    requests = []
+    for image in images:
+        tensor = _tensor(image)
+        tensor.set_data_from_numpy(image)
+        requests.append(
+            triton.InferenceServerClient.generate_request_body([tensor], outputs=wanted)
+        )
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", order.port)) as connection:
+
+        def send(index: int) -> np.ndarray:
+            body, size = requests[index]
+            offset, content = _post(connection, order.model, body, {_SIZE: str(size)})
+            return np.frombuffer(content, output.dtype, offset=offset).reshape(output.shape)
+
+        yield send
+
+
+@contextlib.contextmanager
+def _in_region(order: Order, name: str, images: np.ndarray, output: np.ndarray) -> Iterator[Send]:
+    """Send names and offsets over HTTP. The images and the output are in a registered region."""
+    client = triton.InferenceServerClient(f"127.0.0.1:{order.port}")
+    size = images.nbytes + output.nbytes
+    region = shm.create_shared_memory_region(name, f"/{name}", size)
+    wanted = triton.InferRequestedOutput("output")
+    wanted.set_shared_memory(name, output.nbytes, offset=images.nbytes)
+    bodies = []
+    for index, image in enumerate(images):
+        tensor = _tensor(image)
+        tensor.set_shared_memory(name, image.nbytes, offset=index * image.nbytes)
+        bodies.append(client.generate_request_body([tensor], outputs=[wanted])[0])
     try:
         shm.set_shared_memory_region(region, [images])
-        client.register_system_shared_memory(name, "/" + name, size)
-        yield [_in_region(region, name, images, labels, part) for part in rows]
+        client.register_system_shared_memory(name, f"/{name}", size)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", order.port)) as connection:
+
+            def send(index: int) -> np.ndarray:
+                _post(connection, order.model, bodies[index], {})
+                view: np.ndarray = shm.get_contents_as_numpy(
+                    region, output.dtype, output.shape, images.nbytes
+                )
+                return view
+
+            yield send
         client.unregister_system_shared_memory(name)
     finally:
         shm.destroy_shared_memory_region(region)
         client.close()
 
 
-def _in_region(
-    region: shm.SharedMemoryRegion, name: str, images: np.ndarray, labels: np.ndarray, rows: slice
-) -> Prepared:
-    image_bytes = images[0].nbytes
-    part = images[rows]
-    given = triton.InferInput("INPUT__0", list(part.shape), "FP32")
-    given.set_shared_memory(name, part.nbytes, offset=rows.start * image_bytes)
-    offset = len(images) * image_bytes + rows.start * _SCORE_BYTES
-    wanted = triton.InferRequestedOutput("OUTPUT__0")
-    wanted.set_shared_memory(name, len(part) * _SCORE_BYTES, offset=offset)
-    body, _ = triton.InferenceServerClient.generate_request_body([given], outputs=[wanted])
-
-    def scores(response: http.client.HTTPResponse, body: bytes) -> np.ndarray:
-        # A view, made anew each time: one that is kept would keep the region from being closed.
-        found: np.ndarray = shm.get_contents_as_numpy(region, np.float32, [len(part), 10], offset)
-        return found
-
-    return Prepared(body, {}, labels[rows], scores)
-
-
 @contextlib.contextmanager
-def in_the_body(
-    port: int, name: str, images: np.ndarray, labels: np.ndarray, rows: Sequence[slice]
-) -> Iterator[list[Prepared]]:
-    """The images travel in the request and the scores in the response, both as binary tensors."""
-    yield [_in_body(images[part], labels[part]) for part in rows]
+def _by_native_client(
+    order: Order, name: str, images: np.ndarray, output: np.ndarray
+) -> Iterator[Send]:
+    """Send arrays by `shmserve.client`, which copies them into shared memory and back."""
+    with shmserve.client.connect(order.run_dir) as server:
+        yield lambda index: server.infer(order.model, image=images[index])["output"]
 
 
-def _in_body(images: np.ndarray, labels: np.ndarray) -> Prepared:
-    given = triton.InferInput("INPUT__0", list(images.shape), "FP32")
-    given.set_data_from_numpy(images)
-    wanted = triton.InferRequestedOutput("OUTPUT__0", binary_data=True)
-    body, size = triton.InferenceServerClient.generate_request_body([given], outputs=[wanted])
+_TRANSPORTS = {
+    "HTTP bodies": _in_bodies,
+    "HTTP, shared memory": _in_region,
+    "shmserve.client": _by_native_client,
+}
 
-    def scores(response: http.client.HTTPResponse, body: bytes) -> np.ndarray:
-        header = int(response.headers["Inference-Header-Content-Length"])
-        return np.frombuffer(body, np.float32, offset=header).reshape(-1, 10)
 
-    return Prepared(body, {"Inference-Header-Content-Length": str(size)}, labels, scores)
+def _post(
+    connection: http.client.HTTPConnection, model: str, body: bytes, headers: dict[str, str]
+) -> tuple[int, bytes]:
+    """Return the offset of the binary tensors in a response, and the response's body."""
+    connection.request("POST", f"/v2/models/{model}/infer", body, headers)
+    response = connection.getresponse()
+    content = response.read()
+    if response.status != 200:
+        raise RuntimeError(f"status {response.status}: {content.decode(errors='replace')}")
+    return int(response.headers.get(_SIZE, 0)), content
 
 
 if __name__ == "__main__":
-    main()
+    json.dump([asdict(measured) for measured in run(Order(**json.loads(sys.argv[1])))], sys.stdout)

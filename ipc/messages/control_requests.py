@@ -191,6 +191,14 @@ class UnregisterRegion:
 
 
 @message
+class RegionInUse:
+    """Sent when requests of this gateway begin (`used`) or end to use a retired region."""
+
+    memory_id: int
+    used: bool
+
+
+@message
 class RegionReleased:
     """Sent when no request of this gateway uses the region's generation any more."""
 
@@ -315,6 +323,6 @@ Answer = Answered | Refused
 LoadRequest = LoadModel | UnloadModel
 AdminRequest = LoadRequest | IndexRepository | NameModels | ChangeLogging | ChangeTracing
 RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
-RegionUse = RegionReleased | RegionAbandoned
+RegionUse = RegionInUse | RegionReleased | RegionAbandoned
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace
 TicketRequest = AskTicket | TicketReturned

@@ -190,6 +190,17 @@ class RegionDrained:
 
 
 @message
+class RegionRetired:
+    """Sent when a region was unregistered: it is withdrawn once no request uses it.
+
+    Until then requests may use it. Gateways send `RegionInUse` when their use begins and ends.
+    """
+
+    memory_id: int
+    acknowledge: int
+
+
+@message
 class RegionWithdrawn:
     """Sent when a region's name is free again.
 
@@ -318,7 +329,7 @@ class SequenceReached:
 
 ModelNews = ModelPublished | ModelOnDemand
 Losses = ModelWithdrawn | SchedulerLost | ProcessExited
-RegionNews = RegionPublished | RegionWithdrawn | RegionDrained
+RegionNews = RegionPublished | RegionRetired | RegionWithdrawn | RegionDrained
 ModelEvent = ModelChanged | LoadRefused | InstancesChanged | ModelCounted
 ProcessEvent = ProcessStarted | ProcessEnded
 RegionEvent = RegionRegistered | RegionUnregistered | RegionBlamed

@@ -252,6 +252,10 @@ class Server:
         """Allocate a region; see `shmserve.client.Server.allocate`."""
         return await asyncio.to_thread(self._session.allocate, tensors, **options)
 
+    async def attach(self, memory: Any, tensors: Specs | None = None, **options: Any) -> Region:
+        """Return a region over existing memory; see `shmserve.client.Server.attach`."""
+        return await asyncio.to_thread(self._session.attach, memory, tensors, **options)
+
     async def models(self) -> list[tuple[str, str]]:
         """Return name and version of every model that is available."""
         return (await self._connected()).connection.models.names()

@@ -19,7 +19,7 @@ from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
-from shmserve.client.memory.region import Region, Specs
+from shmserve.client.memory.region import Region, Specs, attached
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.channel import DECOUPLED, FULL
 from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
@@ -365,6 +365,13 @@ class Session:
                 self._cuda = exporting()
             cuda = self._cuda
         return Region(self.memories, tensors, partial(DeviceSegment, cuda, number))
+
+    def attach(
+        self, source: Any, tensors: Specs | None = None, *, offset: int = 0, pin: bool = False
+    ) -> Region:
+        """Return a region over memory that exists; see `sync.Server.attach`."""
+        self.connection()
+        return attached(self.memories, source, tensors, offset=offset, pin=pin)
 
     def close_later(self, close: Callable[[], None]) -> None:
         """Close a collected client in the connection's thread, and warn that it was not closed.

@@ -153,6 +153,29 @@ class Server:
         """
         return self._session.allocate(tensors, device=device, pin=pin, huge_pages=huge_pages)
 
+    def attach(
+        self, memory: Any, tensors: Specs | None = None, *, offset: int = 0, pin: bool = False
+    ) -> Region:
+        """Return a region over memory that another process has made; nothing is copied.
+
+        The maker of the memory owns it: `release` unmaps the memory here, and never unlinks it.
+
+        Args:
+            memory: A name in /dev/shm, an open descriptor (of a memfd, for instance), a
+                `multiprocessing.shared_memory.SharedMemory`, or a region of another process.
+            tensors: Shape and datatype of each tensor, {name: (shape, datatype)}, at multiples of
+                64 bytes from `offset` on. By default a region has its own tensors, and other
+                memory one UINT8 tensor "data".
+            offset: The position of the first tensor in the memory, in bytes.
+            pin: Workers on CUDA devices pin the memory.
+
+        Raises:
+            InvalidArgument: An argument is no such memory, or the memory is too small.
+            NotFound: There is no memory of this name.
+            PermissionDenied: This user may not read and write the memory.
+        """
+        return self._session.attach(memory, tensors, offset=offset, pin=pin)
+
     def models(self) -> list[tuple[str, str]]:
         """Return name and version of every model that is available."""
         return self._session.connection().models.names()

@@ -33,7 +33,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.control_requests import RegionReleased
+from shmserve.ipc.messages.control_requests import RegionInUse, RegionReleased
 from shmserve.ipc.messages.publications import (
     Acknowledged,
     HealthChanged,
@@ -44,6 +44,7 @@ from shmserve.ipc.messages.publications import (
     ReadinessChanged,
     RegionDrained,
     RegionPublished,
+    RegionRetired,
     RegionWithdrawn,
     SchedulerLost,
 )
@@ -167,7 +168,7 @@ class _Process:
             settings=settings,
             schedulers=schedulers,
             models=ModelTable(schedulers),
-            regions=RegionTable(self._region_released, settings.shm_overlap),
+            regions=RegionTable(self._report_region, settings.shm_overlap),
             supervisor=supervisor,
             arena=Arena(settings.arena_byte_size),
             body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size), trim),
@@ -217,6 +218,9 @@ class _Process:
             case RegionPublished():
                 gateway.regions.publish(message)
                 self._acknowledge(message.acknowledge)
+            case RegionRetired(memory_id, acknowledge):
+                gateway.regions.retire(memory_id)
+                self._acknowledge(acknowledge)
             case RegionWithdrawn(memory_id=memory_id, acknowledge=acknowledge):
                 gateway.regions.withdraw(memory_id)
                 self._acknowledge(acknowledge)
@@ -258,8 +262,8 @@ class _Process:
             case _:
                 logger.warning("the supervisor sent a %s", type(message).__name__)
 
-    def _region_released(self, memory_id: int) -> None:
-        self._gateway.supervisor.post(RegionReleased(memory_id))
+    def _report_region(self, use: RegionInUse | RegionReleased) -> None:
+        self._gateway.supervisor.post(use)
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
+from shmserve.ipc.messages.control_requests import RegionInUse, RegionReleased
 from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, Range, fits, unpack_range
 
@@ -32,6 +33,7 @@ class GatewayRegion:
         self.memory = extent.memory
         self.owner = Ownership(message.uid, message.group, extent.memory.copied)
         self.requests = 0
+        self.retired = False  # unregistered, and usable until no request uses it
         self.withdrawn = False
         self.spans = Spans()
 
@@ -128,6 +130,8 @@ class Uses:
         if region not in self.regions:
             self.regions.append(region)
             region.requests += 1
+            if region.retired:
+                self._table.used(region)
         span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
         if write and memory_range.byte_size and self._table.overlap != "ignore":
             self._spans.append((region, span))
@@ -159,6 +163,8 @@ class Uses:
         uses.regions += regions
         for region in regions:
             region.requests += 1
+            if region.retired:
+                table.used(region)
         try:
             if table.overlap != "ignore":
                 for write in spans:
@@ -190,7 +196,7 @@ class Uses:
         regions, self.regions = self.regions, []
         for region in regions:
             region.requests -= 1
-            if region.withdrawn and not region.requests:
+            if not region.requests and (region.retired or region.withdrawn):
                 self._table.released(region)
 
 
@@ -213,12 +219,14 @@ class Pattern(NamedTuple):
 class RegionTable:
     """The regions by name, and by id until nothing refers to them.
 
-    `on_released(memory_id)` is called when the last request leaves a withdrawn generation.
+    `report` sends the supervisor the changes in the use of retired and withdrawn generations.
     `overlap` is the policy for outputs of two requests in one place: "error", "warn" or "ignore".
     """
 
-    def __init__(self, on_released: Callable[[int], None], overlap: str = "warn") -> None:
-        self._on_released = on_released
+    def __init__(
+        self, report: Callable[[RegionInUse | RegionReleased], None], overlap: str = "warn"
+    ) -> None:
+        self._report = report
         self.version = 0  # changes with the meaning of any name
         self.overlap = overlap
         self._spans: dict[int | bytes, Spans] = {}  # by the object
@@ -241,11 +249,24 @@ class RegionTable:
             self._by_name[message.name] = region
             self.version += 1
 
+    def retire(self, memory_id: int) -> None:
+        """Report the use of a region from now on; its name is removed once no gateway uses it."""
+        region = self._by_id.get(memory_id)
+        if region is not None:
+            region.retired = True
+            if region.requests:
+                self._report(RegionInUse(memory_id, True))
+
+    def used(self, region: GatewayRegion) -> None:
+        """Report the first of the requests that use a retired region."""
+        if region.requests == 1:
+            self._report(RegionInUse(region.memory.id, True))
+
     def withdraw(self, memory_id: int) -> None:
         """Remove a region's name; requests in flight keep the generation."""
         region = self._by_id.get(memory_id)
         if region is None:
-            self._on_released(memory_id)
+            self._report(RegionReleased(memory_id))
             return
         region.withdrawn = True
         self.version += 1
@@ -259,12 +280,15 @@ class RegionTable:
         self._draining.pop(memory_id, None)
 
     def released(self, region: GatewayRegion) -> None:
-        """Nothing refers to a withdrawn generation any more."""
+        """Report that no request uses a region; remove it if it was withdrawn."""
+        if not region.withdrawn:
+            self._report(RegionInUse(region.memory.id, False))
+            return
         if self._by_id.pop(region.memory.id, None) is not None:
             region.spans.regions -= 1
             if not region.spans.regions:
                 del self._spans[region.memory.object]
-        self._on_released(region.memory.id)
+        self._report(RegionReleased(region.memory.id))
 
     def find(self, name: str) -> GatewayRegion:
         """Return the region of a name for a request; raise NotFound."""

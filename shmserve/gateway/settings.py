@@ -54,6 +54,7 @@ class GatewaySettings:
         arena_byte_size: The size of the memory for request bodies.
         body_timeout_s: The time for which a client may stall while it sends a body or reads a
             response.
+        metrics_port: The TCP port of metrics and of the dashboard; 0 if there is none.
         shm_overlap: The policy for overlapping outputs (region_table.py).
         http_header_forward_pattern: The pattern of headers that become parameters of requests.
         grpc_header_forward_pattern: The same pattern for metadata.
@@ -77,6 +78,7 @@ class GatewaySettings:
     header_timeout_s: float = 30.0
     max_connections: int = 16384
     http_address: str = "127.0.0.1"
+    metrics_port: int = 0
     tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)
     http_restricted: dict[str, Any] = field(default_factory=dict)
     grpc_restricted: dict[str, Any] = field(default_factory=dict)

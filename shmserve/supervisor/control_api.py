@@ -13,6 +13,7 @@ from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import (
     RegionAbandoned,
+    RegionInUse,
     RegionReleased,
     RegisterCudaRegion,
     RegisterRegion,
@@ -53,6 +54,8 @@ class ControlApi:
 
     def _notified(self, pid: int, message: Any) -> None:
         match message:
+            case RegionInUse(memory_id, used):
+                self._regions.draining.in_use(pid, memory_id, used)
             case RegionReleased(memory_id):
                 self._regions.draining.released(pid, memory_id)
             case RegionAbandoned(memory_id):

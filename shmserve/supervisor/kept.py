@@ -145,7 +145,7 @@ class Gateways(KeptProcesses):
         start = GatewayStart(
             name=name,
             run_dir=self._context.run_dir,
-            settings=_settings(config),
+            settings=_settings(config, listeners.metrics_port),
             http_sockets=len(listeners.http),
             grpc=config.grpc.settings if is_grpc and config.grpc is not None else None,
             held=self._held,
@@ -214,7 +214,7 @@ class Gateways(KeptProcesses):
         await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children()))
 
 
-def _settings(config: ServerConfig) -> GatewaySettings:
+def _settings(config: ServerConfig, metrics_port: int) -> GatewaySettings:
     return GatewaySettings(
         id=config.server_id,
         max_input_size=config.http.max_input_size,
@@ -223,6 +223,7 @@ def _settings(config: ServerConfig) -> GatewaySettings:
         arena_byte_size=config.arena_byte_size,
         body_timeout_s=config.http.body_timeout_s,
         http_address=config.http.address,
+        metrics_port=metrics_port,
         tokens=dict(config.tokens),
         http_restricted=encode_restrictions(config.http_restricted),
         grpc_restricted=encode_restrictions(config.grpc_restricted),

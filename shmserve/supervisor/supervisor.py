@@ -23,7 +23,12 @@ from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Watchdog, announce
-from shmserve.supervisor.host.console import StartupReport, has_terminal, model_table
+from shmserve.supervisor.host.console import (
+    StartupReport,
+    example_command,
+    has_terminal,
+    model_table,
+)
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
@@ -190,6 +195,7 @@ class Supervisor:
         logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
         ready = "is ready" if self.health.current().ready else "serves, and is not ready,"
         logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
+        self._log_first_steps()
         self.manager.ready(progress_line(self.registry.progress()))
         _give_memory_back()
         self.context.background(self.watchdog.run())
@@ -201,6 +207,17 @@ class Supervisor:
         if self.reload is not None:
             self.context.background(self.reload.run())
         return 0
+
+    def _log_first_steps(self) -> None:
+        """Log the addresses of the pages for browsers, and a command to try."""
+        http, metrics = self.listeners.urls()
+        if metrics.startswith("http"):
+            logger.info("dashboard: %s/", metrics)
+        if http.startswith("http"):
+            logger.info("API: %s/docs", http)
+        ready = [version.config for version in self.registry.live if version.loaded]
+        if http and (command := example_command(ready, http)):
+            logger.info("try: %s", command)
 
     async def _load(self) -> bool:
         await self.workspace_holders.start()  # models may lease workspaces in their warm-up
@@ -233,6 +250,7 @@ class Supervisor:
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
+            self.local_memory.drop_shrunk()
         exited = ProcessExited(pid, reason)
         context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
         if child.stops:

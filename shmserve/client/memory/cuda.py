@@ -133,6 +133,8 @@ def device_number(device: object) -> int | None:
 class DeviceSegment:
     """A device allocation that is shared with the server: the counterpart of `Segment`."""
 
+    counted = False
+
     def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
         """Allocate the memory; see `DeviceAllocation` for errors."""
         allocation = DeviceAllocation(cuda, device, byte_size)

@@ -1,23 +1,33 @@
-"""Regions: memory that a program allocates for tensors, and that the server uses in place."""
+"""Regions: memory for tensors that the server uses in place.
+
+    allocate   a memfd of this client; it has no name and ends with its last process
+    attach     memory that another process has made; its maker owns and unlinks it
+    pickle     the descriptor and the tensors; the receiver maps the same memory
+
+A region of another client, process or server is attached when a request uses it.
+"""
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import index
 from typing import Any
 
 from shmserve.client.errors import Released
-from shmserve.client.memory.segments import AnySegment, Memories, aligned
+from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
 from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, NotFound, PermissionDenied, Unsupported
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import LARGEST, Range, TensorRef
 from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.tensors.signature import Signature
 
+_FOLDER = "/dev/shm/"
 Shape = tuple[int, ...]
 Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, datatype
 
@@ -27,6 +37,10 @@ class Region(Mapping[str, Any]):
 
     `region["image"]` is an array (on a device, a `DeviceView`). `infer(model, region)` uses those
     tensors of the region that are inputs of the model, and writes the outputs to the others.
+
+    A region in host memory can be sent to another process, in the arguments of a process (fork,
+    forkserver or spawn) or through a queue or a pipe of `multiprocessing`. Its arrays there are the
+    same memory, also without a server. The memory ends with the last process that maps it.
     """
 
     def __init__(
@@ -34,8 +48,9 @@ class Region(Mapping[str, Any]):
         memories: Memories,
         tensors: Specs,
         make: Callable[[int], AnySegment] | None = None,
+        offset: int = 0,
     ) -> None:
-        """Allocate the memory, by `make(byte_size)` if given.
+        """Allocate the memory, by `make(byte_size)` if given; the tensors begin at `offset`.
 
         >>> Region(memories, {"image": ((8, 1, 8, 8), "FP32")})  # doctest: +SKIP
 
@@ -44,21 +59,61 @@ class Region(Mapping[str, Any]):
             Unavailable: There is not enough memory.
         """
         self._templates = _templates(tensors)
-        total = sum(aligned(max(1, template.byte_size)) for template in self._templates.values())
+        self._offsets: dict[str, int] = {}
+        end = offset
+        for template in self._templates.values():
+            self._offsets[template.name] = start = offset + aligned(end - offset)
+            end = start + max(1, template.byte_size)
+        byte_size = max(1, end)
         if make is None:
-            self._block = block = memories.allocate(max(1, total), alone=True)
+            self._block = block = memories.allocate(byte_size, alone=True)
         else:
-            self._block = block = memories.add(make(max(1, total)))
+            self._block = block = memories.add(make(byte_size))
+        assert not block.offset  # the block is a whole segment
+        self._start = offset
         self.segment: Any = block.segment
         self.lease = MemoryLease(partial(memories.part_with, block))
-        self._memories = memories
-        self._offsets: dict[str, int] = {}
-        at = block.offset
-        for template in self._templates.values():
-            self._offsets[template.name] = at
-            at += aligned(max(1, template.byte_size))
+        self.memories = memories
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
+        self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
+
+    def within(self, memories: Memories) -> Region:
+        """Return this region, or a region over the same memory for another client. Raises Released.
+
+        Raises:
+            Unsupported: The memory is on a device.
+        """
+        if self.memories is memories:
+            return self
+        found = self._attached.get(memories)
+        if found is None:
+            found = self._attached[memories] = attached(memories, self, pin=self.segment.pin)
+        return found
+
+    def fileno(self) -> int:
+        """Return the descriptor of the memory, which `send_fds` can send to any process.
+
+        Raises:
+            Released: The region was released.
+            Unsupported: The memory is on a device.
+        """
+        if self.lease.released:
+            raise Released("this region was released")
+        if not isinstance(self.segment, Segment):
+            raise Unsupported("memory on a device stays with the client that allocated it")
+        return self.segment.fd
+
+    @property
+    def specs(self) -> dict[str, tuple[Shape, str]]:
+        """Return shape and datatype of each tensor."""
+        return {name: (each.shape, each.datatype) for name, each in self._templates.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.reduction import DupFd
+
+        shared = DupFd(self.fileno())
+        return _received, (shared, self.specs, self._start, self.segment.pin)
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -127,13 +182,73 @@ class Region(Mapping[str, Any]):
         # The memory itself is freed with the last array over it and the last request in flight.
         self.lease = MemoryLease(nothing)
         self.lease.released = True
-        self._memories.settle()
+        self.memories.settle()
+        for each in list(self._attached.values()):
+            each.release()
 
     def __enter__(self) -> Region:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def attached(
+    memories: Memories,
+    source: Any,
+    tensors: Specs | None = None,
+    *,
+    offset: int = 0,
+    pin: bool = False,
+) -> Region:
+    """Return a region over memory that exists; see `sync.Server.attach`."""
+    if not isinstance(offset, int) or offset < 0:
+        raise InvalidArgument(f"offset must be a number of bytes from 0 on, got {offset!r}")
+    fd = _descriptor(source)
+    try:
+        if isinstance(source, Region):
+            offset += source._start
+            tensors = source.specs if tensors is None else tensors
+        if tensors is None:
+            tensors = {"data": ([max(0, os.fstat(fd).st_size - offset)], "UINT8")}
+        return Region(
+            memories, tensors, lambda size: AttachedSegment(os.dup(fd), pin, size), offset
+        )
+    finally:
+        os.close(fd)
+
+
+def _descriptor(source: Any) -> int:
+    """Return a new descriptor of memory that is given by name, descriptor or object."""
+    if isinstance(source, str | os.PathLike):
+        name = os.fspath(source).removeprefix(_FOLDER).lstrip("/")
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            return os.open(_FOLDER + name, flags)
+        except FileNotFoundError:
+            raise NotFound(f"there is no shared memory '{name}' in {_FOLDER}") from None
+        except PermissionError:
+            raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
+        except OSError as error:
+            raise InvalidArgument(f"'{name}' is no shared memory: {error.strerror}") from None
+    fd = getattr(source, "_fd", source)  # of multiprocessing.shared_memory.SharedMemory
+    try:
+        return os.dup(fd.fileno() if hasattr(fd, "fileno") else fd)
+    except (OSError, TypeError, OverflowError):
+        raise InvalidArgument(
+            "memory is attached by its name in /dev/shm, an open descriptor, a SharedMemory that "
+            f"is not closed, or a region, got {source!r:.80}"
+        ) from None
+
+
+def _received(shared: Any, specs: Specs, start: int, pin: bool) -> Region:
+    """Return a region that was sent by another process. No server uses it before it is attached."""
+    unshared = Memories(0, _share_nothing, _share_nothing)
+    return Region(unshared, specs, partial(AttachedSegment, shared.detach(), pin), start)
+
+
+def _share_nothing(_: AnySegment) -> None:
+    """Do nothing, for memory that no server uses."""
 
 
 def check_room(name: str, given: str, signature: Signature) -> None:

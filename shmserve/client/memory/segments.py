@@ -26,7 +26,7 @@ import numpy as np
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.views import MemoryLease, View, nothing
 from shmserve.client.request.arrays import dtype_of
-from shmserve.errors import Unavailable
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
@@ -43,13 +43,18 @@ def aligned(byte_size: int) -> int:
 
 
 class Segment:
-    """A mapped memfd; `memory` is the connected server's description of it."""
+    """A mapped memfd; `memory` is the connected server's description of it.
+
+    Attributes:
+        counted: Whether the memory counts against the client's limit.
+    """
 
     fd = -1  # until the memfd exists
+    counted = True
 
     def __init__(self, byte_size: int, *, pin: bool = False, huge_pages: bool = False) -> None:
         """Reserve the memory. Raises Unavailable if the machine has not enough."""
-        self._pin = pin
+        self.pin = pin
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
         try:
             self.fd = os.memfd_create("shmserve-client", flags)
@@ -70,16 +75,19 @@ class Segment:
             if huge_pages:
                 text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
             raise Unavailable(text) from error
+        self._use(mapped)
+
+    def _use(self, mapped: mmap.mmap) -> None:
         # numpy keeps only a reference to this object, so the memory is unmapped with the last
         # array.
         self.bytes = memoryview(mapped)
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
-        self.free = FreeList(self.size)
+        self.free = FreeList(aligned(self.size))
         self.memory: Memory | None = None
 
     def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
-        return m.ShareMemory(number, self.size, self._pin), (self.fd,)
+        return m.ShareMemory(number, self.size, self.pin), (self.fd,)
 
     def shared(self, memory: bytes) -> None:
         """Store the server's description of the memory."""
@@ -102,6 +110,43 @@ class Segment:
 
     def __del__(self) -> None:
         self.close()  # after an interruption the segment has no other owner
+
+
+class AttachedSegment(Segment):
+    """A mapping of memory that another process or client has made, and that its maker owns."""
+
+    counted = False
+
+    def __init__(self, fd: int, pin: bool, byte_size: int) -> None:
+        """Map the memory that `fd` refers to, and own the descriptor.
+
+        Raises:
+            InvalidArgument: The descriptor is no shared memory of at least `byte_size` bytes, or is
+                not open for reading and writing.
+            Unavailable: The machine has not enough memory.
+        """
+        self.fd = fd
+        self.pin = pin
+        self.size = os.fstat(fd).st_size
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            raise InvalidArgument(
+                "only shared memory is attached: a memfd, or an object in /dev/shm"
+            ) from None
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+            raise InvalidArgument("the memory must be open for reading and writing")
+        if self.size < max(1, byte_size):
+            raise InvalidArgument(
+                f"the memory has {self.size} bytes, and the tensors need {byte_size}"
+            )
+        try:
+            if not seals & fcntl.F_SEAL_SEAL:  # workers map only a memfd that cannot shrink
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            os.posix_fallocate(fd, 0, self.size)  # the maker may have written nothing yet
+            self._use(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
+        except OSError as error:
+            raise Unavailable(f"the memory cannot be mapped: {error}") from error
 
 
 AnySegment = Segment | DeviceSegment
@@ -222,7 +267,7 @@ class Memories:
         """
         with self._lock:
             self.settle()
-            if type(segment) is Segment:
+            if segment.counted:
                 self._make_room(segment.size)
                 try:
                     self._check_limit(self._used(), segment.size)
@@ -234,7 +279,7 @@ class Memories:
         return block
 
     def _used(self) -> int:
-        return sum(segment.size for segment in self._segments if type(segment) is Segment)
+        return sum(segment.size for segment in self._segments if segment.counted)
 
     def _check_limit(self, used: int, size: int) -> None:
         if used + size > self._limit:

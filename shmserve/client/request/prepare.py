@@ -199,7 +199,7 @@ def prepare(
         Unavailable: There is not enough memory.
     """
     if type(inputs) is Region and outputs is None:
-        return _in_place(model, inputs, options)
+        return _in_place(memories, model, inputs, options)
     if type(inputs) is not dict and not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
     arrays: list[Array] = []
@@ -263,7 +263,11 @@ def _filled(
     return PackedRequest(model, *packed, options, prepared, slot, as_torch, *memory)
 
 
-def _in_place(model: ClientModel, region: Region, options: Options) -> PackedRequest:
+def _in_place(
+    memories: Memories, model: ClientModel, region: Region, options: Options
+) -> PackedRequest:
+    if region.memories is not memories:
+        region = region.within(memories)
     known = region.requests.get(model)
     if known is None or options.parameters:
         signature = model.signature
@@ -409,6 +413,7 @@ class _Loose:
         self, name: str, outputs: Sequence[str] | Mapping[str, Any] | None
     ) -> RequestedOutput:
         if type(outputs) is Region:
+            outputs = outputs.within(self._memories)
             self._hold(outputs.segment, outputs.lease)
             return RequestedOutput(name, outputs.room(name, self._model.signature))
         target = outputs[name] if isinstance(outputs, Mapping) else None
@@ -429,6 +434,7 @@ class _Loose:
                 place = found[0].place(found[1], plain.nbytes)
         if place is None:
             raise InvalidArgument(
-                f"output '{name}' can only be written to memory from `allocate`, in one piece"
+                f"output '{name}' can only be written to memory from `allocate` or "
+                "`attach`, in one piece"
             )
         return RequestedOutput(name, place)

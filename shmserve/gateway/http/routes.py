@@ -3,7 +3,7 @@
 pages/operations.json describes the operation of each route: its summary, and the schemas of its
 body and reply by content type. GET /openapi.json returns the description as an OpenAPI document,
 and GET /docs returns a page that shows the document (pages/docs.html) and, from GET /docs/models, a
-request to try for each model.
+request to try for each model. GET / links both and the dashboard.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shmserve.gateway.http.openai import embeddings, generation, models, respons
 from shmserve.gateway.http.openai.bodies import openai_error
 from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
 
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # without the port
 _PAGES = Path(__file__).with_name("pages")
 # The page may load nothing from other sites, and other pages may not show it.
 _PAGE_HEADERS = (
@@ -118,6 +119,18 @@ async def _show_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     return HttpResponse(200, (_page(),), _PAGE_HEADERS)
 
 
+async def _show_start(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET /: a page with links to the other pages."""
+    host = _HOST.match(request.headers.get("Host", ""))
+    address = f"http://{host[0] if host else '127.0.0.1'}:{gateway.settings.metrics_port}/"
+    links = [("/docs", "the HTTP API"), ("/openapi.json", "its description"), ("/v2", "the server")]
+    if gateway.settings.metrics_port:
+        links += [(address, "the dashboard"), (f"{address}metrics", "metrics for Prometheus")]
+    items = "".join(f'<li><a href="{url}">{url}</a>: {text}\n' for url, text in links)
+    body = f"<!DOCTYPE html>\n<title>shmserve</title>\n<h1>shmserve</h1>\n<ul>\n{items}</ul>\n"
+    return HttpResponse(200, (body.encode(),), _PAGE_HEADERS)
+
+
 _MODEL = "/v2/models/{model}[/versions/{version}]"
 _TRACE = "/v2[/models/{model}]/trace/setting"
 _REPOSITORY = "/v2/repository[/{repository}]"
@@ -172,7 +185,8 @@ ROUTES = RouteTable(
     _route("GET", "/ping", "health", handlers.health),
     _route("POST", "/ping", "health", handlers.health),
     _route("GET", "/version", "metadata", handlers.version),
-    # These have no data of the server. The page asks for a token if the server needs one.
+    # These have no data of the server. /docs asks for a token if the server needs one.
+    _route("GET", "/", "health", _show_start),
     _route("GET", "/openapi.json", "health", _show_document),
     _route("GET", "/docs", "health", _show_page),
     _route("GET", "/docs/models", SIGNATURE, handlers.examples),

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shmserve.errors import refused
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+
+_MOST_ELEMENTS = 64  # of the inputs in an example
 
 
 @contextlib.contextmanager
@@ -109,3 +115,21 @@ def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
         for row in flat
     )
     return [rule, head, rule, *lines, rule]
+
+
+def example_command(models: Iterable[ModelSpec], url: str) -> str:
+    """Return a command for the shell that sends a request to one of the models, or ""."""
+    found = [spec for spec in models if spec.input and spec.sequence_batching is None]
+    for spec in found:
+        required = [each for each in spec.input if not each.optional] or list(spec.input[:1])
+        if sum(math.prod(map(abs, each.dims)) for each in required) <= _MOST_ELEMENTS:
+            inputs = " ".join(f"--input {shlex.quote(_example(each))}" for each in required)
+            return f"shmserve client infer {shlex.quote(spec.name)} --url {url} {inputs}"
+    return f"shmserve perf {shlex.quote(found[0].name)} --url {url}" if found else ""
+
+
+def _example(tensor: TensorSpec) -> str:
+    value: Any = {"BYTES": "text", "BOOL": True}.get(tensor.datatype, 1)
+    for size in reversed(tensor.dims):
+        value = [value] * abs(size)  # 1 for any size
+    return f"{tensor.name}={json.dumps(value, separators=(',', ':'))}"

@@ -203,6 +203,18 @@ class Listeners:
             for sock in sockets:
                 yield f"{name} service at {_address(sock, start, 'unix socket ')}{path}"
 
+    @property
+    def metrics_port(self) -> int:
+        """Return the TCP port of metrics, or 0."""
+        return next((s.getsockname()[1] for s in self.metrics if s.family != socket.AF_UNIX), 0)
+
+    def urls(self) -> tuple[str, str]:
+        """Return the URLs of HTTP and of metrics; "" without a listener."""
+        http, metrics = (
+            [_address(s, "http://") for s in each] for each in (self.http, self.metrics)
+        )
+        return (*http, "")[0], (*metrics, "")[0]
+
     def publish(self, file: Path, *, tls: bool) -> None:
         """Write the URLs of HTTP and gRPC to a file for programs on this host, if possible."""
         urls = [_address(sock, "http://") for sock in self.http]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from shmserve.supervisor.local_clients.connections import LocalClient, is_memory
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
 from shmserve.supervisor.regions.registry import Processes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,21 +63,21 @@ class LocalMemory:
             yield region.listed_only(0)
 
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
-        """Share a memfd of a client, and take its descriptor out of `fds`."""
+        """Share memory that a client has opened, and take its descriptor out of `fds`."""
         if len(fds) != 1:
             raise InvalidArgument("one descriptor must come with the memory to share")
         (fd,) = fds
         number, uid = client.number, client.uid
         shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
-        rest = (os.getpid(), fd, shared.inode, byte_size, True)
-        memory_id = self._capabilities.memory_id(number, *rest, pin)
-        self._enter(
-            self._opener.take_lent(
-                *(self._name(client), memory_id, shared, byte_size, Peer(uid), number), pin=pin
-            )
+        sealed = is_sealed(fd)
+        region = self._opener.take_lent(
+            *(self._name(client), shared, byte_size, Peer(uid), number), pin=pin, sealed=sealed
         )
+        rest = (os.getpid(), fd, shared.inode, byte_size, sealed, region.owner.copied, pin)
+        region.memory_id = self._capabilities.memory_id(number, *rest)
+        self._enter(region)
         fds.clear()
-        return Memory(memory_id, *rest, copied=False, pinned=pin).packed
+        return Memory(region.memory_id, *rest).packed
 
     async def share_device(self, client: LocalClient, asked: ShareDeviceMemory) -> bytes:
         """Share device memory by its handle, which a worker checks.
@@ -113,6 +116,17 @@ class LocalMemory:
                 self._publish_event(RegionUnregistered(region.name, reason))
                 self._opener.close(region)
 
+    def drop_shrunk(self) -> None:
+        """Release the regions that were truncated, since a worker died of a missing page."""
+        for region in self.all():
+            if not region.owner.copied and region.shrank():
+                logger.error(
+                    "shared memory of '%s' was truncated while a worker used it, and the worker "
+                    "died: it is released",
+                    region.name,
+                )
+                self.release(region.lessor, region.memory_id)
+
     def close(self) -> None:
         """Close every region."""
         for region in self._regions.values():
@@ -120,15 +134,22 @@ class LocalMemory:
         self._regions.clear()
 
 
+def is_sealed(fd: int) -> bool:
+    """Check whether memory cannot shrink."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+
+
 def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
-    """Check that workers can map the first `byte_size` bytes of the memfd `fd` safely.
+    """Check that workers can use the first `byte_size` bytes of the memory `fd`.
 
     Raises:
-        InvalidArgument: An access could kill a worker, because the memfd can shrink, is too small
-            or has no memory yet. Huge pages are allowed only for a `trusted` user.
+        InvalidArgument: The descriptor is no shared memory, the memory is too small or not
+            reserved, or a worker may not open it. Huge pages are allowed only for a `trusted` user.
     """
-    if not is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
+    if not is_memory(fd):
+        raise InvalidArgument("shared memory must be a memfd or an object in /dev/shm")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
+        raise InvalidArgument("a memfd that can be sealed must have the seal F_SEAL_SHRINK")
     shared = described(fd)
     status = os.fstat(fd)
     page = os.fstatvfs(fd).f_bsize
@@ -143,4 +164,6 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
         raise InvalidArgument(f"'byte_size' must be from 1 to {shared.size}, got {byte_size}")
     if status.st_blocks * 512 < byte_size:
         raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
+    if not os.access(f"/proc/self/fd/{fd}", os.R_OK | os.W_OK, effective_ids=True):
+        raise InvalidArgument(f"the server may not read and write memory of uid {shared.uid}")
     return shared

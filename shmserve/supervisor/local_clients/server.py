@@ -2,7 +2,7 @@
 
     program ── Hello ──────────────> listener  a unix socket, with the credentials of the program
             <── Welcome, models ───            a number, a token, the scheduler of each model
-            ── ShareMemory + fd ──>            a sealed memfd of the program
+            ── ShareMemory + fd ──>            memory of the program, usually a sealed memfd
             ── ShareDeviceMemory ──>           or device memory, by its handle
             <── changes of models ──           acknowledged, so that a reload loses no request
             ── end of connection ──>           all of its memory is released

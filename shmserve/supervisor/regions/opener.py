@@ -348,23 +348,27 @@ class RegionOpener:
     def take_lent(
         self,
         name: str,
-        memory_id: int,
         shared: posix_shm.SharedObject,
         byte_size: int,
         peer: Peer,
         local_client: int,
         *,
         pin: bool,
+        sealed: bool,
     ) -> OpenRegion:
-        """Return the region of a local client's sealed object, and own its descriptor."""
+        """Return the region of a local client's memory, without an id, and own its descriptor."""
         self._refuse_if_disabled()
         owner = self._owner(peer, LENT_KEY, shared)
+        if sealed:  # the memory cannot be truncated, so it is mapped
+            owner = replace(owner, copied=False)
+        blocks = 0 if sealed else os.fstat(shared.fd).st_blocks
         region = OpenRegion(
-            *(name, LENT_KEY, memory_id, shared, 0, byte_size, owner),
+            *(name, LENT_KEY, 0, shared, 0, byte_size, owner),
+            blocks=blocks,
             lessor=local_client,
             pinned=pin,
         )
-        self._count(region)  # not copied: a sealed object cannot be truncated, so it is mapped
+        self._count(region, copied=owner.copied)
         return region
 
     async def take_lent_cuda(

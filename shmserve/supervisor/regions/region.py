@@ -75,7 +75,8 @@ class OpenRegion:
     offset: int
     byte_size: int
     owner: Ownership
-    users: set[int] = field(default_factory=set)  # gateways that use the withdrawn region
+    users: set[int] = field(default_factory=set)  # gateways that use the unregistered region
+    retired: bool = False  # whether every gateway reports its use of the region
     listed: bool = False  # whether gateways still list the withdrawn region
     blocks: int = 0  # allocated blocks of the object at registration
     lessor: int = 0  # the process that leased the region, or the owning local client, or 0

@@ -2,9 +2,11 @@
 
 A region is a numbered generation of a name:
 
-    register --> ACTIVE --unregister--> DRAINING --last release--> closed
-                                        (the name is free, requests in flight continue, and the
-                                        region is listed meanwhile)
+    register --> ACTIVE --unregister--> RETIRED --unused--> DRAINING --last release--> closed
+
+Requests may use a retired region, whose name is free for another registration. A region that was
+lost (its owner exited, its object shrank) drains at once: requests in flight continue, and the
+region is listed meanwhile.
 
 The object is opened once. Workers map this object through the supervisor's descriptor, so a key
 that is unlinked and created again is a different object. Access rights are defined in
@@ -36,6 +38,7 @@ from shmserve.ipc.messages.publications import (
     RegionBlamed,
     RegionDrained,
     RegionPublished,
+    RegionRetired,
     RegionUnregistered,
     RegionWithdrawn,
 )
@@ -65,23 +68,46 @@ class Processes(Protocol):
 class DrainingRegions:
     """The unregistered regions that requests in flight still use.
 
-    Gateways count the requests that use a generation of a name. After its withdrawal, each gateway
-    releases the generation when its last request ends. Then workers unmap it, and it is closed.
+    A retired region is withdrawn when no gateway has a request that uses it. Gateways count the
+    requests that use a generation of a name. After its withdrawal, each gateway releases the
+    generation when its last request ends. Then workers unmap it, and it is closed.
     """
 
     _processes: Processes
     _opener: RegionOpener
+    retired: dict[int, OpenRegion] = field(init=False, default_factory=dict)
     _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
-    def published(self) -> Iterator[RegionPublished]:
+    def published(self) -> Iterator[RegionPublished | RegionRetired]:
         """Yield the messages that bring a new gateway up to date."""
+        for region in self.retired.values():
+            yield region.published(0)
+            yield RegionRetired(region.memory_id, 0)
         for region in self._regions.values():
             if region.listed:
                 yield region.listed_only(0)
 
+    async def retire(self, region: OpenRegion) -> None:
+        """Withdraw a region at once if no request uses it, otherwise as soon as none does."""
+        self.retired[region.memory_id] = region
+        await self._processes.publish(partial(RegionRetired, region.memory_id), "gateway")
+        region.retired = True
+        if not region.users:
+            await self.drain(region)
+
+    def in_use(self, pid: int, memory_id: int, used: bool) -> None:
+        """Record whether requests of gateway `pid` use a retired region."""
+        region = self.retired.get(memory_id)
+        if region is None:
+            return
+        (region.users.add if used else region.users.discard)(pid)
+        if region.retired and not region.users:
+            in_background(self.drain(region), self._tasks)
+
     async def drain(self, region: OpenRegion) -> None:
         """Withdraw a region, and wait until no gateway accepts its name any more."""
+        self.retired.pop(region.memory_id, None)
         self._regions[region.memory_id] = region
         region.users = set(self._processes.pids("gateway"))
         await self._processes.publish(
@@ -101,6 +127,8 @@ class DrainingRegions:
 
     def gateway_exited(self, pid: int) -> None:
         """Release the regions of a gateway that has exited."""
+        for memory_id in list(self.retired):
+            self.in_use(pid, memory_id, False)
         for memory_id in list(self._regions):
             self.released(pid, memory_id)
 
@@ -117,9 +145,10 @@ class DrainingRegions:
 
     def close(self) -> None:
         """Close all objects."""
-        for region in self._regions.values():
-            self._opener.close(region)
-        self._regions.clear()
+        for regions in (self.retired, self._regions):
+            for region in regions.values():
+                self._opener.close(region)
+            regions.clear()
 
 
 class RegionRegistry:
@@ -158,7 +187,7 @@ class RegionRegistry:
             if verb == DROP:
                 for region in self.active():
                     if region.kept_as == kept_as:
-                        await self._withdraw(region)
+                        await self._withdraw(region, retire=True)
             elif verb == KEEP:
                 for region in self._kept.restore({kept_as: fds}, self._opener.reopen):
                     if known := self._active.get(region.name):
@@ -177,7 +206,7 @@ class RegionRegistry:
         """Return every active region."""
         return list(self._active.values())
 
-    def published(self) -> Iterator[RegionPublished]:
+    def published(self) -> Iterator[RegionPublished | RegionRetired]:
         """Yield the messages that bring a new gateway up to date."""
         for region in self._active.values():
             yield region.published(0)
@@ -290,7 +319,7 @@ class RegionRegistry:
     def _exporter_exited(self, region: OpenRegion) -> None:
         async def end() -> None:
             async with self._turn:
-                if self._active.get(region.name) is region:
+                if region in (self._active.get(region.name), *self.draining.retired.values()):
                     logger.warning("region '%s' ends with the process that owned it", region.name)
                     await self._withdraw(region, "the process that owned it has ended")
 
@@ -299,15 +328,16 @@ class RegionRegistry:
     async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
         """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
 
-        The call returns when no gateway accepts the name any more. A name that is unknown, of the
-        other kind, or owned by another user is ignored.
+        A region that requests use stays usable until none does; otherwise the call returns when no
+        gateway accepts the name any more. A name that is unknown, of the other kind, or owned by
+        another user is ignored.
         """
         async with self._turn:
             regions = [self._active[name]] if name in self._active else []
             for region in regions if name else self.active():
                 admitted = peer.uid == EVERYONE or region.owner.admits(peer)
                 if admitted and (region.cuda is not None) == cuda:
-                    await self._withdraw(region)
+                    await self._withdraw(region, retire=True)
 
     async def abandoned(self, lessor: int, memory_id: int = 0) -> None:
         """Withdraw a leased region whose client disconnected, or all that a gateway leased."""
@@ -322,7 +352,7 @@ class RegionRegistry:
         The next request that uses one fails, since the name is unknown.
         """
         async with self._turn:
-            for region in self.active():
+            for region in [*self.active(), *self.draining.retired.values()]:
                 if not region.owner.copied and region.shrank():
                     logger.error(
                         "shared memory region '%s' was truncated while a worker used it, and the "
@@ -333,11 +363,14 @@ class RegionRegistry:
                     self._publish_event(RegionBlamed(region.name, reason))
                     await self._withdraw(region, reason)
 
-    async def _withdraw(self, region: OpenRegion, reason: str = "") -> None:
-        self._active.pop(region.name, None)
+    async def _withdraw(
+        self, region: OpenRegion, reason: str = "", *, retire: bool = False
+    ) -> None:
+        if self._active.get(region.name) is region:
+            del self._active[region.name]
         self._kept.remove(region)
         self._publish_event(RegionUnregistered(region.name, reason))
-        await self.draining.drain(region)
+        await (self.draining.retire if retire else self.draining.drain)(region)
 
     def close(self) -> None:
         """Close every object."""

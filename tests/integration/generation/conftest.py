@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from tests.support import repositories
-from tests.support.hf_folders import write_folder
 from tests.support.servers import Server, running
 
 EMBEDDER = """
@@ -47,6 +46,13 @@ MODELS = {
 Oracle = Callable[..., list[tuple[list[int], str]]]
 Greedy = Callable[[str, int], list[int]]
 Beams = Callable[[str, int, int], list[str]]
+
+
+def write_folder(path: Path) -> Path:
+    """Write a tiny model. Without torch, the tests that need it are skipped."""
+    from tests.support import hf_folders
+
+    return hf_folders.write_folder(path)
 
 
 def add_model(repository: Path, name: str, engine: str = "") -> None:

@@ -105,7 +105,6 @@ def test_a_model_describes_itself(http: Http) -> None:
         ("/v2/systemsharedmemory/region/a/b/status", "Not Found (a / in a name is written %2F)"),
         ("/v2/systemsharedmemory/region//status", "Not Found"),
         ("/v2/nothing", "Not Found"),
-        ("/", "Not Found"),
         ("/metrics", "Not Found"),
     ],
 )

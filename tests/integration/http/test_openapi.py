@@ -3,6 +3,7 @@ its errors too, is what it says; and the page that shows it needs nothing else."
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from schemathesis import checks
 
 from shmserve.gateway.http.routes import ROUTES, described
 from tests.support import repositories
-from tests.support.servers import Server, Start
+from tests.support.servers import Server, Start, run_python
 
 DOCUMENT = described(ROUTES)
 NAMES = {"model": ["simple", "identity", "nosuch"], "version": ["1", "7"]}
@@ -95,3 +96,17 @@ def test_a_server_serves_it_and_a_page_that_shows_it(asked: Server) -> None:
     assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
     page = reply.body.decode()
     assert not re.search(r"https?://|src=|<link|@import|url\(", page)
+
+
+def test_the_root_links_the_pages_and_the_log_ends_with_them_and_a_command(asked: Server) -> None:
+    with asked.http() as http:
+        page = http.get("/").ok().body.decode()
+    links = re.findall('href="([^"]+)"', page)
+    host = f"http://127.0.0.1:{asked.metrics_port}/"
+    assert links == ["/docs", "/openapi.json", "/v2", host, f"{host}metrics"]
+    log = asked.log()
+    end = log[log.index("the server is ready after") :]
+    assert f"dashboard: {host}\n" in end and f"API: http://{asked.url}/docs\n" in end
+    (command,) = re.findall("try: shmserve (.*)", end)
+    done = run_python("-m", "shmserve", *shlex.split(command), check=True)
+    assert json.loads(done.stdout)["model_name"] in ("simple", "identity")

@@ -100,7 +100,7 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     assert whole["server"]["pss_bytes"] < 0.8 * sum(size for _, size in resident)
     assert server.metric("shmserve_model_failed", model="broken") == 1
     failed = server.samples("shmserve_model_failed")
-    assert server.metric("shmserve_models", state="failed") == len(failed) == 1, failed
+    assert server.metric("shmserve_models", state="failed") == len(failed)
     assert server.metric("shmserve_load_failures") >= 1
 
 
@@ -267,9 +267,8 @@ def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(guarded: Server, pa
     page.go(url)
     page.wait("it asks", "!document.getElementById('ask').hidden")
     page.run("$('token').value = 'a-token-that-is-wrong'; $('ask').requestSubmit()")
-    page.wait(
-        "it says what is wrong", "$('refused').textContent.includes('requires a known token')"
-    )
+    refused = "$('refused').textContent.includes('requires a known token')"
+    page.wait("it says what is wrong", refused)
     page.run(f"$('token').value = '{TOKEN}'; $('ask').requestSubmit()")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
     page.go(f"{url}?again#token={TOKEN}")

@@ -259,7 +259,7 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
             "--root-cert: cannot",
         ),
         (["m", "--input=X=1", "--url=x", "--run-dir=y"], 2, "not allowed with argument --url"),
-        (["m", "--input=X=1", "--url=http://a..b"], 2, "label empty or too long"),
+        (["m", "--input=X=1", "--url=http://a..b"], 2, "label empty"),
         (["\udcff", "--input=X=1"], 2, "surrogates not allowed"),
         (["m", "--input=X=1", "--timeout-us=x"], 2, "argument --timeout-us"),
         (["m"], 2, "--input"),

@@ -499,7 +499,9 @@ def test_local_clients_cannot_make_up_who_they_are_or_what_is_theirs() -> None:
     ):
         assert capabilities.local_client(forged.encode()) == 0, forged
     rest = (7, 8, 9, 4096, True)
-    mine = Memory(capabilities.memory_id(FIRST, *rest, False), *rest)
+    mine = Memory(capabilities.memory_id(FIRST, *rest, False, False), *rest)
     assert capabilities.owns(FIRST, mine) and not capabilities.owns(FIRST + 1, mine)
     assert not capabilities.owns(FIRST, Memory(mine.id, 7, 8, 9, 8192, True))
+    assert not capabilities.owns(FIRST, replace(mine, sealed=False))
+    assert not capabilities.owns(FIRST, replace(mine, copied=True))
     assert Range(mine, 0, 1)

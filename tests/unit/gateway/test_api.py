@@ -132,6 +132,7 @@ SCOPES = {
     "/health": "health",
     "/ping": "health",
     "/version": "metadata",
+    "/": "health",
     "/openapi.json": "health",
     "/docs": "health",
     "/docs/models": auth_tokens.SIGNATURE,

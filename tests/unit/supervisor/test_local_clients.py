@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -22,6 +23,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import Hello, Refused, ShareMemory
 from shmserve.ipc.messages.publications import Acknowledged, HealthChanged
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.descriptors import unpack_memory
 from shmserve.ipc.transport import frames
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer, _for_local_clients
@@ -30,6 +32,7 @@ from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
 from tests.rigs.process_rig import ToldProcesses
 from tests.rigs.region_rig import policy
+from tests.support.regions import SharedObject
 
 PLACES = 8
 POLICY = policy(max_regions=8, max_regions_per_uid=4)
@@ -97,6 +100,24 @@ async def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Pat
     assert not len(registry)
     local_clients.connections.close()
     registry.close()
+
+
+def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> None:
+    told = ToldProcesses()
+    memory = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), told, lambda event: None)
+    client: Any = SimpleNamespace(number=100_000_001, uid=os.getuid(), pid=1)
+    with SharedObject(8192) as object_, memfd() as sealed:
+        os.posix_fallocate(object_.fd, 0, 8192)
+        packed = memory.share(client, 8192, False, [os.dup(object_.fd)])
+        shared = unpack_memory(packed)
+        assert not shared.sealed and not shared.copied
+        assert unpack_memory(memory.share(client, 4096, False, [os.dup(sealed)])).sealed
+        memory.drop_shrunk()
+        assert len(memory) == 2
+        os.ftruncate(object_.fd, 4096)
+        memory.drop_shrunk()
+        assert [region.memory_id != shared.id for region in memory.all()] == [True]
+    memory.close()
 
 
 @pytest.mark.parametrize(

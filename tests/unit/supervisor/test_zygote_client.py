@@ -17,6 +17,12 @@ import_torch = "\d"
 """
 
 
+@pytest.fixture(autouse=True)
+def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that has torch, whether or not this one has."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
 def _preloads(repository: Path, files: dict[str, str], devices: bool = False) -> list[str]:
     for name, text in files.items():
         path = repository / name

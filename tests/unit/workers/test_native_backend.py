@@ -54,7 +54,7 @@ def test_the_example_serves(worker: Rig) -> None:
         default_model_filename="native_model.py", parameters={"class": {"string_value": "Blur"}}
     )
     completed = complete(worker, config)
-    assert completed["max_batch_size"] == 16
+    assert completed["max_batch_size"] == 32
     assert completed["dynamic_batching"] == {"max_queue_delay_microseconds": 0}
     assert completed["input"] == [tensor_config("image", "FP32", [-1, -1])]
     assert completed["output"] == [tensor_config("output", "FP32", [-1, -1])]

@@ -18,7 +18,7 @@ import pytest
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import publications as m
-from shmserve.ipc.messages.control_requests import RegionReleased
+from shmserve.ipc.messages.control_requests import RegionInUse, RegionReleased
 from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release, Settled, Submit
 from shmserve.ipc.messages.publications import (
     HealthChanged,
@@ -713,6 +713,32 @@ def test_a_range_must_lie_in_its_region(
     assert (reply.status, reply.error) == (400, text)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     until("it holds nothing", lambda: RegionReleased(5) in gateway.heard)
+
+
+def test_a_retired_region_is_usable_and_its_use_is_reported(
+    gateway: Rig, through_regions: Scheduler
+) -> None:
+    http = gateway.http
+    gateway.apply(region("r", 5))
+    through_regions.held = True
+    callers = [ClientIdentity(gateway.port, "m", region_request())]
+    until("the request is there", lambda: through_regions.waiting)
+    gateway.apply(lambda number: m.RegionRetired(5, number))
+    callers.append(ClientIdentity(gateway.port, "m", region_request()))
+    until("both are there", lambda: len(through_regions.waiting) == 2)
+    assert gateway.heard_of(RegionInUse) == [RegionInUse(5, True)]
+    assert len(http.regions().json()) == 1
+    through_regions.held = False
+    through_regions.answer_all()
+    for caller in callers:
+        caller.reply().ok()
+    once = [RegionInUse(5, True), RegionInUse(5, False)]
+    until("it is not used", lambda: gateway.heard_of(RegionInUse) == once)
+    http.infer("m", region_request()).ok()
+    until("its use is reported again", lambda: gateway.heard_of(RegionInUse) == once * 2)
+    gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
+    until("it is released", lambda: gateway.heard_of(RegionReleased) == [RegionReleased(5)])
+    assert http.infer("m", region_request()).status == 404
 
 
 def test_a_generation_lasts_as_long_as_its_requests(

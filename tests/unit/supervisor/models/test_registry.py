@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
-from shmserve.supervisor.host.console import StartupReport
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.host.console import StartupReport, example_command
 from shmserve.supervisor.models import registry
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
@@ -221,3 +222,31 @@ async def test_a_worker_that_ends_is_not_waited_for(others: list[int]) -> None:
     check.exited(1)
     check.exited(1)
     assert (await asked) is bool(others)
+
+
+def spec_of(name: str, *inputs: dict[str, Any], **more: Any) -> ModelSpec:
+    return ModelSpec.of({"name": name, "input": list(inputs), **more})
+
+
+PIXELS = {"name": "image", "data_type": "TYPE_FP32", "dims": [-1, 2]}
+WORDS = {"name": "of words", "data_type": "TYPE_STRING", "dims": [1]}
+LARGE = {"name": "large", "data_type": "TYPE_UINT8", "dims": [3, 224, 224]}
+
+
+@pytest.mark.parametrize(
+    ("models", "command"),
+    [
+        ([spec_of("m", PIXELS)], "client infer m --url URL --input 'image=[[1,1]]'"),
+        ([spec_of("m", WORDS)], "client infer m --url URL --input 'of words=[\"text\"]'"),
+        ([spec_of("m", WORDS, {**LARGE, "optional": True})], "--input 'of words=[\"text\"]'"),
+        ([spec_of("big", LARGE), spec_of("m", PIXELS)], "client infer m --url URL"),
+        ([spec_of("big", LARGE)], "shmserve perf big --url URL"),
+        ([spec_of("none"), spec_of("m", PIXELS, sequence_batching={})], ""),
+        ([], ""),
+    ],
+)
+def test_a_command_to_try_is_of_a_model_with_few_elements(
+    models: list[ModelSpec], command: str
+) -> None:
+    assert command in example_command(models, "URL")
+    assert bool(command) == bool(example_command(models, "URL"))

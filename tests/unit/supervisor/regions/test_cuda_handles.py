@@ -101,6 +101,7 @@ async def test_register_and_unregister() -> None:
     assert len(office.registry.active()) == 1, "it is no system memory"
     await office.registry.unregister("r", ME, cuda=True)
     assert office.told[1:] == [
+        m.RegionRetired(memory.id, 1),
         m.RegionWithdrawn("r", memory.id, 1),
         replace(published, draining=True),
     ]

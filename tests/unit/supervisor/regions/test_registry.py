@@ -4,15 +4,21 @@ import asyncio
 import gc
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import posix_ipc
 import pytest
 
 from shmserve.common.peers import Peer
 from shmserve.errors import AlreadyExists, InvalidArgument
-from shmserve.ipc.messages.publications import MemoryDropped, RegionPublished, RegionWithdrawn
+from shmserve.ipc.messages.publications import (
+    MemoryDropped,
+    RegionPublished,
+    RegionRetired,
+    RegionWithdrawn,
+)
 from shmserve.ipc.tensors.descriptors import unpack_range
 from tests.rigs.region_rig import RegionOffice, unchecked_handles
 
@@ -43,13 +49,67 @@ async def test_register_and_unregister(key: str) -> None:
     memory = extent.memory
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
     await office.registry.unregister("r", ME)
-    withdrawn, draining = office.told[1:]
+    retired, withdrawn, draining = office.told[1:]
+    assert retired == RegionRetired(memory.id, 1)
     assert withdrawn == RegionWithdrawn("r", memory.id, 1)
     assert draining == replace(published, draining=True)
     assert office.registry.active() == []
     assert office.workers == [], "a gateway may still have requests that use it"
     office.registry.draining.released(7, memory.id)
     assert office.workers == [MemoryDropped(memory.id)]
+
+
+class BusyOffice(RegionOffice):
+    """An office whose gateway uses each region that is unregistered."""
+
+    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+        await super().publish(make, *roles)
+        if isinstance(self.told[-1], RegionRetired):
+            self.registry.draining.in_use(7, self.told[-1].memory_id, True)
+
+
+@pytest.mark.parametrize("end", ["unused", "the gateway exits", "the object shrinks"])
+async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
+    key: str, end: str
+) -> None:
+    office = BusyOffice()
+    draining = office.registry.draining
+    await office.registry.register("r", key, 0, 8192, ME)
+    memory_id = unpack_range(office.told[0].place).memory.id
+    await office.registry.unregister("r", ME)
+    assert office.told[1:] == [RegionRetired(memory_id, 1)]
+    published = replace(office.told[0], acknowledge=0)
+    for_a_new_gateway = [published, RegionRetired(memory_id, 0)]
+    assert list(office.registry.published()) == for_a_new_gateway
+    draining.in_use(8, memory_id, True)  # a request that arrived meanwhile
+    draining.in_use(7, memory_id, False)
+    await asyncio.sleep(0)
+    assert len(office.told) == 2
+    if end == "unused":
+        draining.in_use(8, memory_id, False)
+    elif end == "the gateway exits":
+        draining.gateway_exited(8)
+    else:
+        os.truncate(f"/dev/shm{key}", 0)
+        await office.registry.drop_shrunk()
+    await asyncio.sleep(0)
+    assert office.told[2] == RegionWithdrawn("r", memory_id, 1)
+    draining.released(7, memory_id)
+    assert office.workers == [MemoryDropped(memory_id)]
+    assert list(office.registry.published()) == []
+    await asyncio.sleep(0)
+
+
+async def test_the_name_of_a_region_in_use_is_free(key: str) -> None:
+    office = BusyOffice()
+    await office.registry.register("r", key, 0, 4096, ME)
+    memory_id = unpack_range(office.told[0].place).memory.id
+    await office.registry.unregister("r", ME)
+    await office.registry.register("r", key, 0, 8192, ME)
+    office.registry.draining.in_use(7, memory_id, False)
+    await asyncio.sleep(0)
+    assert [region.byte_size for region in office.registry.active()] == [8192]
+    office.registry.close()
 
 
 async def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:

@@ -1,4 +1,7 @@
-"""Tiny models that the tests share: nothing writes into them."""
+"""Tiny models that the tests share: nothing writes into them.
+
+Where torch is not installed, this file must be importable: what needs it is skipped.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -6,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
-
-from tests.support.hf_folders import write_folder
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Small tensors are slower in several."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -24,6 +25,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A folder by what `write_folder` is told, written once."""
+    from tests.support.hf_folders import write_folder
+
     root = tmp_path_factory.mktemp("checkpoints")
     made: dict[str, Path] = {}
 
@@ -39,11 +42,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @functools.cache
 def reference(path: Path) -> Any:
     """What transformers makes of a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def generated(path: Path, prompt: list[int], **more: Any) -> list[int]:
     """What transformers' `generate` puts behind a prompt."""
+    import torch
+
     ids = torch.tensor([prompt])
     settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **more}
     with torch.inference_mode():

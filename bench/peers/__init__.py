@@ -1,0 +1,6 @@
+"""The servers that newcomers compare: the same two models in each of them, under the same load.
+
+measure       `python -m bench peers`: installs, starts, loads and prints
+load          the load generator: requests over HTTP at a fixed concurrency
+servers       one program for each server, run in the server's own environment
+"""

@@ -1,0 +1,88 @@
+"""A load of one HTTP request at a fixed concurrency, by one thread."""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import time
+from dataclasses import dataclass
+
+_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
+_TIMEOUT_S = 20.0
+
+
+class LoadFailed(Exception):
+    """A response that is not 200, or a connection that was closed."""
+
+
+@dataclass
+class _Connection:
+    """A connection with one request in flight."""
+
+    socket: socket.socket
+    unsent: memoryview
+    received: bytes = b""
+    began: float = 0.0
+
+    def send(self) -> bool:
+        """Send as much as the socket accepts; return whether bytes are left."""
+        self.unsent = self.unsent[self.socket.send(self.unsent) :]
+        return len(self.unsent) > 0
+
+    def receive(self) -> bool:
+        """Receive; return whether the response is complete."""
+        chunk = self.socket.recv(1 << 16)
+        self.received += chunk
+        head, end, body = self.received.partition(b"\r\n\r\n")
+        if not chunk or (end and b" 200 " not in head[:15]):
+            raise LoadFailed(self.received[:600].decode(errors="replace") or "disconnected")
+        if not end:
+            return False
+        length = _LENGTH.search(head)
+        return len(body) == int(length[1]) if length else body.endswith(b"0\r\n\r\n")
+
+
+def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list[float]:
+    """Return the seconds that each request took, of a load of this duration.
+
+    Raises:
+        LoadFailed: A request failed.
+        OSError: The server cannot be reached.
+    """
+    found: list[float] = []
+    connections: dict[int, _Connection] = {}
+    poll = select.epoll()
+    try:
+        for _ in range(in_flight):
+            connected = socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setblocking(False)
+            connections[connected.fileno()] = _Connection(
+                connected, memoryview(request), began=time.perf_counter()
+            )
+            poll.register(connected, select.EPOLLIN | select.EPOLLOUT)
+        ends = time.perf_counter() + seconds
+        active = in_flight
+        while active:
+            events = poll.poll(_TIMEOUT_S)
+            if not events:
+                raise LoadFailed(f"no response within {_TIMEOUT_S:.0f} s")
+            for descriptor, event in events:
+                connection = connections[descriptor]
+                if event & select.EPOLLOUT and not connection.send():
+                    poll.modify(descriptor, select.EPOLLIN)
+                if event & ~select.EPOLLOUT and connection.receive():
+                    now = time.perf_counter()
+                    found.append(now - connection.began)
+                    connection.unsent, connection.received = memoryview(request), b""
+                    connection.began = now
+                    if now >= ends:
+                        active -= 1
+                    elif connection.send():
+                        poll.modify(descriptor, select.EPOLLIN | select.EPOLLOUT)
+        return found
+    finally:
+        poll.close()
+        for connection in connections.values():
+            connection.socket.close()

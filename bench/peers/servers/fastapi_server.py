@@ -1,0 +1,16 @@
+"""FastAPI with uvicorn, which have no batching."""
+
+import uvicorn
+from codec import PORT, decode, encode, load
+from fastapi import FastAPI, Request, Response
+
+app = FastAPI()
+run = load()
+
+
+@app.post("/infer")
+async def infer(request: Request) -> Response:
+    return Response(encode(run(decode(await request.body())[None])[0]))
+
+
+uvicorn.run(app, port=PORT, log_level="warning", access_log=False)

@@ -1,0 +1,26 @@
+"""mosec: one worker."""
+
+import numpy as np
+from codec import MAX_BATCH_SIZE, decode, encode, load
+from mosec import Server, Worker
+
+
+class Model(Worker):
+    def __init__(self):
+        self.run = load()
+
+    def deserialize(self, data):
+        return decode(data)
+
+    def forward(self, batch):
+        return list(self.run(np.stack(batch)))
+
+    def serialize(self, data):
+        return encode(data)
+
+
+if __name__ == "__main__":
+    server = Server()
+    # Its shortest delay is 1 ms.
+    server.append_worker(Model, max_batch_size=MAX_BATCH_SIZE, max_wait_time=1, route="/infer")
+    server.run()

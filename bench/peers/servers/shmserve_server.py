@@ -1,0 +1,30 @@
+"""Classes for shmserve: one instance each."""
+
+from typing import NamedTuple
+
+from codec import MAX_BATCH_SIZE, load
+from numpy import ndarray
+
+from shmserve.model import FP32, INT32
+
+
+class Results(NamedTuple):
+    sum: INT32[ndarray, 16]
+    difference: INT32[ndarray, 16]
+
+
+class Simple:
+    max_batch_size = MAX_BATCH_SIZE
+
+    def predict(self, a: INT32[ndarray, 16], b: INT32[ndarray, 16]) -> Results:
+        return Results(a + b, a - b)
+
+
+class Image:
+    max_batch_size = MAX_BATCH_SIZE
+
+    def load(self, context):
+        self.run = load()
+
+    def predict(self, image: FP32[ndarray, 3, 224, 224]) -> FP32[ndarray, 10]:
+        return self.run(image)

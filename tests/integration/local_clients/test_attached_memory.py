@@ -1,0 +1,329 @@
+"""Memory that another process has made, and regions that are sent to other processes."""
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_sharer
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+import shmserve.client.aio
+from shmserve.client import Region, Server
+from shmserve.ipc.messages.control_requests import ShareMemory
+from shmserve.ipc.tensors.descriptors import unpack_memory
+from shmserve.model import FP32
+from shmserve.serving import LocalServer
+from tests.rigs.local_clients import Guest
+from tests.support.servers import ROOT
+from tests.support.waiting import until
+
+SPECS = {"x": ((1, 20_000), "FP32"), "output": ((1, 20_000), "FP32")}
+AT = 80_000  # of the output: 20,000 numbers are a multiple of 64 bytes
+BOTH = AT + 80_000
+SEALING = os.MFD_ALLOW_SEALING
+CONTEXTS = ("fork", "spawn", "forkserver")
+
+
+class Double:
+    def predict(self, x: FP32[np.ndarray, 20_000]) -> FP32[np.ndarray, 20_000]:
+        return x * 2
+
+
+@pytest.fixture(scope="module")
+def hosted() -> Iterator[LocalServer]:
+    """A server of one model, and all that stays for as long as processes are started."""
+    with shmserve.serve(Double) as started:
+        forkserver.ensure_running()
+        yield started
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def server(hosted: LocalServer) -> Iterator[Server]:
+    """A client of the server."""
+    with shmserve.client.connect(hosted.run_dir) as connected:
+        yield connected
+
+
+@pytest.fixture(autouse=True)
+def sharer(leak_guard: None) -> Iterator[None]:
+    """End the thread by which multiprocessing sends descriptors."""
+    yield
+    resource_sharer.stop()
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    """Memory that a program has made with Python's own library; nothing has been written to it."""
+    made = SharedMemory(create=True, size=BOTH)
+    yield made
+    made.close()
+    made.unlink()
+
+
+def numbers(buffer: Any, offset: int = 0) -> np.ndarray:
+    return np.ndarray((1, 20_000), np.float32, buffer, offset)
+
+
+SOURCES: dict[str, Callable[[SharedMemory], Any]] = {
+    "object": lambda shared: shared,
+    "name": lambda shared: shared.name,
+    "slash": lambda shared: "/" + shared.name,
+    "path": lambda shared: Path("/dev/shm", shared.name),
+    "descriptor": lambda shared: vars(shared)["_fd"],
+    "file": lambda shared: os.fdopen(os.dup(vars(shared)["_fd"]), "r+b"),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_memory_of_another_maker_is_used_in_place(
+    server: Server, shared: SharedMemory, source: str
+) -> None:
+    given = SOURCES[source](shared)
+    with server.attach(given, SPECS) as region:
+        numbers(shared.buf)[:] = 3
+        server.infer("double", region)
+        assert (numbers(shared.buf, AT) == 6).all() and (region["output"] == 6).all()
+        again = server.infer("double", x=region["x"], outputs={"output": region["output"]})
+        assert again["output"][0, 0] == 6
+    assert Path("/dev/shm", shared.name).exists(), "its maker unlinks it"
+    if hasattr(given, "close") and given is not shared:
+        given.close()
+
+
+def test_tensors_may_begin_anywhere_and_be_described_later(
+    server: Server, shared: SharedMemory
+) -> None:
+    header = 24
+    numbers(shared.buf, header)[:] = 5
+    with server.attach(shared, {"x": SPECS["x"]}, offset=header) as region:
+        assert server.infer("double", region)["output"][0, -1] == 10
+    with server.attach(shared) as region:
+        assert region.specs == {"data": ((BOTH,), "UINT8")}
+        x = numbers(region["data"], header)
+        assert server.infer("double", x=x)["output"][0, -1] == 10
+        del x
+
+
+async def test_asyncio_attaches(server: Server, hosted: LocalServer, shared: SharedMemory) -> None:
+    numbers(shared.buf)[:] = 1
+    async with shmserve.client.aio.connect(hosted.run_dir) as other:
+        region = await other.attach(shared.name, SPECS)
+        await other.infer("double", region)
+    assert (numbers(shared.buf, AT) == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("seals", "flags"),
+    [(0, 0), (0, SEALING), (fcntl.F_SEAL_SHRINK, SEALING)],
+)
+def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) -> None:
+    fd = os.memfd_create("frames", flags)
+    os.ftruncate(fd, BOTH)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    with server.attach(fd, SPECS) as region:
+        region["x"][:] = 4
+        server.infer("double", region)
+    assert np.frombuffer(os.pread(fd, 80_000, AT), np.float32).min() == 8
+    os.close(fd)
+
+
+def test_what_cannot_be_attached(server: Server, shared: SharedMemory) -> None:
+    with open(__file__) as file, open(f"/dev/shm/{shared.name}", "rb") as reader:
+        for given, kind, text in (
+            ("nosuch", shmserve.client.NotFound, "no shared memory 'nosuch' in /dev/shm"),
+            (-1, shmserve.client.InvalidArgument, "got -1"),
+            (None, shmserve.client.InvalidArgument, "by its name in /dev/shm"),
+            (np.zeros(4), shmserve.client.InvalidArgument, "by its name in /dev/shm"),
+            (file, shmserve.client.InvalidArgument, "a memfd, or an object in /dev/shm"),
+            (reader, shmserve.client.InvalidArgument, "open for reading and writing"),
+        ):
+            with pytest.raises(kind, match=text):
+                server.attach(given, SPECS)
+    with pytest.raises(shmserve.client.InvalidArgument, match=r"has 160000 bytes, and .* 240000"):
+        server.attach(shared, {**SPECS, "y": SPECS["x"]})
+    with pytest.raises(shmserve.client.InvalidArgument, match="offset must be"):
+        server.attach(shared, SPECS, offset=-1)
+    closed = SharedMemory(create=True, size=64)
+    closed.unlink()
+    closed.close()
+    with pytest.raises(shmserve.client.InvalidArgument, match="SharedMemory that is not closed"):
+        server.attach(closed)
+    region = server.allocate(SPECS)
+    region.release()
+    with pytest.raises(shmserve.client.Released):
+        server.attach(region)
+
+
+def test_memory_that_others_may_truncate_is_copied(
+    server: Server, hosted: LocalServer, shared: SharedMemory
+) -> None:
+    """Its mode lets another user shrink it, so that a worker never maps it."""
+    path = Path("/dev/shm", shared.name)
+    path.chmod(0o666)
+    with contextlib.closing(Guest(hosted)) as guest, path.open("r+b") as file:  # type: ignore[arg-type]
+        os.posix_fallocate(file.fileno(), 0, BOTH)
+        answered = guest.hello().ask(ShareMemory(1, BOTH, False), file.fileno())
+        memory = unpack_memory(answered.payload["memory"])
+        assert memory.copied and not memory.sealed
+    with server.attach(shared, SPECS) as region:
+        region["x"][:] = 3
+        server.infer("double", region)
+    assert (numbers(shared.buf, AT) == 6).all()
+
+
+def test_truncated_memory_fails_its_requests_only(server: Server) -> None:
+    path = Path(f"/dev/shm/truncated-{os.getpid()}")
+    with path.open("w+b") as file:
+        file.truncate(BOTH)
+        region = server.attach(file, SPECS)
+        path.unlink()
+        server.infer("double", region)
+        file.truncate(4096)
+        with pytest.raises(shmserve.client.InvalidArgument, match="was truncated"):
+            server.infer("double", region)
+        region.release()
+    assert server.infer("double", x=np.ones((1, 20_000), np.float32))["output"][0, 0] == 2
+
+
+# --- regions in other processes
+
+
+def produce(region: Region, link: Any) -> None:
+    """Write a frame; this process has no server."""
+    region["x"][:] = 7
+    link.send("written")
+    link.recv()
+
+
+def infer_there(region: Region, link: Any, run_dir: Path) -> None:
+    with shmserve.client.connect(run_dir) as server:
+        server.infer("double", region)
+        link.send(float(region["output"][0, 9]))
+        with server.attach(region) as own:
+            server.infer("double", {"x": own["x"]}, outputs={"output": own["output"]})
+            link.send(float(own["output"][0, 9]))
+
+
+def receive(link: Any) -> None:
+    produce(link.recv(), link)
+
+
+@pytest.mark.parametrize("start", CONTEXTS)
+@pytest.mark.parametrize("way", ["argument", "message"])
+def test_a_region_is_the_same_memory_in_another_process(
+    server: Server, start: str, way: str
+) -> None:
+    context: Any = multiprocessing.get_context(start)
+    here, there = context.Pipe()
+    with server.allocate(SPECS) as region:
+        arguments = (region, there) if way == "argument" else (there,)
+        child = context.Process(
+            target=produce if way == "argument" else receive, args=arguments, daemon=True
+        )
+        child.start()
+        there.close()
+        if way == "message":
+            here.send(region)
+        assert here.recv() == "written" and (region["x"] == 7).all()
+        server.infer("double", region)
+        assert (region["output"] == 14).all()
+        here.send("seen")
+        child.join()
+        assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("start", CONTEXTS)
+def test_a_region_is_used_with_the_server_by_every_process(
+    server: Server, hosted: LocalServer, start: str
+) -> None:
+    context: Any = multiprocessing.get_context(start)
+    here, there = context.Pipe()
+    with server.allocate(SPECS) as region:
+        region["x"][:] = 2
+        child = context.Process(target=infer_there, args=(region, there, hosted.run_dir))
+        child.start()
+        there.close()
+        assert here.recv() == 4 and (region["output"] == 4).all()
+        assert here.recv() == 4
+        child.join()
+        assert child.exitcode == 0
+        assert server.infer("double", region)["output"][0, 0] == 4
+
+
+def test_a_region_of_another_client_of_this_process(server: Server, hosted: LocalServer) -> None:
+    region = server.allocate(SPECS)
+    region["x"][:] = 1
+    with shmserve.client.connect(hosted.run_dir) as other:
+        other.infer("double", region)
+        assert (region["output"] == 2).all()
+        outputs = server.allocate({"output": SPECS["output"]})
+        other.infer("double", {"x": region["x"]}, outputs=outputs)
+        assert (outputs["output"] == 2).all()
+        region.release()
+        with pytest.raises(shmserve.client.Released):
+            other.infer("double", region)
+
+
+MAKER = """
+import sys, numpy as np, shmserve.client
+from multiprocessing.shared_memory import SharedMemory
+shared = SharedMemory(create=True, size=160_000)
+server = shmserve.client.connect(sys.argv[1])
+specs = {"x": ((1, 20_000), "FP32"), "output": ((1, 20_000), "FP32")}
+regions = server.attach(shared, specs), server.allocate(specs)
+for region in regions:
+    server.infer("double", region)
+print(shared.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def regions_of(server: LocalServer) -> int:
+    from urllib.request import urlopen
+
+    with urlopen(f"{server.url}/v2/systemsharedmemory/status") as response:
+        return response.read().count(b"shmserve.client")
+
+
+def test_killed_processes_leave_nothing(server: Server, hosted: LocalServer) -> None:
+    """Neither the maker of memory nor one that uses it, in /dev/shm or in the server."""
+    before, listed = regions_of(hosted), set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", MAKER, str(hosted.run_dir)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as maker:
+        assert maker.stdout
+        name = maker.stdout.readline().strip()
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        user = context.Process(target=produce, args=(server.attach(name, SPECS), there))
+        user.start()
+        there.close()
+        assert here.recv() == "written" and user.pid
+        os.kill(user.pid, signal.SIGKILL)
+        user.join()
+        assert Path("/dev/shm", name).exists(), "a user of memory does not unlink it"
+        maker.kill()
+    until("memory is released", lambda: regions_of(hosted) <= before)
+    until("its maker's tracker unlinks it", lambda: not Path("/dev/shm", name).exists())
+    left = {each for each in os.listdir("/dev/shm") if "shmserve" in each}
+    assert left <= listed
+
+
+def test_the_example_draws_what_the_camera_sees() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "camera.py"), "--frames=5"]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert drawn.returncode == 0 and not drawn.stderr, drawn.stderr
+    assert "###" in drawn.stdout and "5 frames" in drawn.stdout
