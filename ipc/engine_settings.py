@@ -91,14 +91,14 @@ class EngineSettings:
         cls,
         given: Mapping[str, Any],
         origin: str = "engine settings",
-        places: Mapping[str, str] | None = None,
+        positions: Mapping[str, str] | None = None,
     ) -> Self:
         """Return the settings in a document, over those of its profile.
 
         Args:
             given: The document.
             origin: The name of the document in messages.
-            places: The position of each key ("3:1"), if known.
+            positions: The position of each key ("3:1"), if known.
 
         Raises:
             InvalidArgument: Settings are invalid. The message has a line for each: `ORIGIN:PLACE:
@@ -117,7 +117,7 @@ class EngineSettings:
         if not problems:  # otherwise contradictions may result from an invalid value
             problems += settings._contradictions()
         if problems:
-            at = {key: f"{origin}:{place}" for key, place in (places or {}).items()}
+            at = {key: f"{origin}:{position}" for key, position in (positions or {}).items()}
             raise InvalidArgument(
                 "\n".join(f"{at.get(key, origin)}: {key}: {text}" for key, text in problems)
             )

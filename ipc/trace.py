@@ -165,25 +165,25 @@ def explain(
         submitted_ns: The submission time.
         now_ns: The current time.
     """
-    told = {"total_us": _us(arrived_ns, now_ns), "receive_us": _us(arrived_ns, submitted_ns)}
+    explanation = {"total_us": _us(arrived_ns, now_ns), "receive_us": _us(arrived_ns, submitted_ns)}
     within: dict[str, list[Span]] = {}
     for span in spans:
         within.setdefault(span.parent_id, []).append(span)
     own = next((span for span in spans if span.span_id == span_id), None)
     if own is not None:
-        told |= _explained(own, within, submitted_ns)
-        told["respond_us"] = _us(own.compute_end_ns or own.responded_ns, now_ns)
-    return told
+        explanation |= _explained(own, within, submitted_ns)
+        explanation["respond_us"] = _us(own.compute_end_ns or own.responded_ns, now_ns)
+    return explanation
 
 
 def _explained(span: Span, within: dict[str, list[Span]], since_ns: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"batch_size": span.batch_size}
+    explanation: dict[str, Any] = {"batch_size": span.batch_size}
     if span.compute_start_ns:
-        told["batch_closed"] = span.closed
-        told["queue_us"] = _us(since_ns, span.compute_start_ns)
-        told["compute_input_us"] = _us(span.compute_start_ns, span.input_end_ns)
-        told["compute_infer_us"] = _us(span.input_end_ns, span.output_start_ns)
-        told["compute_output_us"] = _us(span.output_start_ns, span.compute_end_ns)
+        explanation["batch_closed"] = span.closed
+        explanation["queue_us"] = _us(since_ns, span.compute_start_ns)
+        explanation["compute_input_us"] = _us(span.compute_start_ns, span.input_end_ns)
+        explanation["compute_infer_us"] = _us(span.input_end_ns, span.output_start_ns)
+        explanation["compute_output_us"] = _us(span.output_start_ns, span.compute_end_ns)
     inner = [
         {
             "model": each.model,
@@ -194,8 +194,8 @@ def _explained(span: Span, within: dict[str, list[Span]], since_ns: int) -> dict
         for each in within.pop(span.span_id, ())
     ]
     if inner:
-        told["calls" if span.compute_start_ns else "steps"] = inner
-    return told
+        explanation["calls" if span.compute_start_ns else "steps"] = inner
+    return explanation
 
 
 def _us(start_ns: int, end_ns: int) -> int:

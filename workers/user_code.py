@@ -53,12 +53,12 @@ def says_ready(model: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> bo
     Raises:
         Internal: The result is not a bool. Exceptions of the model are passed on.
     """
-    said = model.is_ready()
-    if asyncio.iscoroutine(said):
-        said = run(said)
-    if not isinstance(said, bool):
-        raise Internal(f"`is_ready` must return a bool, found type '{type(said)}'")
-    return said
+    ready = model.is_ready()
+    if asyncio.iscoroutine(ready):
+        ready = run(ready)
+    if not isinstance(ready, bool):
+        raise Internal(f"`is_ready` must return a bool, found type '{type(ready)}'")
+    return ready
 
 
 def source_location(error: BaseException, folder: Path) -> str:

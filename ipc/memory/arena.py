@@ -42,12 +42,12 @@ class FreeList:
         size = (byte_size + _ALIGNMENT - 1) & -_ALIGNMENT or _ALIGNMENT
         if size > self.capacity - self.used:
             return None
-        for index, (offset, room) in enumerate(self._holes):
-            if room >= size:
-                if room == size:
+        for index, (offset, free_size) in enumerate(self._holes):
+            if free_size >= size:
+                if free_size == size:
                     del self._holes[index]
                 else:
-                    self._holes[index] = (offset + size, room - size)
+                    self._holes[index] = (offset + size, free_size - size)
                 self._used[offset] = size
                 self.used += size
                 return offset
@@ -64,13 +64,13 @@ class FreeList:
         holes = self._holes
         first = last = bisect(holes, (offset, 0))
         if first:
-            before, room = holes[first - 1]
-            if before + room == offset:
-                first, offset, size = first - 1, before, size + room
+            before, free_size = holes[first - 1]
+            if before + free_size == offset:
+                first, offset, size = first - 1, before, size + free_size
         if last < len(holes):
-            after, room = holes[last]
+            after, free_size = holes[last]
             if offset + size == after:
-                last, size = last + 1, size + room
+                last, size = last + 1, size + free_size
         holes[first:last] = ((offset, size),)
         return True
 
@@ -137,7 +137,7 @@ class Arena:
         """
         offset = self._list.allocate(byte_size)
         if offset is None:
-            raise self._no_room(byte_size)
+            raise self._out_of_space(byte_size)
         end = offset + byte_size
         if end > self._committed:
             try:
@@ -148,7 +148,7 @@ class Arena:
             self._committed = end
         return Range(self.memory, offset, byte_size)
 
-    def _no_room(self, byte_size: int) -> ShmserveError:
+    def _out_of_space(self, byte_size: int) -> ShmserveError:
         capacity = self._list.capacity
         if byte_size > capacity:
             return InvalidArgument(
@@ -160,9 +160,9 @@ class Arena:
             f"{capacity - self._list.used} of {capacity} are free (--arena-byte-size)"
         )
 
-    def view(self, place: Range) -> memoryview:
+    def view(self, memory_range: Range) -> memoryview:
         """Return the bytes of a range of this arena, writable."""
-        return self._view[place.offset : place.offset + place.byte_size]
+        return self._view[memory_range.offset : memory_range.offset + memory_range.byte_size]
 
     def free(self, offset: int) -> None:
         """Free the block at `offset`; an offset that is not allocated is ignored."""

@@ -71,17 +71,17 @@ class Holding(Token):
 
 
 class Block(Token):
-    """A block of memory at `place`; its last release passes the range to `take_back`."""
+    """A block of memory at `memory_range`; its last release passes the range to `take_back`."""
 
-    __slots__ = ("_take_back", "place")
+    __slots__ = ("_take_back", "memory_range")
 
-    def __init__(self, take_back: TakeBack, place: Range) -> None:
+    def __init__(self, take_back: TakeBack, memory_range: Range) -> None:
         self._users = 1
         self._take_back = take_back
-        self.place = place
+        self.memory_range = memory_range
 
     def _free(self) -> None:
-        self._take_back(self.place)
+        self._take_back(self.memory_range)
 
 
 class Readers(Generic[R]):
@@ -179,17 +179,17 @@ class LentMemory:
         """Allocate a block with a copy of `data`, as `allocate` does."""
         block = self.allocate(len(data), take_back)
         assert self._arena is not None
-        self._arena.view(block.place)[:] = data
+        self._arena.view(block.memory_range)[:] = data
         return block
 
-    def free(self, place: Range) -> None:
+    def free(self, memory_range: Range) -> None:
         """Free a block; `Block.release` calls this method."""
         assert self._arena is not None
-        self._arena.free(place.offset)
+        self._arena.free(memory_range.offset)
 
-    def lend(self, reader: int, place: Range, token: Token) -> None:
+    def lend(self, reader: int, memory_range: Range, token: Token) -> None:
         """Lend a memory range to a reader, which takes over this use of the token."""
-        self._readers.lend((reader, place.memory.id), place.offset, token)
+        self._readers.lend((reader, memory_range.memory.id), memory_range.offset, token)
 
     def release(self, reader: int, memory: int, offsets: Iterable[int]) -> bool:
         """Release blocks of a memory; return False if none of them was lent here."""
@@ -207,18 +207,18 @@ class LentMemory:
             self._arena.close()
 
 
-def releases(places: Iterable[Range], own: Container[int] = ()) -> list[Release]:
+def releases(memory_ranges: Iterable[Range], own: Container[int] = ()) -> list[Release]:
     """Return the messages that release the outputs of a response, one for each memory.
 
     Args:
-        places: The ranges of the outputs. Ranges in a client's memory need no message.
+        memory_ranges: The ranges of the outputs. Ranges in a client's memory need no message.
         own: The ids of memories that are left out.
     """
     offsets: dict[tuple[int, int], list[int]] = {}
-    for place in places:
-        memory = place.memory
+    for memory_range in memory_ranges:
+        memory = memory_range.memory
         if memory.sealed and memory.pid and memory.id not in own:
-            offsets.setdefault((memory.pid, memory.id), []).append(place.offset)
+            offsets.setdefault((memory.pid, memory.id), []).append(memory_range.offset)
     return [Release(pid, at, memory_id) for (pid, memory_id), at in offsets.items()]
 
 

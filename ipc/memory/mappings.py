@@ -144,20 +144,20 @@ class Mappings:
     def __len__(self) -> int:
         return len(self._known)
 
-    def view(self, place: Range) -> Any:
+    def view(self, memory_range: Range) -> Any:
         """Return the writable bytes of a range: a memoryview, or a uint8 tensor on a device.
 
         Raises:
             Unavailable: The memory no longer exists.
             InvalidArgument: The memory was truncated before the end of the range.
         """
-        assert not place.memory.copied, "this memory is not to be mapped"
-        start = place.offset
-        return self._mapping(place).view[start : start + place.byte_size]
+        assert not memory_range.memory.copied, "this memory is not to be mapped"
+        start = memory_range.offset
+        return self._mapping(memory_range).view[start : start + memory_range.byte_size]
 
-    def _mapping(self, place: Range) -> Any:
+    def _mapping(self, memory_range: Range) -> Any:
         """Return the mapping of a range's memory. Raises the exceptions of `view`."""
-        memory = place.memory
+        memory = memory_range.memory
         try:
             mapping = self._known[memory.id]
         except KeyError:
@@ -167,13 +167,13 @@ class Mappings:
                 opened.close()  # another thread has opened the memory meanwhile
         # The file position is unused, so lseek(2) is safe; fstat(2) takes three times as long.
         if not memory.sealed and (
-            os.lseek(mapping.fd, 0, os.SEEK_END) < place.offset + place.byte_size
+            os.lseek(mapping.fd, 0, os.SEEK_END) < memory_range.offset + memory_range.byte_size
         ):
             raise _truncated()
         return mapping
 
-    def detach(self, places: Iterable[Range]) -> None:
-        """Make the bytes at `places` private in all existing views; the views keep their content.
+    def detach(self, memory_ranges: Iterable[Range]) -> None:
+        """Make the bytes at `memory_ranges` private in all views, which keep their content.
 
         New views show the shared memory, which is mapped again. Memory on a device is not
         supported.
@@ -183,36 +183,36 @@ class Mappings:
             OSError: The pages cannot be moved.
         """
         detached: dict[int, _HostMapping] = {}
-        for place in places:
-            mapping = detached.get(place.memory.id) or self._mapping(place)
-            if place.memory.id not in detached:
-                detached[place.memory.id] = mapping
-                del self._known[place.memory.id]
+        for memory_range in memory_ranges:
+            mapping = detached.get(memory_range.memory.id) or self._mapping(memory_range)
+            if memory_range.memory.id not in detached:
+                detached[memory_range.memory.id] = mapping
+                del self._known[memory_range.memory.id]
                 mapping.close()
-            mapping.make_private(place.offset, place.offset + place.byte_size)
+            mapping.make_private(memory_range.offset, memory_range.offset + memory_range.byte_size)
 
-    def read(self, place: Range) -> memoryview:
+    def read(self, memory_range: Range) -> memoryview:
         """Return a copy of a range of an unmapped memory. Raises the exceptions of `view`."""
-        mapping = self._mapping(place)
-        copy = memoryview(bytearray(place.byte_size))
+        mapping = self._mapping(memory_range)
+        copy = memoryview(bytearray(memory_range.byte_size))
         at = 0
         while at < len(copy):
-            count = os.preadv(mapping.fd, [copy[at:]], place.offset + at)
+            count = os.preadv(mapping.fd, [copy[at:]], memory_range.offset + at)
             if not count:
                 raise _truncated()
             at += count
         return copy
 
-    def write(self, place: Range, data: bytes | memoryview) -> None:
+    def write(self, memory_range: Range, data: bytes | memoryview) -> None:
         """Write `data` to a range of an unmapped memory.
 
         Raises:
             Unavailable: The host is out of shared memory, or the memory no longer exists.
             InvalidArgument: The memory was truncated before the end of the range.
         """
-        mapping = self._mapping(place)
+        mapping = self._mapping(memory_range)
         rest = memoryview(data).cast("B")
-        at = place.offset
+        at = memory_range.offset
         while rest:
             try:
                 count = os.pwrite(mapping.fd, rest, at)

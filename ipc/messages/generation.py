@@ -2,7 +2,7 @@
 
     Prepare ──> tokenize a prompt, in parallel to the engine ──> Prepared
     Step    ──> a pass over all rows, with a token for each  ──> Stepped
-    Told    <── a response was sent          Ended <── a stop string was found
+    ResponseSent    <── a response was sent          Ended <── a stop string was found
 
 The scheduler identifies sequences by its own numbers. It decides when tokens are computed, and
 which blocks contain their keys and values. The worker stores the texts: it samples, detects the end
@@ -25,18 +25,18 @@ class Resumed:
     Attributes:
         sample: The number of the sample.
         tokens: The generated tokens (int32, little endian).
-        told: The number of characters of text already sent to the client.
-        over: The reason why the sample has ended, or "".
+        sent_characters: The number of characters of text already sent to the client.
+        finish_reason: The reason why the sample has ended, or "".
         closed: Whether the end was already sent to the client.
-        told_tokens: The number of tokens already sent to the client.
+        sent_tokens: The number of tokens already sent to the client.
     """
 
     sample: int
     tokens: bytes
-    told: int
-    over: str = ""
+    sent_characters: int
+    finish_reason: str = ""
     closed: bool = False
-    told_tokens: int = 0
+    sent_tokens: int = 0
 
 
 @message
@@ -139,7 +139,7 @@ class Step:
     """Execute one pass.
 
     The worker begins sequences, copies blocks, computes the rows, and releases the sequences
-    `over`, in this order. Blocks are copied `out` to the host pool, `back` from it, and `within`
+    `ended`, in this order. Blocks are copied `out` to the host pool, `back` from it, and `within`
     the pool (copy-on-write), all of `out` first. The lists alternate between source and
     destination.
     """
@@ -147,7 +147,7 @@ class Step:
     step: int
     rows: list[Row]
     begin: list[Begin] = field(default_factory=list)
-    over: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
     out: list[int] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
     within: list[int] = field(default_factory=list)
@@ -160,7 +160,7 @@ class RowResult:
     Attributes:
         sequence: The sequence.
         tokens: The new tokens; all but the last are accepted drafts. Empty for beams.
-        over: The reason why the sequence has ended ("stop", "length"), or "".
+        finish_reason: The reason why the sequence has ended ("stop", "length"), or "".
         drafted: The number of proposed tokens.
         candidates: For a beam, the best tokens, best first.
         scores: The log probabilities of the candidates.
@@ -168,7 +168,7 @@ class RowResult:
 
     sequence: int
     tokens: list[int]
-    over: str = ""
+    finish_reason: str = ""
     drafted: int = 0
     candidates: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Stepped:
 
 
 @message
-class Told:
+class ResponseSent:
     """Sent when a response was sent to the client.
 
     Attributes:
@@ -231,12 +231,12 @@ class Hypothesis:
 
     Attributes:
         tokens: Its tokens after the prompt (int32, little endian).
-        over: The reason why it ended.
+        finish_reason: The reason why it ended.
         score: Its score.
     """
 
     tokens: bytes
-    over: str
+    finish_reason: str
     score: float
 
 

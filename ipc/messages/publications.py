@@ -162,15 +162,15 @@ class MemoryDropped:
 class RegionPublished:
     """Sent when a region may be used under `name`.
 
-    `place` is its range in its object, as `pack_range` in ipc/tensors/descriptors.py encodes it.
-    `key` is empty for CUDA memory. `uid` and `group` are those of the owner. A region with
+    `memory_range` is its range in its object, as `pack_range` of ipc/tensors/descriptors.py encodes
+    it. `key` is empty for CUDA memory. `uid` and `group` are those of the owner. A region with
     `draining` is only listed, until `RegionDrained`: its name is free again while requests in
     flight use it, or it belongs to a local client.
     """
 
     name: str
     key: str
-    place: list[Any]
+    memory_range: list[Any]
     uid: int
     group: int
     acknowledge: int

@@ -37,9 +37,9 @@ from shmserve.ipc.messages.generation import (
     Ended,
     Prepare,
     Prepared,
+    ResponseSent,
     Step,
     Stepped,
-    Told,
 )
 from shmserve.ipc.messages.inference import (
     BatchFinished,
@@ -111,7 +111,7 @@ ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
 SchedulerToWorker = (Execute | EndSequences | Prepare | Step | Choose) | (
     CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
-GenerationNews = Prepared | Stepped | Told | Ended
+GenerationNews = Prepared | Stepped | ResponseSent | Ended
 WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )

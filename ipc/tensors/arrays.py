@@ -62,9 +62,9 @@ def decode_bytes(
         InvalidArgument: The lengths or the number of elements do not match `raw`.
     """
     data = bytes(raw)
-    want = element_count(shape)
+    expected = element_count(shape)
     # Every element has a 4-byte length, so an excessive element count allocates no memory.
-    items = np.empty(min(want, len(data) // 4), dtype=np.object_)
+    items = np.empty(min(expected, len(data) // 4), dtype=np.object_)
     at = got = 0
     while at < len(data):
         if len(data) - at < 4:
@@ -80,17 +80,17 @@ def decode_bytes(
                 f"incomplete string data for inference input '{name}' for model '{model}', "
                 f"expecting string of length {length} but only {len(data) - at} bytes available"
             )
-        if got == want:
+        if got == expected:
             raise InvalidArgument(
                 f"unexpected number of string elements {got + 1} for inference input '{name}' "
-                f"for model '{model}', expecting {want}"
+                f"for model '{model}', expecting {expected}"
             )
         items[got] = data[at : at + length]
         at += length
         got += 1
-    if got != want:
+    if got != expected:
         raise InvalidArgument(
-            f"expected {want} string elements for inference input '{name}' for model '{model}', "
-            f"got {got}"
+            f"expected {expected} string elements for inference input '{name}' for model "
+            f"'{model}', got {got}"
         )
     return items.reshape(shape)

@@ -44,13 +44,13 @@ class RequestedOutput:
 
     Attributes:
         name: The output's name.
-        place: The memory range that its bytes are written to, or None.
+        memory_range: The memory range that its bytes are written to, or None.
         or_input: Whether an output that is identical to an input may be returned as the range of
             that input.
     """
 
     name: str
-    place: Range | None = None
+    memory_range: Range | None = None
     or_input: bool = False
 
 
@@ -67,7 +67,7 @@ class Inference:
         """Return whether an output is written over an input; see `overlap`."""
         return overlap(
             [tensor.data for tensor in self.inputs if isinstance(tensor.data, Range)],
-            [output.place for output in self.outputs if output.place is not None],
+            [output.memory_range for output in self.outputs if output.memory_range is not None],
         )
 
 
@@ -81,9 +81,11 @@ def overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     given = list(inputs)
     for output in outputs:
         start, end = output.offset, output.offset + output.byte_size
-        for place in given:
-            apart = end <= place.offset or place.offset + place.byte_size <= start
-            if not apart and place.memory.object == output.memory.object:
+        for memory_range in given:
+            apart = (
+                end <= memory_range.offset or memory_range.offset + memory_range.byte_size <= start
+            )
+            if not apart and memory_range.memory.object == output.memory.object:
                 return True
     return False
 
@@ -261,8 +263,8 @@ def pack_request_schema(
 def pack_inference(request: Inference) -> Packed:
     """Return the schema and data of a request, for `Submit`."""
     data = pack_data(tensor.data for tensor in request.inputs)
-    data += [pack_range(o.place) for o in request.outputs if o.place is not None]
-    placed = [output for output in request.outputs if output.place is not None]
+    data += [pack_range(o.memory_range) for o in request.outputs if o.memory_range is not None]
+    placed = [output for output in request.outputs if output.memory_range is not None]
     schema = pack_request_schema(
         request.inputs,
         [output.name for output in request.outputs],

@@ -75,11 +75,11 @@ class Padding:
             text: The parameter `padding` of the model.
             dims: The dimensions of the model's inputs, by name.
         """
-        said = entries(text)
-        if not said:
+        given = entries(text)
+        if not given:
             return None
-        pads = [_pad(name, dims[name], each) for name, each in said.items() if "like" not in each]
-        likes = {name: each["like"] for name, each in said.items() if "like" in each}
+        pads = [_pad(name, dims[name], each) for name, each in given.items() if "like" not in each]
+        likes = {name: each["like"] for name, each in given.items() if "like" in each}
         return cls(pads, likes)
 
     def key(self, rest: bytes, shapes: Mapping[str, Shape]) -> bytes:
@@ -173,12 +173,12 @@ class PaddedBatch:
 def entries(text: str) -> dict[str, dict[str, Any]]:
     """Return the entries of the parameter `padding`; empty if the text is not valid."""
     try:
-        said = json.loads(text or "{}")
+        given = json.loads(text or "{}")
     except ValueError:
         return {}
-    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
+    if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
         return {}
-    return said
+    return given
 
 
 def _pad(name: str, dims: Shape, entry: dict[str, Any]) -> Pad:
@@ -195,4 +195,4 @@ def _pad(name: str, dims: Shape, entry: dict[str, Any]) -> Pad:
 
 
 def _fits(shape: Shape, bucket: Shape) -> bool:
-    return all(size <= room for size, room in zip(shape, bucket, strict=True))
+    return all(size <= limit for size, limit in zip(shape, bucket, strict=True))

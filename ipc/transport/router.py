@@ -66,11 +66,11 @@ def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket
             sock.close()
             raise
     except OSError as error:
-        raise no_room(error) from None
+        raise out_of_descriptors(error) from None
     return sock
 
 
-def no_room(error: OSError) -> Unavailable:
+def out_of_descriptors(error: OSError) -> Unavailable:
     """Return the error for a socket that cannot be created in the run directory."""
     return Unavailable(f"no socket can be made in the run directory: {error.strerror or error}")
 
@@ -93,12 +93,12 @@ class Listener:
             accepted, _ = self.sock.accept()
         except OSError as error:
             if error.errno in _NO_DESCRIPTOR:
-                self._turn_away()
+                self._reject()
             return None
         accepted.setblocking(False)
         return accepted
 
-    def _turn_away(self) -> None:
+    def _reject(self) -> None:
         if self._spare >= 0:
             os.close(self._spare)
             with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ class Router:
         try:
             self._made = os.stat(self._path)
         except OSError as error:  # the folder was removed concurrently
-            raise no_room(error) from None
+            raise out_of_descriptors(error) from None
         self._poll.register(self._listener, select.EPOLLIN)
 
     def post(self, peer: bytes, message: Any) -> None:

@@ -50,14 +50,14 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         looked = ((check.name, verdict) for check, verdict in table.look(config))
     else:
         looked = judge_peer(*gather_peer(config, args.peer))
-    said = []
+    verdicts = []
     for name, verdict in looked:
-        said.append({"name": name, **verdict._asdict()})
+        verdicts.append({"name": name, **verdict._asdict()})
         if not args.json:
             print(text(name, verdict), flush=True)
-    status = max(_STATUS[each["state"]] for each in said)
+    status = max(_STATUS[each["state"]] for each in verdicts)
     if args.json:
-        print(json.dumps({"status": status, "checks": said}, indent=2))
+        print(json.dumps({"status": status, "checks": verdicts}, indent=2))
     return status
 
 
@@ -65,8 +65,8 @@ def text(name: str, verdict: Verdict) -> str:
     """Return a verdict in lines of 80 columns, which only a longer command exceeds (pure)."""
     first = f"{verdict.state:8}{name:16}"
     found, fix = (
-        "".join(c if c.isprintable() else " " for c in said)
-        for said in (verdict.found, verdict.fix)
+        "".join(c if c.isprintable() else " " for c in verdicts)
+        for verdicts in (verdict.found, verdict.fix)
     )
     room = _WIDTH - len(first)
     lines = textwrap.wrap(found, room, break_on_hyphens=False, break_long_words=False) or [""]

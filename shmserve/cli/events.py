@@ -39,39 +39,42 @@ def run(args: argparse.Namespace) -> int:
     show = _as_json if args.json else _as_text
     topics = tuple(args.topic or (topic for topic in TOPICS if topic != m.COUNTERS))
     with EventReader(args.run_dir, topics if args.follow else ()) as reader:
-        for told in reader.snapshot():
-            if m.TOPICS[type(told.event)] in topics:
-                print(show(told), flush=True)
+        for received in reader.snapshot():
+            if m.TOPICS[type(received.event)] in topics:
+                print(show(received), flush=True)
         if args.follow:
-            for told in reader.follow():
-                if told.lost:
-                    print(_lost(told, args.json), flush=True)
-                if told.event is not None:
-                    print(show(told), flush=True)
+            for received in reader.follow():
+                if received.lost:
+                    print(_lost(received, args.json), flush=True)
+                if received.event is not None:
+                    print(show(received), flush=True)
     return 0
 
 
-def _time(told: ReceivedEvent) -> str:
-    when = datetime.fromtimestamp(told.time_ns / 1e9, UTC)
-    return f"{when:%Y-%m-%dT%H:%M:%S}.{told.time_ns // 1_000_000 % 1000:03d}Z"
+def _time(received: ReceivedEvent) -> str:
+    when = datetime.fromtimestamp(received.time_ns / 1e9, UTC)
+    return f"{when:%Y-%m-%dT%H:%M:%S}.{received.time_ns // 1_000_000 % 1000:03d}Z"
 
 
-def _as_json(told: ReceivedEvent) -> str:
-    event = told.event
+def _as_json(received: ReceivedEvent) -> str:
+    event = received.event
     kind = type(event)
-    shown = {"time": _time(told), "topic": m.TOPICS[kind], "event": kind.__name__}
+    shown = {"time": _time(received), "topic": m.TOPICS[kind], "event": kind.__name__}
     return json.dumps(shown | asdict(event))
 
 
-def _lost(told: ReceivedEvent, as_json: bool) -> str:
+def _lost(received: ReceivedEvent, as_json: bool) -> str:
     if as_json:
-        shown = {"time": _time(told), "topic": told.topic, "event": "EventsLost"}
-        return json.dumps(shown | {"count": told.lost})
-    return f"{_time(told)} {told.lost} events of {told.topic} lost: they were not read in time"
+        shown = {"time": _time(received), "topic": received.topic, "event": "EventsLost"}
+        return json.dumps(shown | {"count": received.lost})
+    lost = f"{received.lost} events of {received.topic} lost"
+    return f"{_time(received)} {lost}: they were not read in time"
 
 
-def _as_text(told: ReceivedEvent) -> str:
-    return "".join(c if c.isprintable() else "?" for c in f"{_time(told)} {_text(told.event)}")
+def _as_text(received: ReceivedEvent) -> str:
+    return "".join(
+        c if c.isprintable() else "?" for c in f"{_time(received)} {_text(received.event)}"
+    )
 
 
 def _text(event: Any) -> str:

@@ -22,7 +22,7 @@ from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
 # Methods of a region that only other modules of the client use.
-_INTERNAL = ("place", "ref", "remember", "room")
+_INTERNAL = ("memory_range", "ref", "remember", "output_range")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,11 +104,11 @@ def client_reference() -> str:
 
 
 def _described(module: ModuleType, thing: Any) -> Iterator[str]:
-    place = module.__name__
+    module_name = module.__name__
     if not inspect.isclass(thing):
-        yield from _function(f"{place}.{thing.__name__}", thing)
+        yield from _function(f"{module_name}.{thing.__name__}", thing)
         return
-    yield from (f"## {place}.{thing.__name__}", "", *_indented(inspect.getdoc(thing)), "")
+    yield from (f"## {module_name}.{thing.__name__}", "", *_indented(inspect.getdoc(thing)), "")
     for name, member in vars(thing).items():
         if not name.startswith("_") and name not in _INTERNAL:
             yield from _function(f"{thing.__name__}.{name}", member)

@@ -100,10 +100,10 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
     except urllib.error.HTTPError as error:
-        said = error.read(1000).decode(errors="replace")
+        body = error.read(1000).decode(errors="replace")
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            said = json.loads(said)["error"]
-        raise Unavailable(f"{request.full_url}: {said or error}") from None
+            body = json.loads(body)["error"]
+        raise Unavailable(f"{request.full_url}: {body or error}") from None
     except (OSError, ValueError) as error:
         raise Unavailable(f"{request.full_url}: {error}") from None
     raise Unavailable(f"{request.full_url}: the server has ended")
@@ -159,8 +159,10 @@ class Top:
         if self.chosen not in keys:
             self.chosen = keys[0] if keys else ""
         head = self._head()[: 1 if height < _LOW else 2]
-        room = max(height - len(head) - 3, 1)  # minus problem, keys and a spare line
-        body = self._model(room) if self.open and self.chosen else self._list(keys, room)
+        free_lines = max(height - len(head) - 3, 1)  # minus problem, keys and a spare line
+        body = (
+            self._model(free_lines) if self.open and self.chosen else self._list(keys, free_lines)
+        )
         hurts = self.models.get(self.chosen, {}).get("because") or ""
         because = Text(f"{self.chosen}: {hurts}" if hurts else "", "red")
         foot = [because, Text(_KEYS, "dim")]
@@ -194,16 +196,16 @@ class Top:
             ),
         ]
 
-    def _list(self, keys: list[str], room: int) -> list[RenderableType]:
+    def _list(self, keys: list[str], free_lines: int) -> list[RenderableType]:
         """Return the models, and the newest events if there is space."""
         from rich.text import Text
 
-        left = room - 2 - len(keys)
+        left = free_lines - 2 - len(keys)
         happened = [f"{when}  {text}" for when, text in self._happened("")][: max(left, 0)]
         events = map(_line, map(Text, ["", *happened])) if happened else ()
-        return [self._table(keys, room), *events]
+        return [self._table(keys, free_lines), *events]
 
-    def _table(self, keys: list[str], room: int) -> Table:
+    def _table(self, keys: list[str], free_lines: int) -> Table:
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="reverse")
@@ -212,7 +214,7 @@ class Top:
             wide: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
             table.add_column(name, no_wrap=True, overflow="ellipsis", **wide)
         at = keys.index(self.chosen) if self.chosen else 0
-        rows = room - 1  # without the header
+        rows = free_lines - 1  # without the header
         first = max(0, min(at - rows // 2, len(keys) - rows))
         for key in keys[first : first + rows]:
             row = self.models[key]
@@ -222,7 +224,7 @@ class Top:
             table.add_row(key.removesuffix("/1"), *cells, style=style + reverse)
         return table
 
-    def _model(self, room: int) -> list[RenderableType]:
+    def _model(self, free_lines: int) -> list[RenderableType]:
         from rich.table import Table
 
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
@@ -230,7 +232,7 @@ class Top:
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         name = self.chosen.rpartition("/")[0]
         lines = [*details(self.models[self.chosen]), *self._happened(name)]
-        for name, text in [(self.chosen, ""), *lines][:room]:
+        for name, text in [(self.chosen, ""), *lines][:free_lines]:
             table.add_row(name, text)
         return [table]
 
@@ -240,10 +242,10 @@ class Top:
             about = str(event.get("name") or event.get("title") or "")
             if name in about:
                 when = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-                said = (event.get("state"), event.get("reason"))
+                body = (event.get("state"), event.get("reason"))
                 yield (
                     when,
-                    " ".join(f"{event['event']} {about} {' '.join(filter(None, said))}".split()),
+                    " ".join(f"{event['event']} {about} {' '.join(filter(None, body))}".split()),
                 )
 
 
@@ -372,11 +374,11 @@ class _Screen:
         while True:
             try:
                 for news in watch(self._request):
-                    self._say(news)
+                    self._show(news)
             except Unavailable as error:
-                self._say(error.message)
+                self._show(error.message)
             threading.Event().wait(_AGAIN_S)
 
-    def _say(self, news: dict[str, Any] | str) -> None:
+    def _show(self, news: dict[str, Any] | str) -> None:
         self._news.put(news)
         os.write(self._wake, b"\0")

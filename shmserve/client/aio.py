@@ -136,7 +136,7 @@ class ResponseStream:
             if not pending.finished and not pending.abandoned:
                 self._turns.channel.cancel(pending)
                 self._turns.flush_soon()
-            pending.leave()
+            pending.abandon()
 
     async def aclose(self) -> None:
         """Cancel the request. This method is idempotent."""
@@ -187,8 +187,8 @@ class Server:
         except TimedOut:
             raise
         except ShmserveError:
-            over = (turns.connection, call[4], built)
-            if not await asyncio.to_thread(self._session.is_repeated, *over):
+            repeated = (turns.connection, call[4], built)
+            if not await asyncio.to_thread(self._session.is_repeated, *repeated):
                 raise
         turns = await self._connected()
         await self._loaded(turns, *call)
@@ -313,14 +313,14 @@ class Server:
         turns = self._turns
         if turns is not None and turns.loop is not asyncio.get_running_loop():
             raise InvalidArgument("this client is of another event loop: connect in this one")
-        if turns is not None and turns.connection.alive and not turns.connection.leaving:
+        if turns is not None and turns.connection.alive and not turns.connection.draining:
             return turns
         connection = await asyncio.to_thread(self._session.connection)
         if self._turns is turns:
             if turns is not None:
                 self._former.append(turns)
             for former in self._former[:]:
-                ends = former.connection.leaving and former.connection.alive
+                ends = former.connection.draining and former.connection.alive
                 if not (ends and former.channel.waiting):
                     self._former.remove(former)
                     former.close()

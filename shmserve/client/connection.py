@@ -50,7 +50,7 @@ _LARGEST = 4 * 1024 * 1024  # bytes of a packet
 # The bounds of the kernel's timeout: 0 would be unlimited, and it is counted in an int.
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 GONE = "there is no server any more"
-_MOST_OVER = 1024  # completed requests that remain in the heap until their deadline
+_MOST_COMPLETED = 1024  # completed requests that remain in the heap until their deadline
 
 
 class ListenerLink:
@@ -96,7 +96,7 @@ class ListenerLink:
             raise ConnectionResetError(GONE)
         return frames.unpack(data)
 
-    def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
+    def send_message(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message and descriptors to the server. Raises Disconnected."""
         # No lock: the kernel sends each packet atomically.
         try:
@@ -168,7 +168,7 @@ class Timeouts:
     def add(self, time_ns: int, number: int) -> None:
         """Register the (monotonic) deadline of a request."""
         waiting = self._channel.waiting
-        if len(self._heap) > 2 * len(waiting) + _MOST_OVER:
+        if len(self._heap) > 2 * len(waiting) + _MOST_COMPLETED:
             # Most requests complete long before their deadline, so their entries are removed early.
             self._heap = [timed for timed in self._heap if timed[1] in waiting]
             heapq.heapify(self._heap)
@@ -247,7 +247,7 @@ class ServerConnection(ServerState):
                 case OwnerExited(pid):
                     self.mappings.drop_process(pid)
                 case ServerEnding(acknowledge):
-                    self.leaving = True
+                    self.draining = True
                     self._acknowledge(acknowledge)
                 case HealthChanged(ready=ready):
                     self.models.ready = ready
@@ -260,15 +260,15 @@ class ServerConnection(ServerState):
 
     def has_successor(self) -> bool:
         """Check whether another server has replaced, or will replace, this one at the same path."""
-        return self.leaving or (self._outlived and self.is_over())
+        return self.draining or (self._outlived and self.is_closed())
 
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
         return self._link.ended() or not self.alive
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:
-            self._link.tell(Acknowledged(number))
+            self._link.send_message(Acknowledged(number))
 
     # --- control requests
 
@@ -278,13 +278,13 @@ class ServerConnection(ServerState):
             if not self.alive:
                 raise Disconnected(GONE)
             number, response = self._link.request()
-        self._link.tell(*asking(number))
+        self._link.send_message(*asking(number))
         if self.is_current_thread():  # called by a future's callback
             self._read_until(response)
         payload: dict[str, Any] = response.result()
         return payload
 
-    def want(self, model: str, patience_s: float) -> None:
+    def load_on_demand(self, model: str, patience_s: float) -> None:
         """Load an on-demand model and wait until it is available.
 
         Raises:
@@ -308,7 +308,7 @@ class ServerConnection(ServerState):
         """Withdraw a segment from the server, except in a forked child, whose parent owns it."""
         if segment.memory is not None and self.alive and self.pid == os.getpid():
             with contextlib.suppress(Disconnected):
-                self._link.tell(WithdrawMemory(segment.memory.id))
+                self._link.send_message(WithdrawMemory(segment.memory.id))
 
     # --- the connection's own channel
 

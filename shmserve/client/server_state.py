@@ -175,7 +175,7 @@ class ServerState(ABC):
         self.lost = Successors()
         self.losses = 0
         self.alive = True
-        self.leaving = False  # new requests must go to another server
+        self.draining = False  # new requests must go to another server
         self.identity = ""
         self.mappings = Mappings()
         self._names = itertools.count(1)
@@ -184,7 +184,7 @@ class ServerState(ABC):
         self._lock = threading.RLock()
 
     @abstractmethod
-    def is_over(self) -> bool:
+    def is_closed(self) -> bool:
         """Check whether the connection has ended, even if no thread has processed that yet."""
 
     def lose(self, endpoint: str, successor: str) -> None:
@@ -193,9 +193,9 @@ class ServerState(ABC):
         self.losses += 1
         self.wake_all()
 
-    def copied(self, place: Range) -> bytes:
+    def copied(self, memory_range: Range) -> bytes:
         """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
-        return bytes(self.mappings.view(place))
+        return bytes(self.mappings.view(memory_range))
 
     # --- channels
 

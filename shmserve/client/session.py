@@ -181,7 +181,7 @@ class Session:
             Disconnected: There is no server.
         """
         connection = self._connection
-        usable = connection.alive and not connection.leaving
+        usable = connection.alive and not connection.draining
         if usable and connection.pid == os.getpid() and not self._closed:
             return connection
         return self._reconnect(connection)
@@ -339,7 +339,7 @@ class Session:
             if options.deadline_ns:
                 left_s = max(1e-6, (options.deadline_ns - time.monotonic_ns()) / 1e9)
             try:
-                connection.want(model, left_s)
+                connection.load_on_demand(model, left_s)
             except Unavailable as error:
                 if 0 < options.deadline_ns <= time.monotonic_ns():
                     raise TimedOut(error.message) from None

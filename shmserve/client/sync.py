@@ -225,8 +225,8 @@ class Server:
     def _new_channel(self, thread: threading.Thread, connection: ServerConnection) -> Waiting:
         with self._lock:
             for other, waiter in list(self._channels.items()):
-                over = waiter.connection is not connection and not other.is_alive()
-                if over or other is thread:
+                ended = waiter.connection is not connection and not other.is_alive()
+                if ended or other is thread:
                     self._former.append(self._channels.pop(other))
             self._close_former()
             # The channel of an ended thread is reused rather than closed: workers may still use the
@@ -266,7 +266,7 @@ class Server:
     def _close_former(self) -> None:
         for waiter in self._former[:]:
             if not (
-                waiter.connection.leaving and waiter.connection.alive and waiter.channel.waiting
+                waiter.connection.draining and waiter.connection.alive and waiter.channel.waiting
             ):
                 self._former.remove(waiter)
                 waiter.close()

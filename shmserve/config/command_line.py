@@ -33,13 +33,13 @@ class FlagValues:
         values: The value of each flag.
         repeated: The values of each repeatable flag.
         without_effect: Accepted flags that have no effect.
-        places: For a file, the position of each flag: "'FILE' line N".
+        positions: For a file, the position of each flag: "'FILE' line N".
     """
 
     values: dict[str, Value] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(default_factory=dict)
     without_effect: list[str] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)
+    positions: dict[str, str] = field(default_factory=dict)
 
     def add(self, flag: Flag, name: str, value: Value) -> None:
         """Store a value of `flag`, which was given under the name `name`."""
@@ -61,7 +61,7 @@ class Parsed:
         positional: The arguments that are not flags.
         without_effect: Accepted flags that have no effect.
         behind: Positional arguments directly after a boolean flag, perhaps meant as its value.
-        places: The position of each flag that the file sets.
+        positions: The position of each flag that the file sets.
     """
 
     values: dict[str, Value | None]
@@ -69,13 +69,13 @@ class Parsed:
     positional: list[str]
     without_effect: list[str]
     behind: dict[str, str]
-    places: dict[str, str] = field(default_factory=dict)
+    positions: dict[str, str] = field(default_factory=dict)
 
     def located(self, problem: str) -> str:
         """Return `problem` prefixed with the flag's position in the file, if the file sets it."""
         flag = problem.partition(":")[0]
-        place = self.places.get(flag.removeprefix("--"))
-        return f"{place}: {problem}" if place else problem
+        position = self.positions.get(flag.removeprefix("--"))
+        return f"{position}: {problem}" if position else problem
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     file = given.values.get("config")
     written = FlagValues() if file is None else wrong(read, str(file))
     wrong.check()
-    said = {*given.values, *given.repeated}
+    on_command_line = {*given.values, *given.repeated}
     defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
     return Parsed(
         values={**defaults, **written.values, **given.values},
@@ -121,7 +121,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
         positional=positional,
         without_effect=written.without_effect + given.without_effect,
         behind=behind,
-        places={k: v for k, v in written.places.items() if k not in said},
+        positions={k: v for k, v in written.positions.items() if k not in on_command_line},
     )
 
 
@@ -172,7 +172,7 @@ def parse_file(text: str, path: str) -> FlagValues:
     lines: dict[str, int] = {}
     problems: list[str] = []
     for key, value in top.value:
-        place = _at(path, key.start_mark)
+        position = _at(path, key.start_mark)
         name = clip(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         try:
             if name in lines:
@@ -181,10 +181,10 @@ def parse_file(text: str, path: str) -> FlagValues:
             flag = _flag_of(name)
             for text in _texts(flag, value):
                 settings.add(flag, name, flag.parse(text))
-            settings.places[flag.name] = place
+            settings.positions[flag.name] = position
         except InvalidArgument as error:
             reason = error.message.removeprefix(f"--{name}: ")
-            problems.append(f"{place}: {name}: {reason}")
+            problems.append(f"{position}: {name}: {reason}")
     if problems:
         raise Problems(problems)
     return settings

@@ -159,8 +159,8 @@ def _quantiles(text: str) -> tuple[float, ...]:
     for pair in text.removesuffix(",").split(","):
         quantile, colon, error = pair.partition(":")
         if not colon:
-            wants = "No ':' delimiter found. Expected format is <quantile>:<error>"
-            raise InvalidArgument(f"Invalid option: [{pair}]. {wants}")
+            expected = "No ':' delimiter found. Expected format is <quantile>:<error>"
+            raise InvalidArgument(f"Invalid option: [{pair}]. {expected}")
         numbers = [_LEADING_NUMBER.match(part) for part in (quantile, error)]
         if numbers[0] is None or numbers[1] is None:
             raise InvalidArgument(f"Invalid option: [{pair}]. Error: stod")

@@ -27,7 +27,7 @@ class GatewayRegion:
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
         self.key = message.key
-        extent = unpack_range(message.place)
+        extent = unpack_range(message.memory_range)
         self.offset = extent.offset
         self.byte_size = extent.byte_size
         self.memory = extent.memory

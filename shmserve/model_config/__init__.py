@@ -7,7 +7,7 @@ A model's folder becomes a configuration in these steps:
     normalise, validate        + defaults; complete=False              (rules that hold already)
     merge_autocomplete         + the fields that the model reports
     normalise, validate        + the server's defaults; complete=True  (all rules)
-    ignored_fields, doubts, to_dict
+    ignored_fields, warnings_of, to_dict
 
 The `Source` stores the position of every key and the values that could not be read. `validate` and
 `merge_autocomplete` report all problems at once, each with its line.
@@ -23,7 +23,13 @@ from shmserve.model_config.completion import (
 )
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
 from shmserve.model_config.parse import class_source, from_json, parse_pbtxt, read_json, read_pbtxt
-from shmserve.model_config.rules import LoadProblem, doubts, ignored_fields, read_labels, validate
+from shmserve.model_config.rules import (
+    LoadProblem,
+    ignored_fields,
+    read_labels,
+    validate,
+    warnings_of,
+)
 from shmserve.model_config.rules.ensembles import GraphProblem, compose
 from shmserve.model_config.syntax.json_format import to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig
@@ -38,7 +44,6 @@ __all__ = [
     "class_source",
     "compose",
     "detect_backend",
-    "doubts",
     "from_json",
     "ignored_fields",
     "merge_autocomplete",
@@ -51,4 +56,5 @@ __all__ = [
     "to_dict",
     "unknown_backend",
     "validate",
+    "warnings_of",
 ]

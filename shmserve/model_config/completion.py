@@ -284,7 +284,7 @@ def merge_autocomplete(
     for name in model.parameters:
         if name not in merged.parameters:
             merged.parameters[name].CopyFrom(model.parameters[name])
-    unwritten = not any(key[0] == "instance_group" for key in source.places)
+    unwritten = not any(key[0] == "instance_group" for key in source.positions)
     if config.backend == "native" and unwritten and model.instance_group:
         # The instance groups in `config` are defaults, not the author's.
         merged.ClearField("instance_group")
@@ -297,11 +297,11 @@ def merge_autocomplete(
         ("input", merged.input, model.input),
         ("output", merged.output, model.output),
     ):
-        places: dict[str, int] = {}
+        positions: dict[str, int] = {}
         for index, name in enumerate([known.name for known in written]):
-            places.setdefault(name, index)
+            positions.setdefault(name, index)
         for tensor in derived:
-            index = places.setdefault(tensor.name, len(written))
+            index = positions.setdefault(tensor.name, len(written))
             if index < len(written):
                 conflicts += _merge_tensor(config.name, (kind, index), written[index], tensor)
             else:

@@ -38,19 +38,19 @@ class Source:
 
     Attributes:
         origin: The name of the text ("m/config.pbtxt"); "" if there is no text.
-        places: The position of every key in the text.
+        positions: The position of every key in the text.
         problems: The problems of values that could not be read.
         beside: The source of further keys: the class that completes a configuration.
     """
 
     origin: str = ""
-    places: Mapping[Key, str] = field(default_factory=dict)
+    positions: Mapping[Key, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     beside: Source | None = None
 
     def refusing(self, key: Key, text: str) -> Source:
         """Return this source with one more value that could not be read, for the reason `text`."""
-        problem = Problem(key, text, at=self.places.get(key, ""))
+        problem = Problem(key, text, at=self.positions.get(key, ""))
         return replace(self, problems=(*self.problems, problem))
 
     def check(
@@ -76,20 +76,20 @@ class Source:
             raise kind("\n".join(dict.fromkeys(lines)))
 
     def _where(self, key: Key, config: ModelConfig) -> str:
-        at = self._place(key, config)
+        at = self._position(key, config)
         if at is not None:
             return f"{located(self.origin, at)} "
-        of_class = self.beside.places if self.beside else {}
+        of_class = self.beside.positions if self.beside else {}
         written = [key[:end] for end in range(len(key), 0, -1) if key[:end] in of_class]
         if self.beside is None or not written:
             return ""
         return f"{located(self.beside.origin, of_class[written[0]])} "
 
-    def _place(self, key: Key, config: ModelConfig) -> str | None:
+    def _position(self, key: Key, config: ModelConfig) -> str | None:
         """Return the position of `key` or of the message that lacks it; None if not in the text."""
         for end in range(len(key), 0, -1):
-            if key[:end] in self.places:
-                return self.places[key[:end]]
+            if key[:end] in self.positions:
+                return self.positions[key[:end]]
             if _holds(config, key[:end]):
                 return None
         return "" if self.origin else None
@@ -102,11 +102,11 @@ class _Gaps:
     """The keys of a configuration whose values could not be read."""
 
     def __init__(self, source: Source) -> None:
-        self._places = source.places
+        self._positions = source.positions
         self._unread = {problem.key for problem in source.problems}
         self._incomplete = {key[:end] for key in self._unread for end in range(1, len(key))}
         # An unknown name may be a misspelling of any field that is missing beside it.
-        self._misspelt_in = {key[:-1] for key in self._unread if key not in source.places}
+        self._misspelt_in = {key[:-1] for key in self._unread if key not in source.positions}
 
     def concern(self, key: Key) -> bool:
         """Check whether the unread parts of the text may contain a value for `key`."""
@@ -114,7 +114,7 @@ class _Gaps:
         return (
             key in self._incomplete
             or not self._unread.isdisjoint(enclosing)
-            or (key not in self._places and key[:-1] in self._misspelt_in)
+            or (key not in self._positions and key[:-1] in self._misspelt_in)
         )
 
 

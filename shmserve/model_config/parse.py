@@ -88,7 +88,7 @@ def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfi
 def _filled(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelConfig, Source]:
     config = ModelConfig()
     builder.fill(config, tree)
-    return config, Source(origin, builder.places, tuple(builder.problems))
+    return config, Source(origin, builder.positions, tuple(builder.problems))
 
 
 def _refusal(origin: str, malformed: Malformed) -> InvalidArgument:
@@ -109,8 +109,8 @@ _KEYS: dict[str, tuple[Key, ...]] = {
 
 def class_source(text: str, name: str, origin: str) -> Source:
     """Return the positions of the attributes of class `name` in the text of the file `origin`."""
-    places: dict[Key, str] = {}
-    for attribute, place in source_positions(text, name).items():
+    positions: dict[Key, str] = {}
+    for attribute, position in source_positions(text, name).items():
         for key in _KEYS.get(attribute, ((attribute,),)):
-            places[key] = place
-    return Source(origin, places)
+            positions[key] = position
+    return Source(origin, positions)

@@ -245,8 +245,8 @@ def yielded(path: Path, *arguments: Any) -> Iterator[Any]:
 
 
 def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
-    told = {name: (each.datatype, each.shape) for name, each in maker.model.inputs.items()}
-    for number, entry in enumerate(yielded(path, told)):
+    described = {name: (each.datatype, each.shape) for name, each in maker.model.inputs.items()}
+    for number, entry in enumerate(yielded(path, described)):
         if not isinstance(entry, Mapping):
             raise InvalidArgument(f"--data: request {number} of '{path}' is no mapping of inputs")
         try:

@@ -98,7 +98,7 @@ class LoadSlot:
         self.lane.send(next(self._requests))
 
     def responded(self) -> None:
-        """Record a response; implements `Heard`."""
+        """Record a response; implements `LaneObserver`."""
         now = _clock()
         if self._responses:
             self._load.records.gaps.append(now - self._latest_ns)
@@ -108,7 +108,7 @@ class LoadSlot:
         self._responses += 1
 
     def ended(self, error: str = "", responses: int = -1) -> None:
-        """Record the completion of the request; implements `Heard`."""
+        """Record the completion of the request; implements `LaneObserver`."""
         now = _clock()
         if error:
             self._load.failed(error)
@@ -249,25 +249,25 @@ class Probe:
         self.error: str | None = None
 
     def responded(self) -> None:
-        """Ignore a response; implements `Heard`."""
+        """Ignore a response; implements `LaneObserver`."""
 
     def ended(self, error: str = "", responses: int = -1) -> None:
-        """Record the result; implements `Heard`."""
+        """Record the result; implements `LaneObserver`."""
         self.error = error
 
 
 def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
     """Send a single request, and return its error or "". Raises Unavailable."""
-    heard = Probe()
-    lane = door.lane(heard)
+    observer = Probe()
+    lane = door.lane(observer)
     end = _clock() + int(patience_s * 1e9)
     try:
         lane.send(request)
-        while heard.error is None:
+        while observer.error is None:
             if _clock() > end:
                 raise Unavailable(f"the server has not responded within {patience_s:g} s")
             poller.turn(_LOOK_AROUND_NS)
-        return heard.error
+        return observer.error
     finally:
         lane.close()
 

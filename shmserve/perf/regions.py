@@ -107,15 +107,15 @@ class Regions:
     def outputs(self, sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
         """Reserve space for the outputs of each slot. Raises Unavailable, TransportError."""
         name = self._name(f"out{slots}")
-        rooms: list[dict[str, RegionPart]] = []
+        output_parts: list[dict[str, RegionPart]] = []
         at = 0
         for _ in range(slots):
-            rooms.append({})
+            output_parts.append({})
             for output, size in sizes.items():
-                rooms[-1][output] = RegionPart(name, at, size)
+                output_parts[-1][output] = RegionPart(name, at, size)
                 at += _aligned(size)
         self._region(name, at)
-        return rooms
+        return output_parts
 
     def _name(self, what: str) -> str:
         return f"perf-{os.getpid()}-{what}-{len(self._memories)}"

@@ -198,8 +198,8 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
     numbered = [(str(n + 1), trial) for n, trial in enumerate(trials) if trial.per_second]
     for name in ("within", "above"):
         mine = [each for each in numbered if (each[1].p99_ms <= target_ms) == (name == "within")]
-        places = [(trial.per_second, trial.p99_ms) for _, trial in mine]
-        lines.append(Line(name, places, [number for number, _ in mine], joined=False))
+        points = [(trial.per_second, trial.p99_ms) for _, trial in mine]
+        lines.append(Line(name, points, [number for number, _ in mine], joined=False))
     right = max((trial.per_second for _, trial in numbered), default=1.0)
     lines.append(Line("target", [(0.0, target_ms), (right, target_ms)], ["", ""]))
     return _svg(title, "requests a second", lines)
@@ -243,11 +243,11 @@ def _line(
     line: Line, across: Callable[[float], float], up: Callable[[float], float]
 ) -> Iterator[str]:
     colour = _COLOURS[line.name]
-    places = [(across(x), up(y)) for x, y in line.points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    points = [(across(x), up(y)) for x, y in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     if line.joined:
         yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
-    for (x, y), word in zip(places, line.words, strict=True):
+    for (x, y), word in zip(points, line.words, strict=True):
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
         yield _text(x, y - 7, word, "middle", line.name)
 

@@ -141,13 +141,13 @@ def _requests(
     slots: int,
 ) -> Requests:
     """Return the encoded requests of each slot, which slots share if they are identical."""
-    rooms = placed.outputs(sizes, slots) if placed is not None and sizes else None
+    output_parts = placed.outputs(sizes, slots) if placed is not None and sizes else None
     length = args.sequence_length
     first_sequence = random.getrandbits(62) + 1
 
     def made(slot: int) -> list[Any]:
         count = math.lcm(len(items), length) if length else len(items)
-        parts = rooms[slot] if rooms else {}
+        parts = output_parts[slot] if output_parts else {}
         return [
             door.encode(
                 OutgoingRequest(

@@ -183,7 +183,7 @@ class AdminTransport(Transport, Protocol):
         """Unregister a region."""
 
 
-class Heard(Protocol):
+class LaneObserver(Protocol):
     """The callbacks of a lane."""
 
     def responded(self) -> None:
@@ -214,7 +214,7 @@ class Door(Protocol):
     def encode(self, request: OutgoingRequest) -> Any:
         """Return the encoded request, for a lane to send."""
 
-    def lane(self, heard: Heard) -> Lane:
+    def lane(self, observer: LaneObserver) -> Lane:
         """Open a lane. Raises Unavailable if the server cannot be reached."""
 
     def close(self) -> None:

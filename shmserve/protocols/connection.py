@@ -193,8 +193,8 @@ def connect(
             made.settimeout(timeout_s)
             made.connect(address.unix_socket)
         else:
-            place = (host.strip("[]"), int(port))
-            made = undo.enter_context(socket.create_connection(place, timeout_s))
+            target = (host.strip("[]"), int(port))
+            made = undo.enter_context(socket.create_connection(target, timeout_s))
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             made = tls.wrap_socket(made, server_hostname=host.strip("[]"))

@@ -29,7 +29,7 @@ from shmserve.protocols import (
     NOT_READY,
     Address,
     Credentials,
-    Heard,
+    LaneObserver,
     OutgoingRequest,
     TransportError,
     output,
@@ -80,10 +80,10 @@ class GrpcTransport:
             pb.ModelStreamInferResponse.FromString,
         )
         with _failing():
-            for told in call(iter([infer_message(request)]), metadata=self._metadata):
-                if told.error_message:
-                    raise TransportError(told.error_message)
-                yield _response(told.infer_response)
+            for received in call(iter([infer_message(request)]), metadata=self._metadata):
+                if received.error_message:
+                    raise TransportError(received.error_message)
+                yield _response(received.infer_response)
 
     def ready(self, model: str, version: str) -> None:
         """ServerReady, or ModelReady."""
@@ -270,12 +270,12 @@ class GrpcDoor:
         packed: bytes = message.SerializeToString()
         return b"\0" + h2.pack_long(len(packed)) + packed
 
-    def lane(self, heard: Heard) -> GrpcLane:
+    def lane(self, observer: LaneObserver) -> GrpcLane:
         """Open a lane on a connection that several lanes share."""
         number, self._lanes = self._lanes // _SHARE, self._lanes + 1
         if number == len(self._connections):
             self._connections.append(Http2Client(self._connect, self.poller))
-        return GrpcLane(self, number, heard)
+        return GrpcLane(self, number, observer)
 
     def connection(self, number: int) -> Http2Client:
         """Return a connection by its number, reopened if it was lost."""
@@ -292,8 +292,8 @@ class GrpcDoor:
 class GrpcLane:
     """A sequence of unary calls, or of requests on one stream."""
 
-    def __init__(self, door: GrpcDoor, number: int, heard: Heard) -> None:
-        self.heard = heard
+    def __init__(self, door: GrpcDoor, number: int, observer: LaneObserver) -> None:
+        self.observer = observer
         self._door = door
         self._number = number
         self._connection = door.connection(number)
@@ -330,15 +330,15 @@ class GrpcLane:
             return
         if message[:1] == _FAILED:
             self._busy = False
-            self.heard.ended(pb.ModelStreamInferResponse.FromString(message).error_message)
+            self.observer.ended(pb.ModelStreamInferResponse.FromString(message).error_message)
         elif _IS_FINAL not in message:
-            self.heard.responded()
+            self.observer.responded()
         else:
             # A final response without outputs only marks the end.
             if pb.ModelStreamInferResponse.FromString(message).infer_response.outputs:
-                self.heard.responded()
+                self.observer.responded()
             self._busy = False
-            self.heard.ended()
+            self.observer.ended()
 
     def finished(self, error: str) -> None:
         """Handle the end of the call or of the stream."""
@@ -346,7 +346,9 @@ class GrpcLane:
         self._messages.clear()
         busy, self._busy = self._busy, False
         if busy:
-            self.heard.ended(error or ("the server ended the stream" if self._door.streams else ""))
+            self.observer.ended(
+                error or ("the server ended the stream" if self._door.streams else "")
+            )
 
     def close(self) -> None:
         """Ignore later responses; the door closes the connection."""
@@ -403,8 +405,8 @@ class Http2Client:
         """Send a message on a stream, the last if `end`."""
         size = len(message)
         outgoing = self._streams[stream]
-        room = min(self._window, outgoing.window, self._largest)
-        if size <= room and not self._waiting:
+        allowed = min(self._window, outgoing.window, self._largest)
+        if size <= allowed and not self._waiting:
             self._window -= size
             outgoing.window -= size
             flags = h2.END_STREAM if end else 0
@@ -419,8 +421,8 @@ class Http2Client:
             outgoing = self._streams.get(stream)
             if outgoing is None:
                 continue  # it has ended meanwhile
-            while message and (room := min(self._window, outgoing.window, self._largest)) > 0:
-                part, message = message[:room], message[room:]
+            while message and (allowed := min(self._window, outgoing.window, self._largest)) > 0:
+                part, message = message[:allowed], message[allowed:]
                 self._window -= len(part)
                 outgoing.window -= len(part)
                 flags = h2.END_STREAM if end and not message else 0

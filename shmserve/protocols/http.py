@@ -27,8 +27,8 @@ from shmserve.protocols import (
     NOT_READY,
     Address,
     Credentials,
-    Heard,
     InputTensor,
+    LaneObserver,
     OutgoingRequest,
     TransportError,
     response,
@@ -333,9 +333,9 @@ class HttpDoor:
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
         return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
-    def lane(self, heard: Heard) -> HttpLane:
+    def lane(self, observer: LaneObserver) -> HttpLane:
         """Open a connection."""
-        return HttpLane(self, heard)
+        return HttpLane(self, observer)
 
     def close(self) -> None:
         """Do nothing: the lanes have the connections."""
@@ -344,8 +344,8 @@ class HttpDoor:
 class HttpLane:
     """A connection with one exchange at a time, reopened after the server has closed it."""
 
-    def __init__(self, door: HttpDoor, heard: Heard) -> None:
-        self.heard = heard
+    def __init__(self, door: HttpDoor, observer: LaneObserver) -> None:
+        self.observer = observer
         self._door = door
         self._connection: ClientConnection = door.connect(self)
         self._busy = False
@@ -426,17 +426,17 @@ class HttpLane:
         if self._ok:
             self.complete()
         else:
-            self.heard.ended(_described(self._error))
+            self.observer.ended(_described(self._error))
 
     def complete(self) -> None:
         """Handle the end of a successful response."""
-        self.heard.ended()
+        self.observer.ended()
 
     def lost(self, reason: str) -> None:
         """Report the exchange in flight, if any, as failed."""
         busy, self._busy, self._in_body, self._rest = self._busy, False, False, b""
         if busy:
-            self.heard.ended(reason)
+            self.observer.ended(reason)
 
     def close(self) -> None:
         """Close the connection."""
@@ -459,8 +459,10 @@ class OpenAIRequest:
 class EventLane(HttpLane):
     """A lane for server-sent events. `is_response(event)` selects the events that count."""
 
-    def __init__(self, door: HttpDoor, heard: Heard, is_response: Callable[[bytes], Any]) -> None:
-        super().__init__(door, heard)
+    def __init__(
+        self, door: HttpDoor, observer: LaneObserver, is_response: Callable[[bytes], Any]
+    ) -> None:
+        super().__init__(door, observer)
         self._is_response = is_response
         self._part = b""
         self._failed = b""
@@ -477,7 +479,7 @@ class EventLane(HttpLane):
             if text.startswith(b'{"error"'):
                 self._failed = text
             elif self._is_response(text):
-                self.heard.responded()
+                self.observer.responded()
             found = _completion_tokens(text)
             if found is not None:
                 self._tokens = int(found[1])
@@ -486,7 +488,7 @@ class EventLane(HttpLane):
         """Handle the end of the events."""
         failed, tokens = self._failed, self._tokens
         self._part, self._failed, self._tokens = b"", b"", -1
-        self.heard.ended(failed.decode(errors="replace")[:_LONGEST_ERROR], tokens)
+        self.observer.ended(failed.decode(errors="replace")[:_LONGEST_ERROR], tokens)
 
 
 class GenerateDoor(HttpDoor):
@@ -501,9 +503,9 @@ class GenerateDoor(HttpDoor):
         path = f"{model_path(request.model, request.version)}/generate_stream"
         return self.post(path, json.dumps(body).encode(), _JSON)
 
-    def lane(self, heard: Heard) -> EventLane:
+    def lane(self, observer: LaneObserver) -> EventLane:
         """Open a connection on which each event is a response."""
-        return EventLane(self, heard, bool)
+        return EventLane(self, observer, bool)
 
 
 class OpenAIDoor(HttpDoor):
@@ -526,9 +528,9 @@ class OpenAIDoor(HttpDoor):
         assert isinstance(request, OpenAIRequest)
         return self.post(self.route, json.dumps(request.body).encode(), _JSON)
 
-    def lane(self, heard: Heard) -> EventLane:
+    def lane(self, observer: LaneObserver) -> EventLane:
         """Open a connection."""
-        return EventLane(self, heard, _has_text)
+        return EventLane(self, observer, _has_text)
 
 
 def _value(tensor: InputTensor) -> Any:

@@ -22,7 +22,14 @@ from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
-from shmserve.protocols import Heard, InputTensor, OutgoingRequest, TransportError, output, response
+from shmserve.protocols import (
+    InputTensor,
+    LaneObserver,
+    OutgoingRequest,
+    TransportError,
+    output,
+    response,
+)
 from shmserve.protocols.connection import Poller
 from shmserve.protocols.tensors import ModelTensor
 
@@ -163,9 +170,9 @@ class NativeDoor:
             view.fill(array) if self._device != "cpu" else np.copyto(view, array)
         return region
 
-    def lane(self, heard: Heard) -> NativeLane:
+    def lane(self, observer: LaneObserver) -> NativeLane:
         """Open a lane on the channel."""
-        return NativeLane(self, heard)
+        return NativeLane(self, observer)
 
     def close(self) -> None:
         """Disconnect from the server."""
@@ -176,9 +183,9 @@ class NativeDoor:
 class NativeLane:
     """A lane on the channel of the door."""
 
-    def __init__(self, door: NativeDoor, heard: Heard) -> None:
+    def __init__(self, door: NativeDoor, observer: LaneObserver) -> None:
         self._door = door
-        self._heard = heard
+        self._observer = observer
 
     def send(self, request: NativeRequest) -> None:
         """Queue a request."""
@@ -197,14 +204,14 @@ class NativeLane:
 
     def _done(self, done: ClientRequest) -> None:
         outcome, done.outcome = done.outcome, None
-        self._heard.ended(outcome.message if isinstance(outcome, ShmserveError) else "")
+        self._observer.ended(outcome.message if isinstance(outcome, ShmserveError) else "")
 
     def _read(self, pending: ClientStream) -> None:
         error = ""
         while pending.items:
             try:
                 pending.take()
-                self._heard.responded()
+                self._observer.responded()
             except ShmserveError as failed:
                 error = failed.message
             credit = pending.read()
@@ -213,8 +220,8 @@ class NativeLane:
                 self._door.flush_soon()
         if pending.finished:
             pending.on_item = _nothing
-            pending.leave()
-            self._heard.ended(error)
+            pending.abandon()
+            self._observer.ended(error)
 
     def close(self) -> None:
         """Do nothing: the door closes the channel."""

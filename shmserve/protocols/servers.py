@@ -80,13 +80,13 @@ def address(url: str) -> Address:
     raise InvalidArgument(f"--url takes {_FORMS}, not '{url}'")
 
 
-def transport_at(place: Address, given: Credentials) -> AdminTransport:
+def transport_at(address: Address, given: Credentials) -> AdminTransport:
     """Return the transport to an address. Raises InvalidArgument."""
-    if place.protocol == "http":
-        return HttpTransport(place, given)
+    if address.protocol == "http":
+        return HttpTransport(address, given)
     if importlib.util.find_spec("grpc") is None:
         needed = how_to_install("grpcio", "grpc")
         raise InvalidArgument(f"--url grpc://... needs the package grpcio: {needed}")
     from shmserve.protocols.grpc import GrpcTransport
 
-    return GrpcTransport(place, given)
+    return GrpcTransport(address, given)

@@ -314,5 +314,5 @@ class BatchingCore(Core[ScheduledRequest]):
             "instances": self._pool.counts(),
             "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
-            "malformed": self._to_workers.malformed + self.results.misplaced,
+            "malformed": self._to_workers.malformed + self.results.unexpected,
         }

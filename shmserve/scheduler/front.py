@@ -98,7 +98,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `misplaced` counts messages that make no sense from their sender or now. `wall_clock` returns
+    `unexpected` counts messages that make no sense from their sender or now. `wall_clock` returns
     epoch ns.
     """
 
@@ -107,7 +107,7 @@ class Reports:
     _wall_clock: Callable[[], int]
     _gauges: Callable[[], dict[str, Any]]
     _metrics: ModelMetrics = field(default_factory=ModelMetrics)
-    misplaced: int = 0
+    unexpected: int = 0
 
     def report(self, now_ns: int) -> dict[str, Any]:
         """Return the report of the statistics."""
@@ -115,7 +115,7 @@ class Reports:
         gauges["families"] = model_metrics.plain(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
-    def tell(self, client: Client[Any], number: int, now_ns: int) -> None:
+    def answer(self, client: Client[Any], number: int, now_ns: int) -> None:
         """Send the report to a client, as the answer to its request with this number."""
         report = self.report(now_ns)
         self.snapshot()
@@ -123,7 +123,7 @@ class Reports:
 
     def _count_malformed(self) -> dict[str, Any]:
         gauges = self._gauges()
-        self._statistics.malformed = gauges.pop("malformed") + self.misplaced
+        self._statistics.malformed = gauges.pop("malformed") + self.unexpected
         return gauges
 
     def snapshot(self, brief: bool = False) -> None:
@@ -150,7 +150,7 @@ class Reports:
         try:
             self._statistics.restore(statistics)
             self._metrics.restore(metrics, alive)
-            self.misplaced = self._statistics.malformed
+            self.unexpected = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("a predecessor's statistics cannot be read")
 
@@ -159,7 +159,7 @@ class Reports:
         try:
             families = model_metrics.parse(message.families)
         except ValueError:
-            self.misplaced += 1
+            self.unexpected += 1
         else:
             self._metrics.report(pid, families)
 
@@ -317,7 +317,7 @@ class Front(Generic[R]):
         client = self._clients[peer]
         if client.pid in self._dead:
             del self._clients[peer]
-            self.misplaced()
+            self.count_unexpected()
             return
         match message:
             case Submit():
@@ -335,14 +335,14 @@ class Front(Generic[R]):
                 if self._cache is None or not self._cache.lent.release(*read):
                     self._core.release(client, message)
             case ReportStatistics():
-                self._reports.tell(client, message.id, now_ns)
+                self._reports.answer(client, message.id, now_ns)
             case _:
                 assert_never(message)
 
     def _submit(self, client: Client[R], submit: Submit, now_ns: int) -> None:
         if submit.id in client.requests:
             # No response is sent, because the client would take it for the other request's.
-            self.misplaced()
+            self.count_unexpected()
             return
         core, lookup = self._core, None
         try:
@@ -426,7 +426,7 @@ class Front(Generic[R]):
         """Record the metrics of the model at the instance with this address."""
         pid = last_number(peer)  # the pid of the instance's InstanceReady
         if not (pid and peer.partition(b".")[0].isdigit()):
-            self.misplaced()
+            self.count_unexpected()
         elif pid not in self._dead:
             self._reports.metrics_reported(pid, message)
 
@@ -455,9 +455,9 @@ class Front(Generic[R]):
         """
         self._reports.restore(snapshot, alive)
 
-    def misplaced(self) -> None:
+    def count_unexpected(self) -> None:
         """Count a dropped message that makes no sense from its sender or now."""
-        self._reports.misplaced += 1
+        self._reports.unexpected += 1
 
     def _gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()

@@ -149,16 +149,16 @@ class ResponseCache:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def _read(self, place: Range) -> memoryview:
+    def _read(self, memory_range: Range) -> memoryview:
         """Return the bytes of a memory range.
 
         Raise Unavailable if a client may change them or they are gone.
         """
-        memory = place.memory
+        memory = memory_range.memory
         clients = memory.pid == self._start.supervisor_pid
         if memory.cuda is not None or memory.copied or not memory.sealed or clients:
             raise Unavailable("this memory is not read by schedulers")
-        view: memoryview = self._mappings.view(place)
+        view: memoryview = self._mappings.view(memory_range)
         return view
 
     def _copied(self, datas: list[bytes], copies: list[Block]) -> list[Any]:
@@ -178,7 +178,7 @@ class ResponseCache:
                 copy = self.lent.write(data, self.free)
                 copies.append(copy)
                 self._lent_bytes += len(data)
-                placed.append(pack_range(copy.place))
+                placed.append(pack_range(copy.memory_range))
         except ShmserveError:
             for copy in copies:
                 copy.release()
@@ -188,12 +188,12 @@ class ResponseCache:
     def lend(self, reader: int, lookup: Lookup) -> None:
         """Lend the copies of a response to `reader` until it releases them."""
         for copy in lookup.copies:
-            self.lent.lend(reader, copy.place, copy)
+            self.lent.lend(reader, copy.memory_range, copy)
 
-    def free(self, place: Range) -> None:
+    def free(self, memory_range: Range) -> None:
         """Free a copy that no reader has any more."""
-        self._lent_bytes -= place.byte_size
-        self.lent.free(place)
+        self._lent_bytes -= memory_range.byte_size
+        self.lent.free(memory_range)
 
     def process_exited(self, pid: int) -> None:
         """Release the memory of a process that has exited, and everything it was reading."""

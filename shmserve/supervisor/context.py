@@ -82,7 +82,7 @@ class SupervisorContext:
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to all processes with one of these roles; LOCAL_CLIENT is one, too."""
         if LOCAL_CLIENT in roles:
-            self.local_clients.tell(message)
+            self.local_clients.broadcast(message)
         self.control.broadcast(message, *roles)
 
     def announce(self, news: ModelNews | ModelWithdrawn) -> int:
@@ -107,7 +107,7 @@ class SupervisorContext:
         """Return whether all receivers have acknowledged the change with this number."""
         return self.control.acknowledgements.know(number)
 
-    def tell_readiness(self, news: ReadinessChanged) -> None:
+    def publish_readiness(self, news: ReadinessChanged) -> None:
         """Send the readiness of a model to every gateway."""
         self.control.broadcast(news, "gateway")
 

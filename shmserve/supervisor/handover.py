@@ -165,7 +165,7 @@ class Handover:
             logger.info("another server takes over")
             self._on_followed()
 
-    def leave(self) -> None:
+    def let_successor_accept(self) -> None:
         """Let the successor accept clients. This server no longer accepts clients."""
         if self._after is not None:
             self._after.ask(_ACCEPT)

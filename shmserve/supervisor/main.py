@@ -293,7 +293,7 @@ def _context(
             memory,
             snapshot.for_local_client,
             control.acknowledgements,
-            partial(_local_client_left, control, memory),
+            partial(_on_local_client_disconnected, control, memory),
             load_on_demand,
             listeners.local,
             listeners.door,
@@ -310,7 +310,7 @@ def _publish_start(events: EventPublisher, child: Child) -> None:
     events.publish(ProcessStarted(child.pid, child.title))
 
 
-def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int) -> None:
+def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, number: int) -> None:
     # Schedulers first, so that no worker starts a request whose memory it has released.
     gone = ProcessExited(number, "")
     control.broadcast(gone, "scheduler", "ensemble")

@@ -321,7 +321,7 @@ class Supervisor:
 
     async def _refuse(self) -> None:
         await self.models.kill()
-        await self._leave_clients()
+        await self._drain_gateways()
         await self.gateways.stop()
 
     async def _drain(self, sequences_s: float) -> None:
@@ -331,12 +331,12 @@ class Supervisor:
                 await self.models.finish_sequences()
         except TimeoutError:
             logger.warning("not every open sequence has ended")
-        self.handover.leave()
-        await asyncio.gather(self._leave_clients(), self.context.local_clients.leave())
+        self.handover.let_successor_accept()
+        await asyncio.gather(self._drain_gateways(), self.context.local_clients.redirect())
         await self.models.stop()
         await self.gateways.stop()
 
-    async def _leave_clients(self) -> None:
+    async def _drain_gateways(self) -> None:
         await self.gateways.drain(self.handover.is_followed or bool(self.listeners.lent))
 
     async def _kill_rest(self) -> None:

@@ -237,10 +237,12 @@ def model_hangs(stage: Scene) -> None:
     one request which hangs when it runs again alone."""
     model_does("hang")(stage)
     log = stage.server.log()
-    place = r"it is in wait \(\S+/threading.py:\d+\) < wait [^|]* < obey \(\S+/1/model.py:\d+\)"
+    memory_range = (
+        r"it is in wait \(\S+/threading.py:\d+\) < wait [^|]* < obey \(\S+/1/model.py:\d+\)"
+    )
     for requests in (3, 1):
         why = f"an execution of {requests} requests exceeded the limit of 3 seconds"
-        assert re.search(rf"instance 'crimes_0_0' is killed: {why}; {place}", log), log
+        assert re.search(rf"instance 'crimes_0_0' is killed: {why}; {memory_range}", log), log
 
 
 def model_forks(stage: Scene) -> None:

@@ -148,7 +148,7 @@ def _tensor(tensor: Any) -> TensorRef:
     data = b""
     if tensor.binary_size >= 0:
         data = bytes(tensor.binary_size)
-    elif tensor.place is None:
+    elif tensor.memory_range is None:
         data = tensor_bytes(tensor)
         item = ITEM_SIZE[tensor.datatype]
         if item:
@@ -267,9 +267,9 @@ def ranges(data: bytes) -> None:
     where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
     with _refused(b""):
-        place = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
-        assert start <= place.offset
-        assert place.offset + place.byte_size <= start + extent
+        memory_range = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
+        assert start <= memory_range.offset
+        assert memory_range.offset + memory_range.byte_size <= start + extent
     _spans(given)
 
 
@@ -405,7 +405,9 @@ def _said(submit: Submit) -> None:
                 elif item := ITEM_SIZE[tensor.datatype]:
                     assert len(tensor.data) == item * math.prod(tensor.shape)
             for output in inference.outputs:
-                assert output.place is None or _SEALS.owns(_GUEST, output.place.memory)
+                assert output.memory_range is None or _SEALS.owns(
+                    _GUEST, output.memory_range.memory
+                )
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -185,23 +185,25 @@ def placed(region: worker_rig.Region) -> Case:
     shape = (_PLACE // 4,)
 
     def work(step: int, request: int) -> Packed:
-        tensor = TensorRef("INPUT0", "FP32", shape, region.place(2 * request * _PLACE, _PLACE))
-        output = RequestedOutput("OUTPUT0", region.place((2 * request + 1) * _PLACE, _PLACE))
+        tensor = TensorRef(
+            "INPUT0", "FP32", shape, region.memory_range(2 * request * _PLACE, _PLACE)
+        )
+        output = RequestedOutput("OUTPUT0", region.memory_range((2 * request + 1) * _PLACE, _PLACE))
         return pack_inference(Inference((tensor,), (output,)))
 
     def http(step: int, request: int) -> dict[str, Any]:
         def tensor(name: str, at: int, **more: Any) -> dict[str, Any]:
-            place = {"shared_memory_region": _REGION, "shared_memory_byte_size": _PLACE}
-            place["shared_memory_offset"] = at * _PLACE
-            return {"name": name, **more, "parameters": place}
+            memory_range = {"shared_memory_region": _REGION, "shared_memory_byte_size": _PLACE}
+            memory_range["shared_memory_offset"] = at * _PLACE
+            return {"name": name, **more, "parameters": memory_range}
 
         given = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
         return {"inputs": [given], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
 
     def response(request: Inference) -> Inferred:
         (output,) = request.outputs
-        assert output.place is not None
-        return Inferred((TensorRef("OUTPUT0", "FP32", shape, output.place),))
+        assert output.memory_range is not None
+        return Inferred((TensorRef("OUTPUT0", "FP32", shape, output.memory_range),))
 
     tensors = [[gateway_rig.tensor_config(name, "FP32", [-1])] for name in ("INPUT0", "OUTPUT0")]
     return Case(gateway_rig.model_config("identity", 0, *tensors), 1, work, http, response)
@@ -368,8 +370,8 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     )
     published = MagicMock(endpoint=schedulers.endpoint)
     made.models.publish(gateway_rig.publication(case.config, published))
-    place = pack_range(region.place(0, region.memory.byte_size))
-    made.regions.publish(RegionPublished(_REGION, "/key", list(place), os.getuid(), -1, 0))
+    memory_range = pack_range(region.memory_range(0, region.memory.byte_size))
+    made.regions.publish(RegionPublished(_REGION, "/key", list(memory_range), os.getuid(), -1, 0))
     rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
     server = Acceptor(_grpc(made) if grpc else _http(made), rules, 1000)
     request = case.call if grpc else case.post

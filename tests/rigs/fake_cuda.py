@@ -173,7 +173,7 @@ class FakeExporting:
 
 
 def _as_tensor(allocation: Allocation) -> torch.Tensor:
-    kind: Any = type("_View", (ctypes.c_ubyte * allocation.room,), {})
+    kind: Any = type("_View", (ctypes.c_ubyte * allocation.capacity,), {})
     view = kind.from_address(allocation.pointer)
     view.owner = allocation  # the tensor keeps it, as torch keeps what a CUDA array came from
     return torch.frombuffer(view, dtype=torch.uint8)

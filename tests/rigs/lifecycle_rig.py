@@ -103,7 +103,7 @@ class LifecycleRig:
     def know(self, number: int) -> bool:
         return number <= self.known
 
-    def tell_readiness(self, news: Any) -> None:
+    def publish_readiness(self, news: Any) -> None:
         pass
 
     def read(self, order: Order) -> None:

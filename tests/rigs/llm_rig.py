@@ -86,7 +86,7 @@ class Scheduler:
     responses: dict[int, list[dict[str, list[Any]]]] = field(default_factory=dict)
     errors: dict[int, tuple[str, str]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    told: list[g.Told] = field(default_factory=list)
+    told: list[g.ResponseSent] = field(default_factory=list)
     prepared: dict[int, g.Prepared] = field(default_factory=dict)
     running: dict[int, Running] = field(default_factory=dict)
     results: list[g.RowResult] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Scheduler:
             match message:
                 case g.Prepared(key=key):
                     self.prepared[key] = message
-                case g.Told():
+                case g.ResponseSent():
                     self.told.append(message)
                 case g.Ended(sequence=number):
                     if number in self.running:
@@ -155,7 +155,7 @@ class Scheduler:
         prompt = np.frombuffer(self.prepared[key].prompt, np.int32).tolist()
         for sample in range(self.prepared[key].samples):
             before = None if self.prepared[key].replays else earlier.get(sample)
-            if before is None or not before.over:
+            if before is None or not before.finish_reason:
                 tokens = [] if before is None else np.frombuffer(before.tokens, np.int32).tolist()
                 self.enter(key, sample, [*prompt, *tokens])
 
@@ -242,7 +242,7 @@ class Scheduler:
             assert 1 <= len(result.tokens) <= row.draft + 1
             sequence.tokens += result.tokens
             sequence.computed += len(result.tokens) - 1
-            if result.over and sequence.number in self.running:
+            if result.finish_reason and sequence.number in self.running:
                 self.drop(sequence.number)
 
     def run(self) -> None:

@@ -23,7 +23,7 @@ def problems(text: str, *, complete: bool = True, gpus: int = 0, folder: Path | 
     return ""
 
 
-def places(text: str) -> list[str]:
+def positions(text: str) -> list[str]:
     """What the line of a problem begins with for each "@" in a text, in their order."""
     parts = text.split("@")
     before = ["".join(parts[:end]) for end in range(1, len(parts))]
@@ -31,6 +31,6 @@ def places(text: str) -> list[str]:
 
 
 def place(text: str) -> str:
-    """The only one of `places`; that of the whole file where nothing is marked."""
-    (only,) = places(text) or ["f: "]
+    """The only one of `positions`; that of the whole file where nothing is marked."""
+    (only,) = positions(text) or ["f: "]
     return only

@@ -283,6 +283,6 @@ def response_in_arena(pid: int, *offsets: int) -> Packed:
 
 def work_in_place() -> Packed:
     """A request whose output goes over its input."""
-    place = Range(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
-    tensor = TensorRef("INPUT0", "INT8", (64,), place)
-    return pack_inference(Inference((tensor,), (RequestedOutput("OUTPUT0", place),)))
+    memory_range = Range(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
+    tensor = TensorRef("INPUT0", "INT8", (64,), memory_range)
+    return pack_inference(Inference((tensor,), (RequestedOutput("OUTPUT0", memory_range),)))

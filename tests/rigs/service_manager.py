@@ -91,7 +91,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """A server that finds these from descriptor 3 on."""
 
-    def place() -> None:
+    def memory_range() -> None:
         copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in given]  # beyond their places
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
@@ -106,5 +106,5 @@ def start(
         cwd=ROOT,
         env={**os.environ, **environment, "LISTEN_FDS": str(len(given)), "LISTEN_FDNAMES": names},
         pass_fds=range(3, 3 + len(given)),
-        preexec_fn=place,
+        preexec_fn=memory_range,
     )

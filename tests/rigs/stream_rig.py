@@ -31,13 +31,13 @@ class Streams:
         self._y = y
         self._rows = rows  # whether inputs have a batch dimension
 
-    def begin(self, *values: Any, place: Range | None = None, output: Any = None) -> None:
+    def begin(self, *values: Any, memory_range: Range | None = None, output: Any = None) -> None:
         """One batch, a request for each value; their keys are 1, 2, ..."""
         outputs = (RequestedOutput(self._y, output),) if output is not None else ()
         works = []
         for key, value in enumerate(values, 1):
             array = np.atleast_1d(np.asarray(value, np.float32))
-            given = tensor(self._x, array.reshape(1, -1) if self._rows else array, place)
+            given = tensor(self._x, array.reshape(1, -1) if self._rows else array, memory_range)
             packed = pack_inference(Inference((given,), outputs))
             works.append(m.Work(key, CLIENT_PID, *packed, f"id-{key}"))
         self.rig.execute(works)

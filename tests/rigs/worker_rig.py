@@ -80,7 +80,7 @@ class Region:
         inode = os.fstat(self.fd).st_ino
         self.memory = Memory(secrets.randbits(62), os.getpid(), self.fd, inode, byte_size, False)
 
-    def place(self, offset: int, byte_size: int) -> Range:
+    def memory_range(self, offset: int, byte_size: int) -> Range:
         """A part of it."""
         return Range(self.memory, offset, byte_size)
 
@@ -88,7 +88,7 @@ class Region:
         """Put an array in, as a client does."""
         raw = array.tobytes()
         os.pwrite(self.fd, raw, offset)
-        return self.place(offset, len(raw))
+        return self.memory_range(offset, len(raw))
 
     def read(self, offset: int, byte_size: int) -> bytes:
         """What is in it now."""
@@ -100,7 +100,7 @@ class Region:
 
 
 def tensor(
-    name: str, array: Any, place: Range | None = None, datatype: str | None = None
+    name: str, array: Any, memory_range: Range | None = None, datatype: str | None = None
 ) -> TensorRef:
     """An input: inline, or at a place where its bytes already are."""
     array = np.asarray(array)
@@ -108,7 +108,7 @@ def tensor(
         kinds = {kind: name for name, kind in NUMPY.items()}
         datatype = kinds.get(array.dtype, "BYTES")
     raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
-    return TensorRef(name, datatype, array.shape, raw if place is None else place)
+    return TensorRef(name, datatype, array.shape, raw if memory_range is None else memory_range)
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ from tests.support.messages import inferred_of
 class ClientRequest(InflightRequest):
     """A request in the client's table: the ledger's, and the block that its input is in."""
 
-    __slots__ = ("client", "credited", "place", "read", "request", "window")
+    __slots__ = ("client", "credited", "memory_range", "read", "request", "window")
 
     def __init__(
-        self, client: Client, request: Request, submit: m.Submit, place: Range | None
+        self, client: Client, request: Request, submit: m.Submit, memory_range: Range | None
     ) -> None:
         super().__init__(submit)
         self.client = client
         self.request = request
-        self.place = place
+        self.memory_range = memory_range
         self.window = ReadWindow()
         self.read = self.credited = 0
 
@@ -55,8 +55,8 @@ class ClientRequest(InflightRequest):
     def free(self) -> None:
         """As `InflightRequest` says."""
         self.client.world_ledger.freed(self.request)
-        if self.place is not None:
-            self.client.arena.free(self.place.offset)
+        if self.memory_range is not None:
+            self.client.arena.free(self.memory_range.offset)
 
 
 class ClientLinks:
@@ -202,7 +202,7 @@ class Client(Process):
         data: bytes | Range = content
         if in_arena:
             try:
-                data = self.arena.place(content)
+                data = self.arena.memory_range(content)
             except ShmserveError:
                 return None
         number = next(self._numbers)
@@ -231,8 +231,8 @@ class Client(Process):
         if before is not None:
             request.before, request.step = before, len(before)
         self.world_ledger.add(request)
-        place = data if isinstance(data, Range) else None
-        pending = ClientRequest(self, request, submit, place)
+        memory_range = data if isinstance(data, Range) else None
+        pending = ClientRequest(self, request, submit, memory_range)
         self.schedulers.submit(pending, endpoint)
         return pending
 

@@ -154,9 +154,9 @@ class _EnsembleMemory(EnsembleMemory):
         super().__init__(lent, lambda memory_id: None)
         self._mappings = memory  # type: ignore[assignment]
 
-    def hold(self, place: Range) -> None:
+    def hold(self, memory_range: Range) -> None:
         """As `EnsembleMemory.hold`."""
-        held: Any = self._held.setdefault(place.memory.id, _Held(place.memory))  # type: ignore[arg-type]
+        held: Any = self._held.setdefault(memory_range.memory.id, _Held(memory_range.memory))  # type: ignore[arg-type]
         held.users += 1
 
 

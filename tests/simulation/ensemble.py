@@ -81,7 +81,7 @@ class EnsembleProcess(SchedulerProcess):
     def die(self) -> None:
         """As a scheduler does."""
         super().die()
-        self.host.neighbours.leave(self.steps.identity)
+        self.host.neighbours.remove(self.steps.identity)
 
     def links(self) -> list[Link]:
         """All links from here."""

@@ -97,7 +97,7 @@ class EngineRig:
 
     def _chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
-        self.found[generation.key] = [(each.tokens, each.over) for each in beams.found]
+        self.found[generation.key] = [(each.tokens, each.finish_reason) for each in beams.found]
 
     @property
     def operations(self) -> int:
@@ -237,10 +237,10 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
             key=lambda each: -each[0],
         )[: 2 * search.width]
         beams = []
-        for place, (score, slots, token) in enumerate(ranked):
+        for memory_range, (score, slots, token) in enumerate(ranked):
             text = [*(each for each, _, _ in slots[len(prompt) :]), token]
             if token in search.ends:
-                if place < search.width:
+                if memory_range < search.width:
                     found.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))

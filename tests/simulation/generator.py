@@ -24,19 +24,19 @@ class Sample:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.told = 0
-        self.over = ""
+        self.sent_characters = 0
+        self.finish_reason = ""
         self.open = True
 
     def add(self, tokens: list[int], over: str) -> bool:
         """Another few tokens, and why the sequence has ended, if it has; whether its text has ended
         it."""
-        for place, token in enumerate(tokens, 1):
+        for memory_range, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token == STOP:
-                self.over = "stop"
-                return place < len(tokens) or not over
-        self.over = over
+                self.finish_reason = "stop"
+                return memory_range < len(tokens) or not over
+        self.finish_reason = over
         return False
 
 
@@ -149,10 +149,12 @@ class Generator(Worker):
         for each in resumed:
             tokens = engine.resumed[work.key, each.sample] = array("i", each.tokens)
             whole = texts(content)[each.sample][0]
-            if tokens[: len(whole)] != array("i", whole[: None if each.over else len(tokens)]):
+            if tokens[: len(whole)] != array(
+                "i", whole[: None if each.finish_reason else len(tokens)]
+            ):
                 raise Violation(f"{self}: {work.request_id} resumes with {each}, not {whole}")
-            answer.samples[each.sample].add(list(tokens), each.over)
-            answer.samples[each.sample].told = each.told
+            answer.samples[each.sample].add(list(tokens), each.finish_reason)
+            answer.samples[each.sample].sent_characters = each.sent_characters
             answer.samples[each.sample].open = not each.closed
         self._post(
             g.Prepared(
@@ -184,7 +186,7 @@ class Generator(Worker):
             answer = self._streams.get(known.key)
             if isinstance(answer, Answer) and not result.candidates:
                 sample = answer.samples[known.sample]
-                if not sample.over and sample.add(result.tokens, result.over):
+                if not sample.finish_reason and sample.add(result.tokens, result.finish_reason):
                     self._post(g.Ended(result.sequence))
                 self._tell_news(known.key)
 
@@ -193,7 +195,10 @@ class Generator(Worker):
         if isinstance(answer, Answer):
             for each in message.hypotheses:
                 sample = Sample()
-                sample.tokens, sample.over = list(array("i", each.tokens)), each.over
+                sample.tokens, sample.finish_reason = (
+                    list(array("i", each.tokens)),
+                    each.finish_reason,
+                )
                 answer.samples.append(sample)
             self._tell_news(message.key)
 
@@ -210,11 +215,13 @@ class Generator(Worker):
             return
         samples = answer.samples
         if not answer.streams:
-            if samples and all(each.over for each in samples):
+            if samples and all(each.finish_reason for each in samples):
                 self._tell(answer, samples)
             return
         for sample in samples:
-            if sample.open and (sample.told < len(sample.tokens) or sample.over):
+            if sample.open and (
+                sample.sent_characters < len(sample.tokens) or sample.finish_reason
+            ):
                 if not answer.window.is_open:
                     self._hold(answer)
                     return
@@ -236,13 +243,20 @@ class Generator(Worker):
         told: list[bytes] = []
         for sample in samples:
             number = answer.samples.index(sample)
-            piece = Piece(number, sample.told, sample.tokens[sample.told :], sample.over)
+            piece = Piece(
+                number,
+                sample.sent_characters,
+                sample.tokens[sample.sent_characters :],
+                sample.finish_reason,
+            )
             told.append(piece.packed())
-            sample.told = max(sample.told, len(sample.tokens))
-            sample.open = not sample.over
+            sample.sent_characters = max(sample.sent_characters, len(sample.tokens))
+            sample.open = not sample.finish_reason
         final = not any(each.open for each in answer.samples)
         known = [
-            g.Told(answer.work.key, answer.samples.index(each), each.told, not each.open)
+            g.ResponseSent(
+                answer.work.key, answer.samples.index(each), each.sent_characters, not each.open
+            )
             for each in (() if final else samples)
         ]
         if final:

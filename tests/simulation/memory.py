@@ -29,22 +29,22 @@ class SimulatedMemory:
         arena = self._arenas[number] = SimulatedArena(number, owner, capacity)
         return arena
 
-    def read(self, place: Range, who: object) -> bytes:
+    def read(self, memory_range: Range, who: object) -> bytes:
         """The bytes at a place. Raises Violation where they are nobody's any more."""
-        arena = self._arenas[place.memory.id]
-        data = arena.blocks.get(place.offset)
+        arena = self._arenas[memory_range.memory.id]
+        data = arena.blocks.get(memory_range.offset)
         if data is None and not arena.owner.alive:
             raise Unavailable("the memory of a tensor is gone")
-        if data is None or len(data) < place.byte_size:
-            raise Violation(f"{who} reads freed memory of {arena.owner} at {place.offset}")
-        return bytes(data[: place.byte_size])
+        if data is None or len(data) < memory_range.byte_size:
+            raise Violation(f"{who} reads freed memory of {arena.owner} at {memory_range.offset}")
+        return bytes(data[: memory_range.byte_size])
 
-    def write(self, place: Range, data: bytes, who: object) -> None:
+    def write(self, memory_range: Range, data: bytes, who: object) -> None:
         """Write at a place. Raises Violation where it is nobody's any more."""
-        arena = self._arenas[place.memory.id]
-        if arena.owner.alive and place.offset not in arena.blocks:
-            raise Violation(f"{who} writes freed memory of {arena.owner} at {place.offset}")
-        arena.blocks[place.offset][: len(data)] = data
+        arena = self._arenas[memory_range.memory.id]
+        if arena.owner.alive and memory_range.offset not in arena.blocks:
+            raise Violation(f"{who} writes freed memory of {arena.owner} at {memory_range.offset}")
+        arena.blocks[memory_range.offset][: len(data)] = data
 
     def leaks(self) -> list[str]:
         """Blocks of living processes that are allocated."""
@@ -62,9 +62,9 @@ class SimulatedMemory:
 
     # What the cores' `Mappings` offer.
 
-    def view(self, place: Range) -> memoryview:
+    def view(self, memory_range: Range) -> memoryview:
         """As `Mappings.view`."""
-        return memoryview(self.read(place, "a scheduler"))
+        return memoryview(self.read(memory_range, "a scheduler"))
 
     def drop_process(self, pid: int) -> None:
         """As `Mappings.drop_process`: nothing is mapped here."""
@@ -100,15 +100,15 @@ class SimulatedArena:
         self.blocks[offset] = bytearray(byte_size)
         return Range(self.memory, offset, byte_size)
 
-    def view(self, place: Range) -> memoryview:
+    def view(self, memory_range: Range) -> memoryview:
         """The bytes of a place of this arena, writable."""
-        return memoryview(self.blocks[place.offset])[: place.byte_size]
+        return memoryview(self.blocks[memory_range.offset])[: memory_range.byte_size]
 
-    def place(self, data: bytes) -> Range:
+    def memory_range(self, data: bytes) -> Range:
         """A block with these bytes."""
-        place = self.allocate(len(data))
-        self.blocks[place.offset][:] = data
-        return place
+        memory_range = self.allocate(len(data))
+        self.blocks[memory_range.offset][:] = data
+        return memory_range
 
     def free(self, offset: int) -> None:
         """Take a block back. Raises Violation for one that is free already."""

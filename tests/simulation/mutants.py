@@ -72,7 +72,7 @@ def main() -> int:
     return int(bool(bad))
 
 
-def places(mutant: Mutant) -> list[Path]:
+def occurrences(mutant: Mutant) -> list[Path]:
     """The files that have its text, each as often as it does: one, unless it is stale."""
     return [path for path, text in _code() for _ in range(text.count(mutant.old))]
 
@@ -88,7 +88,7 @@ def _code() -> list[tuple[Path, str]]:
 
 def _try(mutant: Mutant) -> str:
     """What became of a mutant, in a word and how long that took."""
-    found = places(mutant)
+    found = occurrences(mutant)
     if len(found) != 1:
         print(f"stale   {mutant.name} (in {len(found)} places)", flush=True)
         return "stale"

@@ -124,7 +124,7 @@ class SchedulerProcess(Process):
         """It is closed, and leaves its process."""
         super().die()
         self.host.schedulers.remove(self)
-        self.host.neighbours.leave(self.endpoint)
+        self.host.neighbours.remove(self.endpoint)
 
     # --- links ------------------------------------------------------------------------------------
 

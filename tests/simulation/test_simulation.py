@@ -56,4 +56,4 @@ def test_a_seed_gives_the_same_run(kind: type[Simulation] | type[LifecycleRun]) 
 
 
 def test_no_mutant_is_stale() -> None:
-    assert [mutant.name for mutant in mutants.read() if len(mutants.places(mutant)) != 1] == []
+    assert [mutant.name for mutant in mutants.read() if len(mutants.occurrences(mutant)) != 1] == []

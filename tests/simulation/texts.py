@@ -15,7 +15,9 @@ from tests.support.generative_worker import END, VOCABULARY, alone
 
 STOP = 7  # a text ends with it, as with a stop string
 _TOO_MANY = 5_000  # tokens: more than any pool has room for
-_BEGINNINGS = [[1 + (number * place) % 60 for place in range(1, 40)] for number in (7, 11, 13)]
+_BEGINNINGS = [
+    [1 + (number * memory_range) % 60 for memory_range in range(1, 40)] for number in (7, 11, 13)
+]
 
 
 class Asked(NamedTuple):
@@ -106,21 +108,21 @@ def problem(content: bytes, heard: set[tuple[int, int]], packed: bytes) -> str:
     for piece in pieces(packed):
         tokens, over = texts(content)[piece.sample]
         end = piece.begin + len(piece.tokens)
-        places = {(piece.sample, place) for place in range(piece.begin, end)}
+        memory_ranges = {(piece.sample, memory_range) for memory_range in range(piece.begin, end)}
         if piece.over:
-            places.add((piece.sample, -1))
+            memory_ranges.add((piece.sample, -1))
         if tokens[piece.begin : end] != piece.tokens or piece.over not in ("", over):
             return f"has {piece}, and its text is {tokens}, {over}"
-        if places & heard:
+        if memory_ranges & heard:
             return f"has {piece} twice"
-        heard |= places
+        heard |= memory_ranges
     return ""
 
 
 def missing(content: bytes, heard: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """What was not heard of all texts."""
     return {
-        (sample, place)
+        (sample, memory_range)
         for sample, (tokens, _) in enumerate(texts(content))
-        for place in range(-1, len(tokens))
+        for memory_range in range(-1, len(tokens))
     } - heard

@@ -281,22 +281,22 @@ class Worker(Process):
 
     def _body(self, work: m.Work, data: bytes, made: list[int]) -> Packed:
         """A packed response; `made` gets the offsets of its outputs in the arena."""
-        places = {out.name: out.place for out in inference_of(work).outputs}
+        memory_ranges = {out.name: out.memory_range for out in inference_of(work).outputs}
         outputs: list[TensorRef] = []
         given = dict(zip(("OUT", "WHO"), self.model.made(data, self.version), strict=True))
         if self.model.gates:
             given["GO"] = b"%c" % self.model.goes(data)
         for name, output in given.items():
-            if places and name not in places:
+            if memory_ranges and name not in memory_ranges:
                 continue
             where: bytes | Range = output
-            place = places.get(name)
-            if place is not None:
-                where = Range(place.memory, place.offset, len(output))
+            memory_range = memory_ranges.get(name)
+            if memory_range is not None:
+                where = Range(memory_range.memory, memory_range.offset, len(output))
                 if self._up is not None and self._up.connected:  # or the place is another's by now
                     self._memory.write(where, output, self)
             elif self.model.large and name == "OUT":
-                where = self.arena.place(output)
+                where = self.arena.memory_range(output)
                 self._lent[where.offset] = work.client_pid
                 made.append(where.offset)
             shape = (1, len(output)) if self.model.batches else (len(output),)

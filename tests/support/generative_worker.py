@@ -121,7 +121,7 @@ class GenerativeWorker:
             self._pool[target] = self._pool[source][:]
         results = [result for row in step.rows for result in self._row(row)]
         lost = [row.sequence for row in step.rows if row.sequence not in self.known]
-        for number in step.over:
+        for number in step.ended:
             self.known.pop(number, None)
         forward_ns = 1_000_000 + 100_000 * len(step.rows)
         return Stepped(step.step, results, 0, forward_ns, 0, lost=lost)

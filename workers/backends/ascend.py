@@ -212,8 +212,8 @@ class OfflineModel:
     def put(self, index: int, at: int, address: int, byte_size: int) -> None:
         """Copy host bytes into input `index`, from its byte `at` on."""
         there = self._input_at[index] + at
-        room = self.inputs[index].byte_size - at
-        copied = self._acl.rt.memcpy(there, room, address, byte_size, _TO_DEVICE)
+        capacity = self.inputs[index].byte_size - at
+        copied = self._acl.rt.memcpy(there, capacity, address, byte_size, _TO_DEVICE)
         self._check("acl.rt.memcpy", copied)
 
     def run(self) -> None:
@@ -381,11 +381,11 @@ def _check(
                 f"file's has {TO_CONFIG[tensor.datatype]}"
             )
         dims = spec.model_dims
-        want = tensor.dims[1:] if most else tensor.dims
-        if dims != want and (want or math.prod(dims) != 1):
+        expected = tensor.dims[1:] if most else tensor.dims
+        if dims != expected and (expected or math.prod(dims) != 1):
             raise InvalidArgument(
                 f"{side} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the file's "
-                f"has {shape_text(want)}"
+                f"has {shape_text(expected)}"
             )
         if most and most > tensor.dims[0]:
             raise InvalidArgument(

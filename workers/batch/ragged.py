@@ -180,7 +180,7 @@ class Padder:
         A request fails if its output has neither the padded nor the true lengths.
         """
         for at, response in enumerate(responses):
-            for place, output in enumerate(response.outputs):
+            for index, output in enumerate(response.outputs):
                 like = self._likes.get(output.name)
                 if like is None or like.source not in padded.true:
                     continue
@@ -193,7 +193,7 @@ class Padder:
                         f"that is padded to {shape_text(padded.shape[source])}"
                     )
                 else:
-                    response.outputs[place] = output._replace(data=output.data[where])
+                    response.outputs[index] = output._replace(data=output.data[where])
 
 
 class _Like(NamedTuple):
@@ -269,7 +269,7 @@ def _filled(pad: Pad, inputs: Sequence[Input], target: Shape) -> Any:
     whole: Array = np.empty(shape, STORED[datatype])
     if any(item.shape[1:] != target for item in inputs):
         whole[...] = to_bf16(np.array(pad.value)) if datatype == "BF16" else pad.value
-    for item, where in zip(inputs, _places(inputs), strict=True):
+    for item, where in zip(inputs, _slices(inputs), strict=True):
         whole[where] = item.numpy()
     return _bytes(whole)
 
@@ -280,19 +280,19 @@ def _filled_on_device(pad: Pad, inputs: Sequence[Input], shape: Shape) -> Any:
     device = next(item.raw.device for item in inputs if item.on_device)
     tensors = [item.torch() for item in inputs]
     whole = torch.full(shape, pad.value, dtype=tensors[0].dtype, device=device)
-    for tensor, where in zip(tensors, _places(inputs), strict=True):
+    for tensor, where in zip(tensors, _slices(inputs), strict=True):
         whole[where] = tensor.to(device)
     return whole.reshape(-1).view(torch.uint8)
 
 
 def _mask(inputs: Sequence[Input], target: Shape) -> Array:
     mask = np.zeros((sum(item.shape[0] for item in inputs), *target), np.bool_)
-    for where in _places(inputs):
+    for where in _slices(inputs):
         mask[where] = True
     return mask
 
 
-def _places(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
+def _slices(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
     """Yield the position of each input in the whole."""
     at = 0
     for item in inputs:

@@ -55,7 +55,7 @@ class Input:
         shape: The shape that the model sees, with the batch dimension, after `reshape`.
         raw: The writable bytes: a copy from the message, a view of shared memory, or the stored
             state of a sequence.
-        place: The range of the bytes, if `raw` is a view of an arena or of a client's region.
+        memory_range: The range of the bytes, if `raw` is a view of an arena or of a region.
         model: The name of the model, for error texts.
         on_device: Whether the bytes are in device memory.
         shared: Whether the bytes are shared, so that the model must not write into them.
@@ -70,7 +70,7 @@ class Input:
     datatype: str
     shape: tuple[int, ...]
     raw: Any
-    place: Range | None = None
+    memory_range: Range | None = None
     model: str = ""
     on_device: bool = False
     shared: bool = False
@@ -88,7 +88,7 @@ class Input:
         if not self.shared:
             return 0
         self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
-        self.place = None
+        self.memory_range = None
         self.shared = False
         self.array = None
         return len(self.raw)
@@ -107,7 +107,7 @@ class Input:
                 self.array = decode_bytes(self.raw, self.shape, self.name, self.model)
                 return self.array
             array: Array = np.ndarray(self.shape, STORED[self.datatype], self.raw)
-            if self.place is not None:
+            if self.memory_range is not None:
                 # A client may choose any offset. Unaligned arrays are slow, and undefined behaviour
                 # in compiled code.
                 if not array.flags.aligned:
@@ -183,7 +183,7 @@ class Request:
         inputs: The inputs by name.
         requested: The requested outputs by name, or all outputs of the model if the client named
             none. Requests with equal schemas share this dictionary.
-        places: The memory ranges of the outputs that are written to clients' memory, by name.
+        memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
         known: The schema and the destinations of outputs by kind of response. Requests with equal
@@ -199,7 +199,7 @@ class Request:
     batch_size: int
     inputs: dict[str, Input]
     requested: dict[str, OutputSchema]
-    places: dict[str, Range] = field(default_factory=dict)
+    memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     known: dict[Any, Any] = field(default_factory=dict)
     aliased: bool = False
@@ -215,4 +215,6 @@ class Request:
         """
         if self.aliased:
             return None
-        return next((item.place for item in self.inputs.values() if item.array is array), None)
+        return next(
+            (item.memory_range for item in self.inputs.values() if item.array is array), None
+        )

@@ -169,7 +169,7 @@ class ResponseStream:
         self._closed = False
         self._overran = False
         self.rescheduled = False
-        opened.open_window(bool(request.places))
+        opened.open_window(bool(request.memory_ranges))
 
     @property
     def closed(self) -> bool:

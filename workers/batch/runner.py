@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_ROOM_AT_ONCE = 64 * 1024 * 1024  # the largest buffer reserved in advance for larger batches
+_RESERVED_AT_ONCE = 64 * 1024 * 1024  # the largest buffer reserved in advance for larger batches
 
 
 @dataclass(eq=False)
@@ -95,11 +95,11 @@ class Gatherer:
         if not own:
             raw = inputs[0].raw if len(inputs) == 1 else self._adjacent(inputs)
             if raw is not None:
-                return raw, shape, inputs[0].place is not None or inputs[0].kept
+                return raw, shape, inputs[0].memory_range is not None or inputs[0].kept
         total = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
         self._copied.inputs += total
-        most = room(total, rows, self._most_rows)
+        most = buffer_capacity(total, rows, self._most_rows)
         if any(item.on_device for item in inputs):
             return self._gather_on_device(name, inputs, most), shape, False
         buffer = self._buffer(name, total, most)
@@ -133,17 +133,21 @@ class Gatherer:
         return self._on_device.gather(name, [item.raw for item in inputs], most)
 
     def _adjacent(self, inputs: list[Input]) -> Any:
-        first = inputs[0].place
+        first = inputs[0].memory_range
         if first is None:
             whole = inputs[0].batch
             parts = [item.raw for item in inputs if whole is not None and item.batch is whole]
             return whole if parts and sum(map(len, parts)) == len(whole) else None
         end = first.offset
         for item in inputs:
-            place = item.place
-            if place is None or place.offset != end or place.memory.id != first.memory.id:
+            memory_range = item.memory_range
+            if (
+                memory_range is None
+                or memory_range.offset != end
+                or memory_range.memory.id != first.memory.id
+            ):
                 return None
-            end += place.byte_size
+            end += memory_range.byte_size
         return self._mappings.view(Range(first.memory, first.offset, end - first.offset))
 
     def _buffer(self, name: str, byte_size: int, most: int) -> memoryview:
@@ -154,12 +158,12 @@ class Gatherer:
         return buffer
 
 
-def room(byte_size: int, rows: int, most_rows: int) -> int:
+def buffer_capacity(byte_size: int, rows: int, most_rows: int) -> int:
     """Return the capacity of a buffer whose first batch has `byte_size` bytes and `rows` rows.
 
-    The capacity is that of the largest batch of such rows, if this is at most `_ROOM_AT_ONCE`. The
-    buffer then grows only if rows become larger. A larger buffer has at most a quarter more than
-    its batch, so that it rarely grows.
+    The capacity is that of the largest batch of such rows, if this is at most `_RESERVED_AT_ONCE`.
+    The buffer then grows only if rows become larger. A larger buffer has at most a quarter more
+    than its batch, so that it rarely grows.
 
     >>> room(1000, 2, 8)
     4000
@@ -168,7 +172,7 @@ def room(byte_size: int, rows: int, most_rows: int) -> int:
     """
     rows = max(1, rows)
     largest = (byte_size + rows - 1) // rows * max(most_rows, rows)
-    return min(largest, max(byte_size + byte_size // 4, _ROOM_AT_ONCE))
+    return min(largest, max(byte_size + byte_size // 4, _RESERVED_AT_ONCE))
 
 
 _ALL = slice(None)
@@ -209,8 +213,8 @@ class BatchOutput(NamedTuple):
 
 def to_device(request: Request, name: str) -> bool:
     """Check whether a request requires an output in device memory."""
-    place = request.places.get(name)
-    return place is not None and place.memory.cuda is not None
+    memory_range = request.memory_ranges.get(name)
+    return memory_range is not None and memory_range.memory.cuda is not None
 
 
 @dataclass(eq=False)

@@ -69,7 +69,7 @@ def _is_repeatable(ready: list[Ready], request: Request, response: Response) -> 
     """
     if len(ready) != len(response.outputs) or any(item.datatype == "BYTES" for item in ready):
         return False
-    if request.places and len(ready) < len(request.requested):
+    if request.memory_ranges and len(ready) < len(request.requested):
         return False
     pairs = zip(ready, response.outputs, strict=True)
     return all(it.data is out.data or type(out.data) is not np.ndarray for it, out in pairs)
@@ -78,8 +78,8 @@ def _is_repeatable(ready: list[Ready], request: Request, response: Response) -> 
 def _destination(item: Ready, request: Request) -> _Destination:
     """Return the destination of a written output that is not in the worker's arena."""
     if item.at is not None:
-        return next(name for name, each in request.inputs.items() if each.place is item.at)
-    return "" if item.name in request.places else None
+        return next(name for name, each in request.inputs.items() if each.memory_range is item.at)
+    return "" if item.name in request.memory_ranges else None
 
 
 @dataclass(eq=False)
@@ -116,13 +116,13 @@ class Scatterer:
         """
         if response.parameters or request.aliased:
             return self._write_new(request, response, None)
-        places, inputs = request.places, request.inputs
+        memory_ranges, inputs = request.memory_ranges, request.inputs
         key: Any = []
         for name, datatype, data in response.outputs:
             key += (name, datatype, data.dtype, data.shape)
-            if places:  # an input that is returned may stay where it is
+            if memory_ranges:  # an input that is returned may stay where it is
                 for source in inputs:
-                    if inputs[source].array is data and inputs[source].place is not None:
+                    if inputs[source].array is data and inputs[source].memory_range is not None:
                         key += (source,)
         key = tuple(key)
         if key not in request.known:
@@ -137,16 +137,16 @@ class Scatterer:
                 made += [raw]
                 continue
             if not source:
-                place = places[output.name]
-                if data.nbytes != place.byte_size:
-                    place = _fitting(output.name, place, data.nbytes)
-                plain = type(data) is np.ndarray and place.memory.cuda is None
-                self._write_to(place, data if plain else _form(output, place))
+                memory_range = memory_ranges[output.name]
+                if data.nbytes != memory_range.byte_size:
+                    memory_range = _fitting(output.name, memory_range, data.nbytes)
+                plain = type(data) is np.ndarray and memory_range.memory.cuda is None
+                self._write_to(memory_range, data if plain else _form(output, memory_range))
             else:
-                found = inputs[source].place
+                found = inputs[source].memory_range
                 assert found is not None
-                place = found
-            made += [(place.memory.packed, place.offset, place.byte_size)]
+                memory_range = found
+            made += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
         return schema, made
 
     def _write_new(self, request: Request, response: Response, key: Any) -> Packed:
@@ -160,13 +160,15 @@ class Scatterer:
             self._handle_missing(request, {item.name for item in ready})
         if request.aliased and len(ready) > 1:
             ready = [_detached(item, request) for item in ready]
-        places = request.places
-        loose = sum([item.byte_size for item in ready if item.name not in places])
+        memory_ranges = request.memory_ranges
+        loose = sum([item.byte_size for item in ready if item.name not in memory_ranges])
         inline = loose <= INLINE_LIMIT
         taken: list[int] = []
         try:
             data = [
-                self._put(item, places.get(item.name), inline, request.work.client_pid, taken)
+                self._put(
+                    item, memory_ranges.get(item.name), inline, request.work.client_pid, taken
+                )
                 for item in ready
             ]
         except BaseException:
@@ -187,8 +189,10 @@ class Scatterer:
         """
         missing = [name for name in request.requested if name not in made]
         for name in missing:
-            if name in request.places:
-                self._write_to(request.places[name], bytes(request.places[name].byte_size))
+            if name in request.memory_ranges:
+                self._write_to(
+                    request.memory_ranges[name], bytes(request.memory_ranges[name].byte_size)
+                )
         if self._whole:
             self._whole = False  # reported only once
             logger.warning(
@@ -198,8 +202,8 @@ class Scatterer:
             )
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> Ready:
-        place, at = request.places.get(output.name), None
-        array = _form(output, place)
+        memory_range, at = request.memory_ranges.get(output.name), None
+        array = _form(output, memory_range)
         if request.requested[output.name].or_input and isinstance(array, np.ndarray):
             at = request.returned(array)
         shape = tuple(array.shape)
@@ -244,7 +248,7 @@ class Scatterer:
     def _put(
         self,
         item: Ready,
-        place: Range | None,
+        memory_range: Range | None,
         inline: bool,
         client_pid: int,
         taken: list[int],
@@ -253,17 +257,17 @@ class Scatterer:
 
         Args:
             item: The output.
-            place: The client's range for the output, if the request names one.
+            memory_range: The client's range for the output, if the request names one.
             inline: Whether the output is sent in the message.
             client_pid: The reader of the output.
             taken: Receives the offset of a block of the arena.
         """
         if item.at is not None:
             return item.at
-        if place is not None:
-            place = _fitting(item.name, place, item.byte_size)
-            self._write_to(place, item.data)
-            return place
+        if memory_range is not None:
+            memory_range = _fitting(item.name, memory_range, item.byte_size)
+            self._write_to(memory_range, item.data)
+            return memory_range
         if inline:
             self._context.copied.outputs += item.byte_size
             return item.data if isinstance(item.data, bytes) else item.data.tobytes()
@@ -277,25 +281,27 @@ class Scatterer:
             if claimed is not None:  # the model computed the output in this block
                 taken.append(claimed.offset)
                 return claimed
-        place, view = memory.allocate(client_pid, item.byte_size)
-        taken.append(place.offset)
+        memory_range, view = memory.allocate(client_pid, item.byte_size)
+        taken.append(memory_range.offset)
         self._context.copied.outputs += self._write(view, item.data)
-        return place
+        return memory_range
 
-    def _write_to(self, place: Range, data: Any) -> None:
+    def _write_to(self, memory_range: Range, data: Any) -> None:
         """Write an output to the client's range."""
         context = self._context
-        if place.memory.cuda is not None:
-            self._write_to_device(place, data, place.memory.cuda.device)
-        elif place.memory.copied:
-            context.mappings.write(place, data if isinstance(data, bytes) else data.tobytes())
-            context.copied.outputs += place.byte_size
+        if memory_range.memory.cuda is not None:
+            self._write_to_device(memory_range, data, memory_range.memory.cuda.device)
+        elif memory_range.memory.copied:
+            context.mappings.write(
+                memory_range, data if isinstance(data, bytes) else data.tobytes()
+            )
+            context.copied.outputs += memory_range.byte_size
         else:
-            context.copied.outputs += self._write(context.mappings.view(place), data)
+            context.copied.outputs += self._write(context.mappings.view(memory_range), data)
 
-    def _write_to_device(self, place: Range, data: Any, device: int) -> None:
-        destination = self._context.mappings.view(place)
-        if not place.byte_size:
+    def _write_to_device(self, memory_range: Range, data: Any, device: int) -> None:
+        destination = self._context.mappings.view(memory_range)
+        if not memory_range.byte_size:
             return
         assert self._context.device_memory is not None
         if isinstance(data, bytes):
@@ -332,20 +338,21 @@ class Scatterer:
             self._context.device_memory.settle()
 
 
-def _fitting(name: str, place: Range, byte_size: int) -> Range:
+def _fitting(name: str, memory_range: Range, byte_size: int) -> Range:
     """Return the part of a client's range that an output of `byte_size` bytes uses.
 
     Raises:
         Internal: The range is too small.
     """
-    if byte_size > place.byte_size:
+    if byte_size > memory_range.byte_size:
         raise Internal(
             f"shared memory size specified with the request for output '{name}' "
-            f"({place.byte_size} bytes) should be at least {byte_size} bytes to hold the results"
+            f"({memory_range.byte_size} bytes) should be at least {byte_size} bytes to hold the "
+            "results"
         )
-    if byte_size == place.byte_size:
-        return place
-    return Range(place.memory, place.offset, byte_size)
+    if byte_size == memory_range.byte_size:
+        return memory_range
+    return Range(memory_range.memory, memory_range.offset, byte_size)
 
 
 def _detached(item: Ready, request: Request) -> Ready:
@@ -368,9 +375,13 @@ def _same(one: Array, other: Array) -> bool:
     )
 
 
-def _form(output: Output, place: Range | None) -> Any:
+def _form(output: Output, memory_range: Range | None) -> Any:
     """Return an output as a host array, or as a tensor if its range is on a device."""
-    if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
+    if (
+        memory_range is not None
+        and memory_range.memory.cuda is not None
+        and output.datatype != "BYTES"
+    ):
         return _any_tensor(output)
     return _host_array(output)
 

@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.batch.request import Copied, Input, Request, never_cancelled
 
-_NO_PLACES: dict[str, Range] = {}
+_NO_RANGES: dict[str, Range] = {}
 
 
 def reshape(
@@ -125,27 +125,27 @@ class Unpacker:
                 self._copied.inputs += size
                 inputs[name] = Input(name, datatype, shape, own, None, model)
             else:
-                place = unpack_range(raw)
-                size = place.byte_size
+                memory_range = unpack_range(raw)
+                size = memory_range.byte_size
                 if expected not in (size, -1):
                     raise self._wrong_size(name, expected, size)
-                inputs[name] = self._placed(name, datatype, shape, place)
-                shared += [place]
+                inputs[name] = self._placed(name, datatype, shape, memory_range)
+                shared += [memory_range]
             byte_size += size
         if kind.strings:
             _check_elements(inputs, kind.strings, work.request_id)
-        places, aliased = _NO_PLACES, False
+        memory_ranges, aliased = _NO_RANGES, False
         if kind.placed:
             outputs = map(unpack_range, data[kind.input_count :])
-            places = dict(zip(kind.placed, outputs, strict=True))
-            aliased = overlap(shared, places.values())
+            memory_ranges = dict(zip(kind.placed, outputs, strict=True))
+            aliased = overlap(shared, memory_ranges.values())
         return Request(
             work,
             kind.schema,
             kind.batch_size,
             inputs,
             kind.requested,
-            places,
+            memory_ranges,
             is_cancelled,
             kind.known,
             aliased,
@@ -191,13 +191,13 @@ class Unpacker:
 
     def _placed(self, name: str, datatype: str, shape: tuple[int, ...], data: Range) -> Input:
         """Return the input in a memory range."""
-        place: Range | None = None
+        memory_range: Range | None = None
         on_device = shared = False
         if data.memory.copied:
             raw = self._mappings.read(data)
             self._copied.inputs += len(raw)
         else:
-            place = data
+            memory_range = data
             raw = self._mappings.view(data)
             shared = datatype != "BYTES"
             on_device = data.memory.cuda is not None
@@ -205,10 +205,10 @@ class Unpacker:
                 from shmserve.workers.memory.tensors import to_host
 
                 self._copied.inputs += len(raw)
-                raw, place = to_host(raw), None
+                raw, memory_range = to_host(raw), None
                 on_device = shared = False
         model = self._signature.name
-        return Input(name, datatype, shape, raw, place, model, on_device, shared)
+        return Input(name, datatype, shape, raw, memory_range, model, on_device, shared)
 
     def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         if self._batched:

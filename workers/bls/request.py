@@ -137,7 +137,7 @@ def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInput
             else:
                 block = memory.write(data)
                 placed.blocks.append(block)
-                data = block.place
+                data = block.memory_range
             refs.append(TensorRef(item.name, item.datatype, item.shape, data))
     except ShmserveError:
         placed.release()

@@ -67,20 +67,22 @@ class Workspace:
             raise Internal(error.message) from None
         return replace(unpack_range(granted["place"]), byte_size=byte_size)
 
-    def view(self, place: Range) -> Any:
+    def view(self, memory_range: Range) -> Any:
         """Return the bytes of a lease."""
-        return self._mappings.view(place)
+        return self._mappings.view(memory_range)
 
-    def release(self, place: Range, used: bool = True) -> None:
+    def release(self, memory_range: Range, used: bool = True) -> None:
         """End a lease.
 
         Raises:
             DeviceLost: This process cannot use the device any more.
         """
-        if used and place.memory.cuda is not None:
+        if used and memory_range.memory.cuda is not None:
             # The next lease may be another process's, whose work is not ordered with this work.
-            self._settle(place.memory.cuda.device)
-        self._control.send(ReturnWorkspace(self._device, place.memory.id, place.offset))
+            self._settle(memory_range.memory.cuda.device)
+        self._control.send(
+            ReturnWorkspace(self._device, memory_range.memory.id, memory_range.offset)
+        )
 
 
 class LeasedWorkspace:
@@ -97,7 +99,7 @@ class LeasedWorkspace:
         self._workspace = workspace
         self._byte_size = byte_size
         self._seen_as = seen_as
-        self._place: Range | None = None
+        self._memory_range: Range | None = None
         self._token: Token[bool] | None = None
         self._in_loop = False
 
@@ -121,12 +123,12 @@ class LeasedWorkspace:
         # One thread for each waiting coroutine, so that no other work of the model is blocked.
         threading.Thread(target=self._wait, args=(loop, granted), daemon=True).start()
         try:
-            place = await granted
+            memory_range = await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self._workspace.release(granted.result(), used=False)
             raise
-        return self._entered(place, in_loop=True)
+        return self._entered(memory_range, in_loop=True)
 
     async def __aexit__(self, *_: object) -> None:
         self._release()
@@ -141,38 +143,38 @@ class LeasedWorkspace:
 
     def _wait(self, loop: asyncio.AbstractEventLoop, granted: asyncio.Future[Range]) -> None:
         try:
-            place = self._workspace.ask(self._byte_size)
+            memory_range = self._workspace.ask(self._byte_size)
         except Exception as error:
-            tell = partial(_settle, granted, error)
+            report = partial(_settle, granted, error)
         else:
-            tell = partial(self._granted, granted, place)
+            report = partial(self._granted, granted, memory_range)
         with contextlib.suppress(RuntimeError):  # the loop is closed because the process exits
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(report)
 
-    def _granted(self, granted: asyncio.Future[Range], place: Range) -> None:
+    def _granted(self, granted: asyncio.Future[Range], memory_range: Range) -> None:
         if granted.done():  # the coroutine was cancelled
-            self._workspace.release(place, used=False)
+            self._workspace.release(memory_range, used=False)
         else:
-            granted.set_result(place)
+            granted.set_result(memory_range)
 
-    def _entered(self, place: Range, in_loop: bool) -> Any:
+    def _entered(self, memory_range: Range, in_loop: bool) -> Any:
         try:
-            view = self._seen_as(self._workspace.view(place))
+            view = self._seen_as(self._workspace.view(memory_range))
         except BaseException:
-            self._workspace.release(place, used=False)
+            self._workspace.release(memory_range, used=False)
             raise
-        self._place = place
+        self._memory_range = memory_range
         self._token = _HOLDS.set(True)
         self._in_loop = in_loop
         self._workspace.coroutines += in_loop
         return view
 
     def _release(self) -> None:
-        assert self._place is not None and self._token is not None
+        assert self._memory_range is not None and self._token is not None
         with contextlib.suppress(ValueError):  # a generator that is closed in another context
             _HOLDS.reset(self._token)
         self._workspace.coroutines -= self._in_loop
-        self._workspace.release(self._place)
+        self._workspace.release(self._memory_range)
 
 
 def _settle(granted: asyncio.Future[Range], error: Exception) -> None:

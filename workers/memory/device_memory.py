@@ -70,19 +70,19 @@ logger = logging.getLogger(__name__)
 
 
 class Allocation:
-    """An allocation opened by its handle; `room` is the bytes from `pointer` to its end."""
+    """An allocation opened by its handle; `capacity` is the bytes from `pointer` to its end."""
 
-    __slots__ = ("__weakref__", "device", "pointer", "room")
+    __slots__ = ("__weakref__", "capacity", "device", "pointer")
 
-    def __init__(self, pointer: int, room: int, device: int) -> None:
+    def __init__(self, pointer: int, capacity: int, device: int) -> None:
         self.pointer = pointer
-        self.room = room
+        self.capacity = capacity
         self.device = device
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
-            "shape": (self.room,),
+            "shape": (self.capacity,),
             "typestr": "|u1",
             "data": (self.pointer, False),
             "strides": None,
@@ -146,7 +146,7 @@ class DeviceMemory:
         if self._cuda is None:
             self._cuda = self._make()
         allocation = self._allocation(self._cuda, handle)
-        if memory.byte_size > allocation.room:
+        if memory.byte_size > allocation.capacity:
             del allocation
             self.collect()
             raise InvalidArgument("a shared memory region is larger than the allocation behind it")

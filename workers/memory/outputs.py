@@ -26,12 +26,12 @@ from shmserve.workers.batch.request import Array
 class _Output(Token):
     """A block of the arena, allocated for the process that will read the block."""
 
-    __slots__ = ("_memory", "place", "reader")
+    __slots__ = ("_memory", "memory_range", "reader")
 
-    def __init__(self, memory: OutputMemory, place: Range, reader: int) -> None:
+    def __init__(self, memory: OutputMemory, memory_range: Range, reader: int) -> None:
         self._users = 1
         self._memory = memory
-        self.place = place
+        self.memory_range = memory_range
         self.reader = reader
 
     def _free(self) -> None:
@@ -76,10 +76,10 @@ class OutputMemory:
         held = self._held.get(reader, 0)
         if held and reader >= FIRST_LOCAL_CLIENT:
             self._check_share(held, byte_size)
-        place = self._arena.allocate(byte_size)
-        self._fresh[place.offset] = _Output(self, place, reader)
+        memory_range = self._arena.allocate(byte_size)
+        self._fresh[memory_range.offset] = _Output(self, memory_range, reader)
         self._held[reader] = held + byte_size
-        return place, self._arena.view(place)
+        return memory_range, self._arena.view(memory_range)
 
     def reserve(self, reader: int, byte_size: int) -> memoryview:
         """Allocate a block for an output that the model computes in place, and return its bytes.
@@ -89,18 +89,18 @@ class OutputMemory:
         Raises:
             ShmserveError: As `allocate`.
         """
-        place, view = self.allocate(reader, byte_size)
-        self._reserved[address_of(view)] = self._fresh[place.offset]
+        memory_range, view = self.allocate(reader, byte_size)
+        self._reserved[address_of(view)] = self._fresh[memory_range.offset]
         return view
 
     def claim(self, reader: int, address: int, byte_size: int) -> Range | None:
         """Return the reserved block at the address of an output, or None if there is none."""
         output = self._reserved.get(address)
-        if output is None or output.place.byte_size != byte_size or output.reader != reader:
+        if output is None or output.memory_range.byte_size != byte_size or output.reader != reader:
             return None
-        if self._fresh.get(output.place.offset) is not output:
+        if self._fresh.get(output.memory_range.offset) is not output:
             return None
-        return self._reserved.pop(address).place
+        return self._reserved.pop(address).memory_range
 
     def _check_share(self, held: int, byte_size: int) -> None:
         free = self._arena.memory.byte_size - self._arena.used
@@ -143,13 +143,13 @@ class OutputMemory:
 
     def free(self, output: _Output) -> None:
         """Free a block that has no user any more."""
-        reader, place = output.reader, output.place
-        held = self._held[reader] - place.byte_size
+        reader, memory_range = output.reader, output.memory_range
+        held = self._held[reader] - memory_range.byte_size
         if held:
             self._held[reader] = held
         else:
             del self._held[reader]
-        self._arena.free(place.offset)
+        self._arena.free(memory_range.offset)
 
     @property
     def has_fresh(self) -> bool:
@@ -161,12 +161,12 @@ class OutputMemory:
         if not self._fresh:
             return 0
         for output in self._reserved.values():
-            if self._fresh.get(output.place.offset) is output:
-                self.take_back((output.place.offset,))
+            if self._fresh.get(output.memory_range.offset) is output:
+                self.take_back((output.memory_range.offset,))
         self._reserved.clear()
         byte_size = 0
         for offset, output in self._fresh.items():
-            byte_size += output.place.byte_size
+            byte_size += output.memory_range.byte_size
             self._readers.lend(output.reader, offset, output)
         self._fresh.clear()
         return byte_size

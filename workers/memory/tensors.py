@@ -67,7 +67,7 @@ class DeviceBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def gather(self, name: str, rows: Sequence[Bytes], room: int) -> torch.Tensor:
+    def gather(self, name: str, rows: Sequence[Bytes], capacity: int) -> torch.Tensor:
         """Copy rows into one buffer, on the device of the first row that is in device memory.
 
         The copies are ordered by the current stream.
@@ -75,7 +75,7 @@ class DeviceBuffers:
         Args:
             name: The input.
             rows: The bytes of the rows, in host or device memory.
-            room: The capacity in bytes of a buffer that is allocated.
+            capacity: The capacity in bytes of a buffer that is allocated.
         """
         device = next(row.device for row in rows if isinstance(row, torch.Tensor))
         total = sum(map(len, rows))
@@ -83,7 +83,7 @@ class DeviceBuffers:
         if buffer is None or len(buffer) < total or buffer.device != device:
             buffer = None
             self._buffers.pop(name, None)  # freed before the new buffer is allocated
-            buffer = torch.empty(max(room, total), dtype=torch.uint8, device=device)
+            buffer = torch.empty(max(capacity, total), dtype=torch.uint8, device=device)
             self._buffers[name] = buffer
         at = 0
         for row in rows:

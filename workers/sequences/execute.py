@@ -171,8 +171,8 @@ def _identified(work: Work, row: SequenceRow) -> Work:
 
     The scheduler gives ids to requests without one, and removes flags of requests that run again.
     """
-    place = (row.flags, row.correlation_id, row.correlation_text)
-    if (work.flags, work.correlation_id, work.correlation_text) == place:
+    sequence = (row.flags, row.correlation_id, row.correlation_text)
+    if (work.flags, work.correlation_id, work.correlation_text) == sequence:
         return work
-    flags, number, text = place
+    flags, number, text = sequence
     return replace(work, flags=flags, correlation_id=number, correlation_text=text)

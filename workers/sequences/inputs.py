@@ -54,12 +54,12 @@ class ControlInput:
         if self.kind == CORRELATION_ID:
             return self._id(row)
         ready = row.key != 0
-        says = {
+        states = {
             _START: ready and row.flags & SEQUENCE_START,
             _END: ready and row.flags & SEQUENCE_END,
             _READY: ready,
         }
-        return self.values[bool(says[self.kind])]
+        return self.values[bool(states[self.kind])]
 
     def _id(self, row: SequenceRow) -> bytes:
         if self.datatype == "BYTES":

@@ -67,16 +67,16 @@ def _host(arguments: argparse.Namespace, root: Path) -> Installation:
         )
         home = (config, data)
     has_gpu = (root / "dev/nvidiactl").exists()
-    place = Installation((), home)
+    installation = Installation((), home)
     if arguments.verb == "remove":  # must succeed even if the installation is broken
-        return place
+        return installation
     return Installation(
         program=_program(arguments),
         home=home,
         device=arguments.device or ("nvidia" if has_gpu else "cpu"),
-        token=_below(root, place.settings / "token").exists(),
+        token=_below(root, installation.settings / "token").exists(),
         version=_version(root),
-        exit_timeout_s=_exit_timeout_s(_below(root, place.settings / "shmserve.yaml")),
+        exit_timeout_s=_exit_timeout_s(_below(root, installation.settings / "shmserve.yaml")),
     )
 
 

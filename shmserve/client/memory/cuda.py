@@ -154,7 +154,7 @@ class DeviceSegment:
         """Store the server's description of the memory."""
         self.memory = unpack_memory(memory)
 
-    def place(self, offset: int, byte_size: int) -> Range:
+    def memory_range(self, offset: int, byte_size: int) -> Range:
         """Return the range of these bytes in the form sent to the server."""
         assert self.memory is not None
         return Range(self.memory, offset, byte_size)
@@ -199,10 +199,10 @@ class DeviceView:
         if self.lease.released:
             raise Released("this memory was released: copy what should stay")
 
-    def place(self) -> Range:
+    def memory_range(self) -> Range:
         """Return the tensor's range in the form sent to the server. Raises Released."""
         self._check()
-        return self.segment.place(self.offset, self.nbytes)
+        return self.segment.memory_range(self.offset, self.nbytes)
 
     def torch(self) -> Any:
         """Return a torch tensor over the same memory.

@@ -146,34 +146,36 @@ class Region(Mapping[str, Any]):
         if self.lease.released:
             raise Released("this region was released")
         if shape is not None:
-            template, room = _template(name, shape, template.datatype), template
-            if template.byte_size > room.byte_size:
+            template, output_range = _template(name, shape, template.datatype), template
+            if template.byte_size > output_range.byte_size:
                 raise InvalidArgument(
-                    f"'{name}' has room for {room.shape}, not for {template.shape}"
+                    f"'{name}' has room for {output_range.shape}, not for {template.shape}"
                 )
         return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 
     def ref(self, name: str) -> TensorRef:
         """Return the tensor in the form of a message. Raises Released."""
         template = self._templates[name]
-        return template.ref(self.place(name))
+        return template.ref(self.memory_range(name))
 
-    def room(self, name: str, signature: Signature) -> Range:
+    def output_range(self, name: str, signature: Signature) -> Range:
         """Return the range for an output of a model.
 
         Raises:
             Released: The region was released.
             InvalidArgument: The memory was allocated for another datatype.
         """
-        check_room(name, self._templates[name].datatype, signature)
-        return self.place(name)
+        check_datatype(name, self._templates[name].datatype, signature)
+        return self.memory_range(name)
 
-    def place(self, name: str) -> Range:
+    def memory_range(self, name: str) -> Range:
         """Return the range of a tensor in the form sent to the server. Raises Released."""
         if self.lease.released:
             raise Released("this region was released")
-        place: Range = self.segment.place(self._offsets[name], self._templates[name].byte_size)
-        return place
+        memory_range: Range = self.segment.memory_range(
+            self._offsets[name], self._templates[name].byte_size
+        )
+        return memory_range
 
     def release(self) -> None:
         """Free the memory; arrays over it raise Released from now on. This method is idempotent."""
@@ -251,7 +253,7 @@ def _share_nothing(_: AnySegment) -> None:
     """Do nothing, for memory that no server uses."""
 
 
-def check_room(name: str, given: str, signature: Signature) -> None:
+def check_datatype(name: str, given: str, signature: Signature) -> None:
     """Raise InvalidArgument if an output has another datatype than `given`, its memory's."""
     spec = signature.outputs.get(name)
     # The response decodes strings from the bytes of any tensor.

@@ -97,7 +97,7 @@ class Segment:
         """Return the tensor at `offset`."""
         return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
 
-    def place(self, offset: int, byte_size: int) -> Range:
+    def memory_range(self, offset: int, byte_size: int) -> Range:
         """Return the range of these bytes in the form sent to the server."""
         assert self.memory is not None
         return Range(self.memory, offset, byte_size)
@@ -166,7 +166,7 @@ class MemoryBlock:
         self.size = size
         self._memories: Memories | None = memories
 
-    def give_back(self) -> None:
+    def recycle(self) -> None:
         """Mark the block unused; the next `settle` frees it. This method is idempotent.
 
         It may be called at any time, such as by the garbage collector.
@@ -176,7 +176,7 @@ class MemoryBlock:
             memories.returned.append((self.segment, self.offset))
 
     def __del__(self) -> None:
-        self.give_back()
+        self.recycle()
 
 
 class BlockOwner(Protocol):
@@ -217,7 +217,7 @@ class Memories:
         with self._lock:
             self.settle()
             found = None if alone else self._found(byte_size)
-            if found is None and self._make_room(byte_size) and not alone:
+            if found is None and self._free_idle(byte_size) and not alone:
                 found = self._found(byte_size)
             if found is not None:
                 return found
@@ -228,7 +228,7 @@ class Memories:
             self._check_limit(used, size)
             made = Segment(size)
             block = self._first_block(made, made.size if alone else byte_size)
-        self._tell(block.segment)
+        self._notify(block.segment)
         return block
 
     def _found(self, byte_size: int) -> MemoryBlock | None:
@@ -240,7 +240,7 @@ class Memories:
                 return MemoryBlock(segment, offset, byte_size, self)
         return None
 
-    def _make_room(self, byte_size: int) -> bool:
+    def _free_idle(self, byte_size: int) -> bool:
         """Free idle blocks if `byte_size` more bytes would exceed the limit.
 
         Returns:
@@ -268,14 +268,14 @@ class Memories:
         with self._lock:
             self.settle()
             if segment.counted:
-                self._make_room(segment.size)
+                self._free_idle(segment.size)
                 try:
                     self._check_limit(self._used(), segment.size)
                 except Unavailable:
                     segment.close()
                     raise
             block = self._first_block(segment, segment.size)
-        self._tell(segment)
+        self._notify(segment)
         return block
 
     def _used(self) -> int:
@@ -295,7 +295,7 @@ class Memories:
         self._segments.append(segment)
         return MemoryBlock(segment, offset, byte_size, self)
 
-    def _tell(self, segment: AnySegment) -> None:
+    def _notify(self, segment: AnySegment) -> None:
         # Without the lock, since the thread that reads the response may allocate memory itself.
         try:
             self._share(segment)
@@ -309,7 +309,7 @@ class Memories:
 
     def part_with(self, block: MemoryBlock) -> None:
         """Free a block that is a whole segment, soon also on the server."""
-        block.give_back()
+        block.recycle()
         self._nudge()
 
     def settle_if_free(self) -> None:

@@ -149,8 +149,8 @@ class ClientRequest(InflightRequest):
                 self.explain(outcome, message.spans)
         except ShmserveError as error:
             self.end = end
-            over = self.again or self.abandoned or runs_once(self.submit.schema, self.submit.data)
-            if isinstance(error, Unavailable) and not over:
+            ended = self.again or self.abandoned or runs_once(self.submit.schema, self.submit.data)
+            if isinstance(error, Unavailable) and not ended:
                 self.again = True  # the worker exited before the response was read
                 channel.schedulers.submit(self, self.endpoint, message_size(self.submit))
                 return
@@ -168,17 +168,17 @@ class ClientRequest(InflightRequest):
             spans: The packed spans of the response.
         """
         span_id, sent_ns = TraceContext.of(self.submit.trace).span_id, self.submit.arrived_ns
-        told = explain(unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns())
-        result.parameters["explanation"] = told
+        explanation = explain(unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns())
+        result.parameters["explanation"] = explanation
 
     @property
     def explained(self) -> bool:
         """Return whether the request asks for a latency breakdown in its result."""
         return (self.built.options.parameters or {}).get("explain") is True
 
-    def copied(self, place: Range) -> bytes:
+    def copied(self, memory_range: Range) -> bytes:
         """Return a copy of a range of a worker's memory."""
-        return self.channel.server.copied(place)
+        return self.channel.server.copied(memory_range)
 
     def release(self, messages: Sequence[Release]) -> None:
         """Send the `Release` messages for outputs that have been read."""
@@ -387,8 +387,8 @@ class RequestChannel:
         for pending in left:
             if pending.again:
                 pending.free()
-                over = self.server.is_over()
-                pending.done(Disconnected(ENDED) if over else Unavailable(_TWICE))
+                ended = self.server.is_closed()
+                pending.done(Disconnected(ENDED) if ended else Unavailable(_TWICE))
             else:
                 pending.again = True
                 self.schedulers.submit(pending, link.endpoint, message_size(pending.submit))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceView
-from shmserve.client.memory.region import Region, check_room
+from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, nothing
 from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
@@ -279,7 +279,7 @@ def _in_place(
                 )
         refs = [region.ref(name) for name in region if name in signature.inputs]
         asked = [
-            RequestedOutput(name, region.room(name, signature))
+            RequestedOutput(name, region.output_range(name, signature))
             for name in region
             if name not in signature.inputs
         ]
@@ -318,25 +318,25 @@ class _Loose:
         self._segments: list[AnySegment] = []
         self._holders: list[Any] = []
         self._templates: list[TensorTemplate] = []
-        self._places: list[Range | None] = []
+        self._memory_ranges: list[Range | None] = []
         specs = model.signature.inputs
         for index, (name, value) in enumerate(inputs.items()):
             if type(value) is DeviceView:
                 self._templates.append(
                     TensorTemplate(name, value.datatype, value.shape, value.nbytes)
                 )
-                self._places.append(self._on_device(value))
+                self._memory_ranges.append(self._on_device(value))
                 continue
             array, datatype = from_program(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
                 array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
             self._templates.append(TensorTemplate(name, datatype, shape, array.nbytes))
-            self._places.append(self._found(value, array))
+            self._memory_ranges.append(self._found(value, array))
 
     def _on_device(self, view: DeviceView) -> Range:
         self._hold(view.segment, view.lease)
-        return view.place()
+        return view.memory_range()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
         """Keep memory of the program alive until the response."""
@@ -352,21 +352,25 @@ class _Loose:
             return None
         segment, offset = found
         self._hold(segment, lease_of(value) or value)
-        return segment.place(offset, array.nbytes)
+        return segment.memory_range(offset, array.nbytes)
 
     @property
     def plain(self) -> bool:
         """Check whether a template can serve requests like this one."""
         strings = any(template.datatype == "BYTES" for template in self._templates)
-        return not strings and not any(self._places)
+        return not strings and not any(self._memory_ranges)
 
     def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
         """Create a template for requests like this one."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
-        rooms = not model.decoupled
+        with_outputs = not model.decoupled
         prepared = ClientTemplate(
-            model.signature, tuple(self._templates), outputs, self._memories, rooms=rooms
+            model.signature,
+            tuple(self._templates),
+            outputs,
+            self._memories,
+            with_outputs=with_outputs,
         )
         return self._model.remember(key, prepared)
 
@@ -374,26 +378,26 @@ class _Loose:
         """Return the packed request."""
         signature = self._model.signature
         asked = [self._output(name, outputs) for name in outputs or ()]
-        pairs = list(zip(self._templates, self._arrays, self._places, strict=True))
-        loose = [array.nbytes for _, array, place in pairs if place is None]
+        pairs = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
+        loose = [array.nbytes for _, array, memory_range in pairs if memory_range is None]
         block: MemoryBlock | None = None
         if sum(loose) > INLINE_LIMIT:
             block = self._memories.allocate(sum(map(aligned, loose)))
         at = block.offset if block else 0
         refs: list[TensorRef] = []
-        for template, array, place in pairs:
+        for template, array, memory_range in pairs:
             data: bytes | Range
-            if place is not None:
-                data = place
+            if memory_range is not None:
+                data = memory_range
             elif block is None:
                 data = array.tobytes()
             else:
                 segment = block.segment
                 np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, at), array)
-                data = segment.place(at, array.nbytes)
+                data = segment.memory_range(at, array.nbytes)
                 at += aligned(array.nbytes)
             refs.append(template.ref(data))
-        end = nothing if block is None else block.give_back
+        end = nothing if block is None else block.recycle
         try:
             signature.check(self._options.request_id, refs, asked)
         except InvalidArgument:
@@ -415,26 +419,26 @@ class _Loose:
         if type(outputs) is Region:
             outputs = outputs.within(self._memories)
             self._hold(outputs.segment, outputs.lease)
-            return RequestedOutput(name, outputs.room(name, self._model.signature))
+            return RequestedOutput(name, outputs.output_range(name, self._model.signature))
         target = outputs[name] if isinstance(outputs, Mapping) else None
         if target is None:
             return RequestedOutput(name)
-        place = None
+        memory_range = None
         spec = self._model.signature.outputs.get(name)
         if type(target) is DeviceView:
-            check_room(name, target.datatype, self._model.signature)
-            place = self._on_device(target)
+            check_datatype(name, target.datatype, self._model.signature)
+            memory_range = self._on_device(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
             plain = target.plain() if isinstance(target, View) else target
             given = datatype_of(plain, spec.datatype if spec is not None else "")
-            check_room(name, given or str(plain.dtype), self._model.signature)
+            check_datatype(name, given or str(plain.dtype), self._model.signature)
             found = self._memories.find(plain.ctypes.data, plain.nbytes)
             if found is not None:
                 self._hold(found[0], lease_of(target) or target)
-                place = found[0].place(found[1], plain.nbytes)
-        if place is None:
+                memory_range = found[0].memory_range(found[1], plain.nbytes)
+        if memory_range is None:
             raise InvalidArgument(
                 f"output '{name}' can only be written to memory from `allocate` or "
                 "`attach`, in one piece"
             )
-        return RequestedOutput(name, place)
+        return RequestedOutput(name, memory_range)

@@ -89,7 +89,7 @@ class ClientTemplate:
         outputs: Sequence[str],
         memories: Memories,
         *,
-        rooms: bool = True,
+        with_outputs: bool = True,
     ) -> None:
         """Prepare requests of a model.
 
@@ -98,7 +98,7 @@ class ClientTemplate:
             templates: The inputs.
             outputs: The names of the requested outputs; empty for all outputs.
             memories: The client's memory, for slots.
-            rooms: Whether large outputs have space in the slots.
+            with_outputs: Whether large outputs have space in the slots.
 
         Raises:
             InvalidArgument: The inputs do not fit the model.
@@ -110,8 +110,10 @@ class ClientTemplate:
         self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         wanted = outputs or tuple(signature.outputs)
         sizes = {name: signature.output_size(name, fit.batch_size) for name in wanted}
-        placed = rooms and sum(filter(None, sizes.values())) > INLINE_LIMIT
-        self._rooms = {name: size for name, size in sizes.items() if size is not None and placed}
+        placed = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
+        self._output_sizes = {
+            name: size for name, size in sizes.items() if size is not None and placed
+        }
         self._refs, self._asked = refs, tuple(sizes if placed else outputs)
         self._schema = self._packed_schema({})
         self.slotted = placed or not self._inline
@@ -121,7 +123,9 @@ class ClientTemplate:
             memories.serve(self)
 
     def _packed_schema(self, parameters: Mapping[str, Any]) -> bytes:
-        return pack_request_schema(self._refs, self._asked, self._rooms, (), dict(parameters))
+        return pack_request_schema(
+            self._refs, self._asked, self._output_sizes, (), dict(parameters)
+        )
 
     def packed(
         self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
@@ -154,7 +158,7 @@ class ClientTemplate:
 
     def _new_slot(self) -> Buffer:
         inside = [] if self._inline else self._templates
-        sizes = [*[template.byte_size for template in inside], *self._rooms.values()]
+        sizes = [*[template.byte_size for template in inside], *self._output_sizes.values()]
         block = self._memories.allocate(sum(map(aligned, sizes)))
         at, segment = block.offset, block.segment
         arrays: list[Array] = []
@@ -163,11 +167,11 @@ class ClientTemplate:
             arrays.append(
                 np.ndarray(template.shape, dtype_of(template.datatype), segment.bytes, at)
             )
-            inputs.append(pack_range(segment.place(at, template.byte_size)))
+            inputs.append(pack_range(segment.memory_range(at, template.byte_size)))
             at += aligned(template.byte_size)
         outputs: list[Any] = []
-        for size in self._rooms.values():
-            outputs.append(pack_range(segment.place(at, size)))
+        for size in self._output_sizes.values():
+            outputs.append(pack_range(segment.memory_range(at, size)))
             at += aligned(size)
         return Buffer(self, block, arrays, inputs, outputs)
 
@@ -186,4 +190,4 @@ class ClientTemplate:
         """Free the unused slots; safe in any thread and at any time."""
         with contextlib.suppress(IndexError):  # another thread may take the last one
             while True:
-                self._ring.popleft().block.give_back()
+                self._ring.popleft().block.recycle()

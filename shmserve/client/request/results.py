@@ -83,7 +83,7 @@ class Reader(Protocol):
 
     built: PackedRequest
 
-    def copied(self, place: Range) -> bytes:
+    def copied(self, memory_range: Range) -> bytes:
         """Return a copy of a range in a worker's memory."""
 
     def release(self, messages: Sequence[Release]) -> None:
@@ -178,14 +178,16 @@ def own_memories(built: PackedRequest) -> set[int]:
     return {segment.memory.id for segment in built.segments if segment.memory is not None}
 
 
-def _in_memory(reader: Reader, lease: MemoryLease | None, ref: TensorSchema, place: Range) -> Any:
+def _in_memory(
+    reader: Reader, lease: MemoryLease | None, ref: TensorSchema, memory_range: Range
+) -> Any:
     """Return an output in shared memory."""
     built = reader.built
-    segment = _segment(built, place.memory)
+    segment = _segment(built, memory_range.memory)
     if segment is None or ref.datatype == "BYTES":
-        return _inline(built, ref, _copied(reader, place, segment))
+        return _inline(built, ref, _copied(reader, memory_range, segment))
     lease = lease or _region_lease(built, segment)
-    array = segment.view(place.offset, ref.shape, ref.datatype, lease)
+    array = segment.view(memory_range.offset, ref.shape, ref.datatype, lease)
     return to_torch(array, ref.datatype) if built.as_torch else array
 
 
@@ -204,13 +206,15 @@ def _region_lease(built: PackedRequest, segment: AnySegment) -> MemoryLease:
     return MemoryLease(nothing)
 
 
-def _copied(reader: Reader, place: Range, segment: AnySegment | None) -> bytes:
+def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytes:
     if segment is not None:
         if isinstance(segment, DeviceSegment):
             raise Unsupported("strings on a device cannot be read there: give them no place")
-        return bytes(segment.bytes[place.offset : place.offset + place.byte_size])
+        return bytes(
+            segment.bytes[memory_range.offset : memory_range.offset + memory_range.byte_size]
+        )
     try:
-        return reader.copied(place)
+        return reader.copied(memory_range)
     except Unavailable as error:
         if not isinstance(error.__cause__, PermissionError):
             raise

@@ -109,7 +109,7 @@ class ClientStream(ClientRequest):
         finally:
             del item  # it would be in a cycle with its traceback
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Discard the responses received so far and ignore later ones."""
         self.abandoned = True
         self.items.clear()
@@ -164,7 +164,7 @@ class ResponseStream:
         pending = self._pending
         if not pending.finished and not pending.abandoned:
             self._way.cancel((pending,))
-        pending.leave()
+        pending.abandon()
 
     def __enter__(self) -> ResponseStream:
         return self

@@ -55,11 +55,11 @@ EXTENSIONS = (
 
 def check_staying(gateway: Gateway) -> None:
     """Raise Unavailable if the server exits without a successor."""
-    if is_leaving(gateway):
+    if is_draining(gateway):
         raise Unavailable("Server exiting")
 
 
-def is_leaving(gateway: Gateway) -> bool:
+def is_draining(gateway: Gateway) -> bool:
     """Return whether the server exits without a successor."""
     return gateway.health.exiting
 

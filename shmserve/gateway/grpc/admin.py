@@ -36,7 +36,7 @@ _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 def serving(gateway: Gateway) -> HealthCheckResponse:
     """Return the server's status for grpc.health.v1, which all services share."""
-    ready = gateway.health.ready and not management.is_leaving(gateway)
+    ready = gateway.health.ready and not management.is_draining(gateway)
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
     )

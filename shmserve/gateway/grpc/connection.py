@@ -195,7 +195,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """Pause reading, longer for clients that send useless frames."""
         if self.transport is not None:
             self.transport.pause_reading()
-            self.loop.call_later(seconds, self._go_on)
+            self.loop.call_later(seconds, self._resume)
 
     def _show_out(self) -> None:
         """Close the connection of a client that has violated the protocol.
@@ -208,7 +208,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self._drop_calls()
             self.loop.call_later(_LINGER_S, self.force_close)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self.open and self.transport is not None:
             self.transport.resume_reading()
             self.buffer_updated(0)

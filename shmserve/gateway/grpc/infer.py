@@ -211,7 +211,7 @@ class Inferences(ActiveCount):
             if parts.contents:
                 # The tensors follow each other, as in an HTTP body.
                 for tensor in request.inputs:
-                    if tensor.place is None:
+                    if tensor.memory_range is None:
                         tensor.binary_size, tensor.data = len(tensor.data), None
             body = b"".join(parts.contents)
             if any(tensor.data is not None for tensor in request.inputs):
@@ -248,7 +248,7 @@ class Inferences(ActiveCount):
             for tensor in inputs:
                 tensor.binary_size = first_size if len(inputs) == 1 else _size(tensor)
                 tensor.data = None
-            if any(tensor.place is not None or tensor.binary_size < 0 for tensor in inputs):
+            if any(tensor.memory_range is not None or tensor.binary_size < 0 for tensor in inputs):
                 return None
             return receive(self.gateway, model, request, size)
         except (ShmserveError, DecodeError):
@@ -373,7 +373,7 @@ def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
 
 def _placed(request: InferRequest) -> set[str]:
     """Return the names of the outputs in regions."""
-    return {output.name for output in request.outputs if output.place is not None}
+    return {output.name for output in request.outputs if output.memory_range is not None}
 
 
 def _limit_us(remaining_s: float | None) -> int:

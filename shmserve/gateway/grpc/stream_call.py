@@ -76,7 +76,7 @@ class StreamEntry:
         self.size = size
         # Whether the responses contain the outputs as the worker sent them.
         outputs = request.built.infer_request.outputs
-        self._plain = not any(output.place or output.classes for output in outputs)
+        self._plain = not any(output.memory_range or output.classes for output in outputs)
 
     def encode(self, message: Message, *, strict: bool) -> tuple[bytes | None, Inferred | None]:
         """Encode a response.

@@ -217,7 +217,7 @@ class Body:
                     await check(pieces)
                 whole = b"".join(pieces)
             finally:
-                self.arrival.give_back()
+                self.arrival.release_budget()
         if len(whole) > limit:
             raise BodyTooLarge(too_large.format(size=len(whole), limit=limit))
         return whole
@@ -239,14 +239,14 @@ class Body:
             inflater.finish()
             return b"".join(pieces)
         finally:
-            self.arrival.give_back()
+            self.arrival.release_budget()
 
     # --- the first part, and the rest into allocated memory
 
     async def read_start(self, size: int) -> bytes:
         """Return the first `size` bytes and the bytes received with them; fewer at the end.
 
-        They count in the budget until `arrival.give_back`, since the rest may arrive late.
+        They count in the budget until `arrival.release_budget`, since the rest may arrive late.
 
         Raises:
             ShmserveError: As in `read`.
@@ -366,7 +366,7 @@ async def _read(
         try:
             return await _receive(gateway, model, request, body, size, extra)
         finally:
-            body.arrival.give_back()
+            body.arrival.release_budget()
     return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
 
 

@@ -237,7 +237,7 @@ class HttpInference(Inference):
 
 def _uses_worker_memory(infer_request: InferRequest, inferred: Inferred) -> bool:
     """Return whether an output is in a worker's memory, not in the message or a client's region."""
-    placed = {output.name for output in infer_request.outputs if output.place is not None}
+    placed = {output.name for output in infer_request.outputs if output.memory_range is not None}
     return not all(type(each.data) is bytes or each.name in placed for each in inferred.outputs)
 
 

@@ -117,10 +117,10 @@ def _check_updates(block: bytes) -> None:
         count += 1
         if count > _MOST_UPDATES:
             raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a broken header block")
-        goes_on = block[at] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
+        is_continued = block[at] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
         at += 1
-        while goes_on and at < len(block):
-            goes_on = block[at] >= 128
+        while is_continued and at < len(block):
+            is_continued = block[at] >= 128
             at += 1
 
 

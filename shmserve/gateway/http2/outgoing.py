@@ -236,13 +236,13 @@ class Outgoing:
             return False
         turn = _TURN
         while stream.queued and turn > 0 and not self.paused:
-            room = min(self.largest_frame, stream.send_window, self.window)
-            if room <= 0:
+            allowed = min(self.largest_frame, stream.send_window, self.window)
+            if allowed <= 0:
                 break
             piece = stream.waiting.popleft()
-            if len(piece) > room:
-                stream.waiting.appendleft(piece[room:])
-                piece = piece[:room]
+            if len(piece) > allowed:
+                stream.waiting.appendleft(piece[allowed:])
+                piece = piece[:allowed]
             size = len(piece)
             stream.queued -= size
             turn -= size

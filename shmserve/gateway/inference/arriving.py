@@ -120,7 +120,7 @@ def receive(
         sizes = [max(tensor.binary_size, 0) or len(tensor.data or b"") for tensor in inputs]
         ranges = resources.allocate(sizes)
         stored = [
-            None if tensor.place is not None else memory_range
+            None if tensor.memory_range is not None else memory_range
             for tensor, memory_range in zip(inputs, ranges, strict=True)
         ]
         built = check_request(model, request, stored, resources)

@@ -164,7 +164,7 @@ class Arrival:
     # --- memory
 
     def hold(self, more: int) -> None:
-        """Account for `more` bytes outside of the arena, until `give_back`.
+        """Account for `more` bytes outside of the arena, until `release_budget`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.
@@ -172,12 +172,12 @@ class Arrival:
         """
         self._budget.take(self, more)
 
-    def give_back(self) -> None:
+    def release_budget(self) -> None:
         """Return the bytes of `hold`, since the body is complete or discarded."""
         self._budget.give(self)
 
     def keep(self, release: Callable[[], None]) -> None:
-        """Register an arena block until `give_back`; eviction calls `release`."""
+        """Register an arena block until `release_budget`; eviction calls `release`."""
         self._release = release
         self._budget.keep(self)
 

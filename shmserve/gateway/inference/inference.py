@@ -274,7 +274,7 @@ class StreamingInference(GatewayRequest):
     def __post_init__(self) -> None:
         # In a region, each response overwrites the one before: only one may be unread.
         outputs = self.built.infer_request.outputs
-        self._window = ReadWindow(any(output.place is not None for output in outputs))
+        self._window = ReadWindow(any(output.memory_range is not None for output in outputs))
         self.templates = BoundedCache(_MOST_TEMPLATES)
 
     def responded(self, message: Response) -> None:

@@ -273,7 +273,7 @@ def build_with_template(
     if resources.placed and resources.regions:
         return built, None
     sizes = [
-        None if tensor.data is None and tensor.place is not None else len(data or b"")
+        None if tensor.data is None and tensor.memory_range is not None else len(data or b"")
         for tensor, data in zip(request.inputs, datas, strict=True)
     ]
     uses = resources.uses if resources.regions else None
@@ -335,20 +335,22 @@ def check_request(
     tensors: list[TensorRef] = []
     for tensor, location in zip(request.inputs, stored, strict=True):
         if location is None:
-            assert tensor.place is not None
-            location = resources.uses.take(tensor.place)
+            assert tensor.memory_range is not None
+            location = resources.uses.take(tensor.memory_range)
         tensors.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, location))
     outputs = [
         RequestedOutput(
             output.name,
-            None if output.place is None else resources.uses.take(output.place, write=True),
+            None
+            if output.memory_range is None
+            else resources.uses.take(output.memory_range, write=True),
         )
         for output in request.outputs
     ]
     batch_size = signature.check(request.id, tensors, outputs).batch_size
     for output in outputs:
-        if output.place is not None:
-            check_capacity(signature, output.name, output.place.byte_size, batch_size)
+        if output.memory_range is not None:
+            check_capacity(signature, output.name, output.memory_range.byte_size, batch_size)
     schema, data = pack_inference(Inference(tuple(tensors), tuple(outputs), request.parameters))
     on_release = resources.release if resources else None
     return BuiltRequest(model, request, schema, data, on_release, resources.regions)

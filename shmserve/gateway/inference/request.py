@@ -36,7 +36,7 @@ class InferInput:
         count: The number of elements of the shape.
         data: The bytes. A parser may store other values here until it has decoded them.
         binary_size: The number of bytes in the body, or -1.
-        place: The range in a region.
+        memory_range: The range in a region.
     """
 
     name: str
@@ -45,7 +45,7 @@ class InferInput:
     count: int
     data: Any = None
     binary_size: int = -1
-    place: RegionRange | None = None
+    memory_range: RegionRange | None = None
 
 
 @dataclass(slots=True)
@@ -54,13 +54,13 @@ class InferOutput:
 
     Attributes:
         binary: Whether the output is sent as binary data.
-        place: The range in a region that the output is written to.
+        memory_range: The range in a region that the output is written to.
         classes: The number of largest values that are sent as classes; 0: the tensor is sent.
     """
 
     name: str
     binary: bool
-    place: RegionRange | None = None
+    memory_range: RegionRange | None = None
     classes: int = 0
 
 

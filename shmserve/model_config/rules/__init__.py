@@ -224,10 +224,10 @@ def _metric_problems(config: ModelConfig) -> Iterator[Problem]:
     for index, control in enumerate(config.model_metrics.metric_control):
         buckets = list(control.histogram_options.buckets)
         at: Key = ("model_metrics", "metric_control", index, "histogram_options", "buckets")
-        for place, (low, high) in enumerate(pairwise([-inf, *buckets, inf])):
+        for position, (low, high) in enumerate(pairwise([-inf, *buckets, inf])):
             if not low < high:
                 text = f"histogram buckets must be finite and in ascending order for {config.name}"
-                yield Problem((*at, min(place, len(buckets) - 1)), text)
+                yield Problem((*at, min(position, len(buckets) - 1)), text)
                 break
 
 
@@ -294,7 +294,7 @@ def ignored_fields(config: ModelConfig) -> list[str]:
     return list(_ignored(config))
 
 
-def doubts(written: ModelConfig, final: ModelConfig) -> list[str]:
+def warnings_of(written: ModelConfig, final: ModelConfig) -> list[str]:
     """Return warnings about valid settings that are probably mistakes, one log line each.
 
     Args:

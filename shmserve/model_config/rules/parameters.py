@@ -183,18 +183,20 @@ def _of_groups(config: ModelConfig, most: int) -> Iterator[Problem]:
 
 def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
     try:
-        said = json.loads(text, object_pairs_hook=members)
+        entries = json.loads(text, object_pairs_hook=members)
     except ValueError as error:
         yield f"must be a JSON object, and cannot be read: {error}"
         return
     except RecursionError:
         yield "must be a JSON object, and cannot be read: it is nested too deeply"
         return
-    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
+    if not isinstance(entries, dict) or not all(
+        isinstance(each, dict) for each in entries.values()
+    ):
         form = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
         yield f"must be a JSON object of objects, {form}"
         return
-    if not complete or not said:
+    if not complete or not entries:
         return
     if config.max_batch_size < 1:
         yield "needs a max_batch_size of 1 at least, as it fills up the rows of a batch"
@@ -202,14 +204,14 @@ def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterato
         yield "needs a model that is not decoupled"
     inputs = {io.name: io for io in config.input}
     outputs = {out.name: out for out in config.output}
-    for name, entry in said.items():
+    for name, entry in entries.items():
         if "like" in entry:
-            problems = _of_output(name, entry, inputs, outputs, said)
+            problems = _of_output(name, entry, inputs, outputs, entries)
         else:
             problems = _of_input(name, entry, inputs)
         for problem in problems:
             yield f"{problem}, of '{name}',"
-    yield from _padding_names(said, inputs)
+    yield from _padding_names(entries, inputs)
 
 
 def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
@@ -281,7 +283,7 @@ def _of_output(
     entry: dict[str, Any],
     inputs: dict[str, ModelInput],
     outputs: dict[str, ModelOutput],
-    said: dict[str, Any],
+    entries: dict[str, Any],
 ) -> Iterator[str]:
     if set(entry) != {"like"}:
         yield "has other keys beside 'like'"
@@ -294,7 +296,7 @@ def _of_output(
     if (
         not isinstance(source, str)
         or source not in inputs
-        or "like" in said.get(source, {"like": 0})
+        or "like" in entries.get(source, {"like": 0})
     ):
         yield f"must have as 'like' an input that is padded, found {source!r}"
         return
@@ -303,9 +305,9 @@ def _of_output(
         yield f"cuts an output with {free} dimensions of any size like an input with {known}"
 
 
-def _padding_names(said: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
+def _padding_names(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
     taken = set(inputs)
-    for name, entry in said.items():
+    for name, entry in entries.items():
         for key in ("lengths", "mask"):
             made = entry.get(key)
             if made is None:

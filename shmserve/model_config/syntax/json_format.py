@@ -81,37 +81,37 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
         Malformed: A member is no JSON value, a list contains a list, or the nesting exceeds
             `MAX_DEPTH`.
     """
-    places: Iterator[str] = repeat("")
+    positions: Iterator[str] = repeat("")
     if text:
         # Decoded objects keep the order of the text, so that positions are consumed in that order.
-        places = map(Lines(text).at, (found.start() for found in _BEGINNING.finditer(text)))
-    return _block(value, next(places), places, 1)
+        positions = map(Lines(text).at, (found.start() for found in _BEGINNING.finditer(text)))
+    return _block(value, next(positions), positions, 1)
 
 
-def _block(value: dict[Any, Any], at: str, places: Iterator[str], depth: int) -> MessageValue:
+def _block(value: dict[Any, Any], at: str, positions: Iterator[str], depth: int) -> MessageValue:
     if depth > MAX_DEPTH:
         raise Malformed(at, f"nested deeper than {MAX_DEPTH}")
     block = MessageValue(at)
     for name, member in value.items():
-        name_at = next(places)
+        name_at = next(positions)
         if member is None:
-            next(places)
+            next(positions)
             continue
         listed = isinstance(member, list | tuple)
         if listed:
-            next(places)
-        found = [_value(item, places, depth) for item in (member if listed else [member])]
+            next(positions)
+        found = [_value(item, positions, depth) for item in (member if listed else [member])]
         values = [value for value in found if value is not None]
         block.entries.append(Entry(str(name), values, listed, True, name_at))
     return block
 
 
-def _value(value: object, places: Iterator[str], depth: int) -> Scalar | MessageValue | None:
-    at = next(places)
+def _value(value: object, positions: Iterator[str], depth: int) -> Scalar | MessageValue | None:
+    at = next(positions)
     if value is None:
         return None
     if isinstance(value, dict):
-        return _block(value, at, places, depth + 1)
+        return _block(value, at, positions, depth + 1)
     if isinstance(value, bool):
         return Scalar("bool", value, "true" if value else "false", at)
     if isinstance(value, int | float):

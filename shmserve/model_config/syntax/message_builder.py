@@ -60,12 +60,12 @@ class Builder:
 
     Attributes:
         json: Whether values follow the rules of proto3 JSON.
-        places: The positions, as in `Source`.
+        positions: The positions, as in `Source`.
         problems: The problems, as in `Source`.
     """
 
     json: bool = False
-    places: dict[Key, str] = field(default_factory=dict)
+    positions: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def fill(self, message: Message, block: MessageValue, path: Key = ()) -> None:
@@ -83,7 +83,7 @@ class Builder:
                 self._problem(entry.at, (*path, entry.name), unknown)
                 continue
             here = (*path, target.name)
-            self.places.setdefault(here, entry.at)
+            self.positions.setdefault(here, entry.at)
             clash = _clash(target, seen)
             if clash:
                 self._problem(entry.at, here, clash)
@@ -112,17 +112,17 @@ class Builder:
             self._problem(entry.at, path, "takes one value, found a list")
             return
         for value in entry.values:
-            place = path
+            position = path
             if repeated:
-                place = (*path, len(getattr(message, target.name)))
-                self.places[place] = value.at if entry.listed else entry.at
+                position = (*path, len(getattr(message, target.name)))
+                self.positions[position] = value.at if entry.listed else entry.at
             try:
                 if is_message:
-                    self._set_message(message, target, value, place)
+                    self._set_message(message, target, value, position)
                 else:
                     _assign(message, target, self._scalar(target, value))
             except _Wrong as wrong:
-                self._problem(value.at, place, str(wrong))
+                self._problem(value.at, position, str(wrong))
                 if repeated:
                     _add_empty(getattr(message, target.name), target)
 
@@ -154,7 +154,7 @@ class Builder:
                 known = len(self.problems)
                 self.fill(pair, block, path)
                 if len(self.problems) == known:
-                    self.places[*path, member(pair.key)] = block.at
+                    self.positions[*path, member(pair.key)] = block.at
                     _put(container, pair)
 
     def _scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:

@@ -361,8 +361,8 @@ class AdaptiveBatcher(Batcher):
         best = time.best(units)
         now_ns = time.expected_ns(best)
         each = units / count
-        room = int((self._rules.max_batch_size - units) / each)
-        for requests, wait_ns in self._arrivals.burst(room):
+        capacity = int((self._rules.max_batch_size - units) / each)
+        for requests, wait_ns in self._arrivals.burst(capacity):
             rows = units + requests * each
             longer_ns = wait_ns + time.expected_ns(round(rows)) - now_ns
             sooner = longer_ns < -_CLEARLY * now_ns

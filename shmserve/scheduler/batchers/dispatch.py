@@ -166,7 +166,7 @@ class Dispatch(Dispatcher):
             slot, ahead = None, not pool.free
             if ahead:
                 # A retry runs alone and waits for an instance without other batches.
-                slot = self._room() if self._sends_ahead and in_order.count else None
+                slot = self._least_busy() if self._sends_ahead and in_order.count else None
                 if slot is None:
                     break
             elif tickets is not None:
@@ -190,16 +190,16 @@ class Dispatch(Dispatcher):
                 break
             executions.start(queue.take(decision.count), decision.reason, now_ns, slot)
         if tickets is not None:
-            tickets.give_back()
+            tickets.return_unused()
         return wake_ns
 
-    def _room(self) -> Slot | None:
+    def _least_busy(self) -> Slot | None:
         """Return the instance that can take a batch ahead, if there is one."""
         times, pool = self._executions.service_time, self._pool
         depth = times.pipeline_depth
         if depth == 1 and times.ends_soon and pool.ready_count == 1:
             depth = 2  # no other instance could run a batch that is sent ahead
-        return pool.room(depth)
+        return pool.least_busy(depth)
 
     def _would_run(self, now_ns: int) -> bool:
         """Check whether a batch is ready for a free instance."""

@@ -24,7 +24,7 @@ _OFTEN = 4  # executions after which trials of a size end
 _DISTURBED = 16  # A busy machine disturbs one in this number of executions.
 
 _RATE_GAIN = 1 / 64  # minimum gain of the averages of the load
-_LASTING = 1 - 1 / 1024  # decay of maxima, per batch
+_DECAY = 1 - 1 / 1024  # decay of maxima, per batch
 _AS_MANY = 0.95  # share of arriving rows that are completed, at which the load is steady
 
 _MOST_LEVELS = 512  # numbers of requests with statistics of their own
@@ -466,8 +466,8 @@ class Load:
             self._took_ns += (took_ns - self._took_ns) * gain
             self._passed_ns += (now_ns - self._returned_ns - self._passed_ns) * gain
             at_work = self._took_ns / max(self._passed_ns, 1.0)
-            self._instances = max(self._instances * _LASTING, at_work, 1.0)
-        self._most = max(here + count, self._most * _LASTING)
+            self._instances = max(self._instances * _DECAY, at_work, 1.0)
+        self._most = max(here + count, self._most * _DECAY)
         self._returned_ns, self._left, self.here = now_ns, here, here
         self.batches += 1
 

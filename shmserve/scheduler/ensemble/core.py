@@ -139,16 +139,18 @@ class EnsembleCore(Core[EnsembleRequest]):
             where = raw if type(raw) is bytes else unpack_range(raw)
             holds = not is_condition or self._memory.any_true(name, where)
             inputs.append((name, Value(kind, where, None, holds)))
-        places: dict[str, Range] = {}
+        memory_ranges: dict[str, Range] = {}
         if known.placed:
             placed = map(unpack_range, data[len(inputs) :])
-            places = dict(zip(known.placed, placed, strict=True))
-            _check_places(places, inputs, plan, self._graph)
+            memory_ranges = dict(zip(known.placed, placed, strict=True))
+            _check_ranges(memory_ranges, inputs, plan, self._graph)
         flow = Flow(plan)
         flow.begin((*inputs, *known.absent) if known.absent else inputs)
         arrived_ns = believable(submit.arrived_ns, now_ns)
         times = (arrived_ns, now_ns, self._deadline_ns(submit, arrived_ns), now_ns)
-        return EnsembleRequest(client, submit, known, places, flow, lookup, *times, known.units)
+        return EnsembleRequest(
+            client, submit, known, memory_ranges, flow, lookup, *times, known.units
+        )
 
     def _derive(self, packed: bytes) -> KnownRequest:
         schema, graph = RequestSchema(packed), self._graph
@@ -328,20 +330,22 @@ class EnsembleCore(Core[EnsembleRequest]):
         }
 
 
-def _check_places(places: dict[str, Range], inputs: Tensors, plan: Plan, graph: Graph) -> None:
+def _check_ranges(
+    memory_ranges: dict[str, Range], inputs: Tensors, plan: Plan, graph: Graph
+) -> None:
     """Check that no output is written over an input that another step reads.
 
     Raises:
         InvalidArgument: An output is.
     """
-    for name, place in places.items():
+    for name, memory_range in memory_ranges.items():
         writer = graph.writers[name].index
         for tensor, value in inputs:
             route = plan.routes.get(tensor)
             if route is None or not isinstance(value.data, Range):
                 continue
             readers = {reader.index for reader in route.readers} - {writer, RESPONSE}
-            if readers and place.overlaps(value.data):
+            if readers and memory_range.overlaps(value.data):
                 raise InvalidArgument(
                     f"output '{name}' is to go over input '{tensor}', which other "
                     "steps of the ensemble read"

@@ -111,10 +111,10 @@ class Value(Token):
         """Return whether the tensor is inline or in a block of the ensemble's own arena."""
         return isinstance(self.data, bytes) or isinstance(self.memory, Block)
 
-    def block_at(self, place: Range) -> Block | None:
-        """Return the ensemble's block that holds the tensor if it is at `place`."""
+    def block_at(self, memory_range: Range) -> Block | None:
+        """Return the ensemble's block that holds the tensor if it is at `memory_range`."""
         block = self.memory
-        return block if isinstance(block, Block) and block.place == place else None
+        return block if isinstance(block, Block) and block.memory_range == memory_range else None
 
     def _free(self) -> None:
         if self.memory is not None:
@@ -189,37 +189,37 @@ class EnsembleMemory:
         for block in blocks:
             block.release()
 
-    def hold(self, place: Range) -> None:
-        """Keep a worker's arena open until `let_go`, even if the worker exits.
+    def hold(self, memory_range: Range) -> None:
+        """Keep a worker's arena open until `end_hold`, even if the worker exits.
 
         Raises:
             Unavailable: The arena is gone.
         """
-        memory = place.memory
+        memory = memory_range.memory
         held = self._held.get(memory.id)
         if held is None:
             held = self._held[memory.id] = _HeldArena(memory)
         held.users += 1
 
-    def let_go(self, place: Range) -> None:
+    def end_hold(self, memory_range: Range) -> None:
         """Release a range that `hold` kept."""
-        held = self._held[place.memory.id]
+        held = self._held[memory_range.memory.id]
         held.users -= 1
         if held.gone and not held.users:
-            self._close(place.memory.id)
+            self._close(memory_range.memory.id)
 
-    def passed_on(self, place: Range) -> Range:
+    def passed_on(self, memory_range: Range) -> Range:
         """Return a range so that another worker can read it even if its writer has exited."""
-        held = self._held.get(place.memory.id)
-        return place if held is None else replace(place, memory=held.memory)
+        held = self._held.get(memory_range.memory.id)
+        return memory_range if held is None else replace(memory_range, memory=held.memory)
 
-    def copy(self, place: Range) -> Block:
+    def copy(self, memory_range: Range) -> Block:
         """Return a block of the arena with the bytes of a worker's arena that is held.
 
         Raises:
             Unavailable: The ensemble's arena is full.
         """
-        return self.lent.write(self._mappings.view(self.passed_on(place)))
+        return self.lent.write(self._mappings.view(self.passed_on(memory_range)))
 
     def process_exited(self, pid: int) -> None:
         """Close the arena of a process that has exited once nothing uses it."""
@@ -329,9 +329,9 @@ class DeviceBlocks:
         self._segments[made.memory.id] = made
         return made
 
-    def free(self, place: Range) -> None:
+    def free(self, memory_range: Range) -> None:
         """Free a block; called by `Block.release`."""
-        self._segments[place.memory.id].free.free(place.offset)
+        self._segments[memory_range.memory.id].free.free(memory_range.offset)
 
 
 class _Segment:

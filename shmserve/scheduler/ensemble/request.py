@@ -119,7 +119,7 @@ class EnsembleRequest:
 
     Attributes:
         known: What follows from the request's schema.
-        places: The ranges of the client's memory for outputs, by the output's name.
+        memory_ranges: The ranges of the client's memory for outputs, by the output's name.
         lookup: The result of the lookup in the response cache, if there was one.
         running: The numbers of the steps' requests in flight.
         waiting: The number of steps that wait because of `max_inflight_requests`.
@@ -135,7 +135,7 @@ class EnsembleRequest:
     client: Client[EnsembleRequest]
     submit: Submit
     known: KnownRequest
-    places: dict[str, Range]
+    memory_ranges: dict[str, Range]
     flow: Flow
     lookup: Lookup | None
     arrived_ns: int
@@ -271,7 +271,7 @@ class EnsembleRequests:
 
     def expire(self, now_ns: int) -> list[EnsembleRequest]:
         """Fail the requests whose deadlines have expired, and return them."""
-        expired = self.timers.over(now_ns)
+        expired = self.timers.expired(now_ns)
         for request in expired:
             text = expired_text(request.submit, request.arrived_ns, request.deadline_ns)
             self.fail(request, Unavailable.code, text, now_ns)
@@ -292,7 +292,7 @@ class EnsembleRequests:
             return
         unread = request.unread
         if unread is None:
-            unread = request.unread = UnreadResponses(bool(request.places))
+            unread = request.unread = UnreadResponses(bool(request.memory_ranges))
         while responses and unread.is_open:
             response = responses.pop(0)
             schema, data = self._packed(request, response)
@@ -389,7 +389,7 @@ class EnsembleRequests:
                 continue
             assert isinstance(where, Range)
             data.append(pack_range(where))
-            if name not in request.places:
+            if name not in request.memory_ranges:
                 value.acquire()
                 self._memory.lent.lend(request.client.pid, where, value)
         kind = tuple(key)

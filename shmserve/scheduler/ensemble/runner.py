@@ -266,5 +266,5 @@ class StepSchedulers(Links):
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close every link."""
-        self._neighbours.leave(self._identity)
+        self._neighbours.remove(self._identity)
         self._links.close_all()

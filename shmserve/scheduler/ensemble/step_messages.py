@@ -190,7 +190,9 @@ class StepMessages:
         schema = kind.schema
         for name, tensor in kind.placed:
             block = blocks.get(name)
-            data.append(pack_range(request.places[tensor] if block is None else block.place))
+            data.append(
+                pack_range(request.memory_ranges[tensor] if block is None else block.memory_range)
+            )
         # A client's memory must not keep an output, because the client may write to it.
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_or_input
@@ -227,7 +229,7 @@ class StepMessages:
             inputs.append(TensorRef(name, kind.datatype, shape, value.data))
         fit = signature.check(request.submit.request_id, inputs, wanted)
         sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, wanted)
-        to_client = frozenset(output.name for output in wanted if output.place is not None)
+        to_client = frozenset(output.name for output in wanted if output.memory_range is not None)
         names = [output.name for output in wanted]
         placed = [name for name in names if name in sizes or name in to_client]
         outputs = firing.step.outputs
@@ -321,7 +323,7 @@ class StepMessages:
         return made
 
     def _keep(
-        self, step: StepRequest, name: str, place: Range, for_client: bool
+        self, step: StepRequest, name: str, memory_range: Range, for_client: bool
     ) -> tuple[Range, Token | None]:
         """Return where an output may stay, and the token that keeps its memory.
 
@@ -332,24 +334,24 @@ class StepMessages:
             The range, and its token; None: the range is in none of the ensemble's memory.
         """
         if name in step.kind.to_client:
-            return place, None
+            return memory_range, None
         block = step.blocks.pop(name, None)
         if block is not None:
-            return place, _returned(step, place, block)
-        self._memory.hold(place)
+            return memory_range, _returned(step, memory_range, block)
+        self._memory.hold(memory_range)
         if not for_client:
-            return place, Holding(partial(self._let_go, step.endpoint, place))
+            return memory_range, Holding(partial(self._end_hold, step.endpoint, memory_range))
         try:
-            block = self._memory.copy(place)
+            block = self._memory.copy(memory_range)
         except ShmserveError:
-            self._memory.let_go(place)
+            self._memory.end_hold(memory_range)
             raise
-        self._let_go(step.endpoint, place)
-        return block.place, block
+        self._end_hold(step.endpoint, memory_range)
+        return block.memory_range, block
 
-    def _let_go(self, endpoint: str, place: Range) -> None:
-        self._memory.let_go(place)
-        release = Release(place.memory.pid, [place.offset], place.memory.id)
+    def _end_hold(self, endpoint: str, memory_range: Range) -> None:
+        self._memory.end_hold(memory_range)
+        release = Release(memory_range.memory.pid, [memory_range.offset], memory_range.memory.id)
         self._schedulers.release(endpoint, (release,))
 
     def _discard(
@@ -357,23 +359,26 @@ class StepMessages:
     ) -> None:
         """Release outputs that are in their workers' memory."""
         ours = step.kind.to_client | step.blocks.keys()
-        places = [
+        memory_ranges = [
             where
             for output, where in zip(outputs, data, strict=True)
             if isinstance(where, Range) and output.name not in ours
         ]
-        self._schedulers.release(step.endpoint, releases(places))
+        self._schedulers.release(step.endpoint, releases(memory_ranges))
 
 
-def _returned(step: StepRequest, place: Range, block: Block) -> Block:
-    """Return the block that keeps an output at `place`.
+def _returned(step: StepRequest, memory_range: Range, block: Block) -> Block:
+    """Return the block that keeps an output at `memory_range`.
 
     The model may have returned an input in place. Otherwise the output is in `block`.
     """
-    if place.offset == block.place.offset and place.memory.id == block.place.memory.id:
+    if (
+        memory_range.offset == block.memory_range.offset
+        and memory_range.memory.id == block.memory_range.memory.id
+    ):
         return block
     for value in step.firing.inputs.values():
-        returned = value.block_at(place)
+        returned = value.block_at(memory_range)
         if returned is not None:
             returned.acquire()
             block.release()
@@ -393,13 +398,13 @@ def _wanted(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutpu
     for name, tensor in step.outputs.items():
         if tensor not in request.flow.plan.routes:
             continue
-        place = request.places.get(tensor)
-        if place is not None and not step.once:
+        memory_range = request.memory_ranges.get(tensor)
+        if memory_range is not None and not step.once:
             raise Unsupported(
                 f"output '{tensor}' follows a step that gives any number of responses: it cannot "
                 "go to shared memory"
             )
-        wanted.append(RequestedOutput(name, place))
+        wanted.append(RequestedOutput(name, memory_range))
     return tuple(wanted)
 
 
@@ -429,7 +434,7 @@ def placed_sizes(
     sizes = {
         output.name: target.signature.output_size(output.name, batch_size)
         for output in wanted
-        if output.place is None and step.outputs[output.name] not in graph.conditions
+        if output.memory_range is None and step.outputs[output.name] not in graph.conditions
     }
     known = {name: size for name, size in sizes.items() if size is not None}
     return known if sum(known.values()) > INLINE_LIMIT else {}

@@ -25,9 +25,9 @@ from shmserve.ipc.messages.generation import (
     Hypothesis,
     Prepare,
     Prepared,
+    ResponseSent,
     Resumed,
     Stepped,
-    Told,
 )
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.unions import GenerationNews
@@ -58,16 +58,16 @@ class Ongoing:
     """A request that was assigned to an instance (`slot`; None: the instance died).
 
     Attributes:
-        told: The last report of text sent to the client, by sample.
-        over: The tokens and the finish reason of samples that have ended.
+        last_sent: The last report of text sent to the client, by sample.
+        ended: The tokens and the finish reason of samples that have ended.
         replayed: The tokens of samples that are generated again.
     """
 
     request: ScheduledRequest
     slot: Slot | None = None
     generation: Generation[Ongoing] | None = None
-    told: dict[int, Told] = field(default_factory=dict)
-    over: dict[int, tuple[array[int], str]] = field(default_factory=dict)
+    last_sent: dict[int, ResponseSent] = field(default_factory=dict)
+    ended: dict[int, tuple[array[int], str]] = field(default_factory=dict)
     replayed: dict[int, array[int]] = field(default_factory=dict)
 
     @property
@@ -80,14 +80,14 @@ class Ongoing:
 
     def resumed(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        samples = {sample: (tokens, "") for sample, tokens in self.open.items()} | self.over
+        samples = {sample: (tokens, "") for sample, tokens in self.open.items()} | self.ended
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # its other samples had not begun
         return [
-            Resumed(sample, tokens.tobytes(), told.characters, why, told.closed, told.tokens)
+            Resumed(sample, tokens.tobytes(), sent.characters, why, sent.closed, sent.tokens)
             for sample, (now, why) in samples.items()
             for tokens in [max(now, self.replayed.get(sample, now), key=len)]
-            for told in [self.told.get(sample, Told(0, sample, 0))]
+            for sent in [self.last_sent.get(sample, ResponseSent(0, sample, 0))]
         ]
 
 
@@ -124,10 +124,10 @@ class GenerativeDispatch(Dispatcher):
         """
         most = self._engine_settings.max_batch_size
         engines = [self._engines.get(slot.peer) for slot in self._pool.ready()]
-        room = sum(max(most - each.live, 0) if each is not None else most for each in engines)
+        capacity = sum(max(most - each.live, 0) if each is not None else most for each in engines)
         unprepared = sum(each.generation is None for each in self._ongoing.values())
         waiting = sum(each.waiting for each in self._engines.values())
-        return max(len(self._queue) + unprepared - room, 0) + waiting
+        return max(len(self._queue) + unprepared - capacity, 0) + waiting
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""
@@ -215,10 +215,10 @@ class GenerativeDispatch(Dispatcher):
                 self._prepared(engine, slot, news, now_ns)
             case Stepped():
                 return self._stepped(engine, slot, news, now_ns)
-            case Told():
+            case ResponseSent():
                 ongoing = self._ongoing.get(news.key)
                 if ongoing is not None and ongoing.slot is slot:
-                    ongoing.told[news.sample] = news
+                    ongoing.last_sent[news.sample] = news
             case Ended():
                 engine.stopped(news.sequence)
             case _:
@@ -254,19 +254,19 @@ class GenerativeDispatch(Dispatcher):
             self._responses.fail(request, "INVALID_ARG", text, Reason.REJECTED, now_ns, early=True)
             self._executions.cancel(request)
             return
-        whole = len(resumed) + len(ongoing.over) == generation.samples
+        whole = len(resumed) + len(ongoing.ended) == generation.samples
         if message.replays:
-            ended = {sample: tokens for sample, (tokens, _) in ongoing.over.items()}
+            ended = {sample: tokens for sample, (tokens, _) in ongoing.ended.items()}
             for sample, tokens in (resumed | ended).items():
                 before = ongoing.replayed.get(sample, tokens)
                 ongoing.replayed[sample] = max(tokens, before, key=len)
-            ongoing.over.clear()
+            ongoing.ended.clear()
             whole = False
         ongoing.generation = generation
         self._counts.prompt_tokens.observe(len(generation.prompt))
         if request.timing is None:
             request.timing = Timing(now_ns, 0, 0, 0)
-        engine.add(generation, resumed if whole and (resumed or ongoing.over) else None)
+        engine.add(generation, resumed if whole and (resumed or ongoing.ended) else None)
 
     def _stepped(self, engine: Engine[Ongoing], slot: Slot, message: Stepped, now_ns: int) -> bool:
         running = engine.running
@@ -298,7 +298,7 @@ class GenerativeDispatch(Dispatcher):
     def _on_sequence_end(self, sequence: Sequence[Ongoing], why: str) -> None:
         generation = sequence.generation
         tokens = sequence.tokens[len(generation.prompt) :]
-        generation.owner.over[sequence.sample] = (tokens, why)
+        generation.owner.ended[sequence.sample] = (tokens, why)
         self._counts.finished[why] += 1
         self._counts.generation_tokens.observe(len(tokens))
 
@@ -307,7 +307,7 @@ class GenerativeDispatch(Dispatcher):
         slot = generation.owner.slot
         if slot is not None:
             found = [
-                Hypothesis(array("i", each.tokens).tobytes(), each.over, each.score)
+                Hypothesis(array("i", each.tokens).tobytes(), each.finish_reason, each.score)
                 for each in beams.found
             ]
             self._executions.post(slot.peer, Choose(generation.key, found))

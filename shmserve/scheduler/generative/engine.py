@@ -61,12 +61,14 @@ class Engine(Generic[T]):
         self._beams: dict[int, Beams[T]] = {}  # by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
         self._begin: list[Begin] = []
-        self._over: list[int] = []
+        self._ended: list[int] = []
         self._steps = 0
         # Prompts are cut at its multiples, if a step has space for one beside all decoding rows.
-        room = self.settings.max_tokens_per_batch - self.settings.max_batch_size
-        room = min(room, self.settings.prefill_chunk_size, self.settings.max_prefill_tokens)
-        self._grain = CHUNK if room >= CHUNK else 1
+        prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
+        prefill_tokens = min(
+            prefill_tokens, self.settings.prefill_chunk_size, self.settings.max_prefill_tokens
+        )
+        self._grain = CHUNK if prefill_tokens >= CHUNK else 1
 
     # --- requests
 
@@ -136,8 +138,8 @@ class Engine(Generic[T]):
             return
         sequence.generation.sequences.remove(sequence)
         self._free_blocks(sequence)
-        sequence.status = SequenceStatus.OVER
-        self._over.append(sequence.number)
+        sequence.status = SequenceStatus.ENDED
+        self._ended.append(sequence.number)
 
     def _free_blocks(self, sequence: Sequence[T]) -> None:
         self.pool.release(sequence.table)
@@ -190,7 +192,7 @@ class Engine(Generic[T]):
             # All sequences inside wait for other beams of their search, which do not fit.
             self._preempt(plan, inside.pop())
             self._admit(plan, outside, inside)
-        if not (plan.rows or self._over):
+        if not (plan.rows or self._ended):
             return None
         return self._ready(plan)
 
@@ -203,7 +205,7 @@ class Engine(Generic[T]):
             if sequence.status is not SequenceStatus.RUNNING or sequence.held:
                 continue  # preempted, or waiting for other beams
             count, drafts = self._share_of(plan, sequence)
-            while count and not self._room(plan, sequence, count + drafts):
+            while count and not self._reserve(plan, sequence, count + drafts):
                 if drafts:
                     drafts = 0
                     continue
@@ -248,7 +250,7 @@ class Engine(Generic[T]):
             most = self.times.draft_length(plan.decoding, acceptance.rate, most)
         return acceptance.length(max(most, 0), speculation.accept_threshold)
 
-    def _room(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
+    def _reserve(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
         """Provide a writable block for each of the next `count` positions.
 
         Return False if too few are free.
@@ -272,7 +274,7 @@ class Engine(Generic[T]):
                 self.pool.release([table[index]])
                 table[index] = block
             self.counts.copied_on_write += 1
-            sequence.told = min(sequence.told, index)
+            sequence.sent_blocks = min(sequence.sent_blocks, index)
         if missing > 0:
             table += self.pool.allocate(missing, table[-1] if table else -1)
         return True
@@ -291,7 +293,7 @@ class Engine(Generic[T]):
             self.counts.swapped_out += len(sequence.host)
             self.pool.release(sequence.table)
             sequence.table = []
-            sequence.told = sequence.sealed = 0
+            sequence.sent_blocks = sequence.sealed = 0
             sequence.status = SequenceStatus.SWAPPED
         else:
             self.counts.preemptions["recompute"] += 1
@@ -399,8 +401,8 @@ class Engine(Generic[T]):
         step = plan.step
         self._steps = step.step
         step.begin.extend(self._begin)
-        step.over.extend(self._over)
-        self._begin, self._over = [], []
+        step.ended.extend(self._ended)
+        self._begin, self._ended = [], []
         copies = (len(step.out) + len(step.back)) // 2
         self.running = Running(step.step, plan.rows, plan.load, copies, plan.drafts)
         return step
@@ -457,8 +459,8 @@ class Engine(Generic[T]):
             acceptance = self._acceptance.get(sequence.generation.key)
             if acceptance is not None:
                 acceptance.observe(result.drafted, len(tokens) - 1)
-        if result.over:
-            self._end(sequence, result.over)
+        if result.finish_reason:
+            self._end(sequence, result.finish_reason)
 
     def _fork(self, sequence: Sequence[T]) -> None:
         """Begin the other samples of a prompt with its blocks."""
@@ -475,7 +477,11 @@ class Engine(Generic[T]):
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
         if parent.status is SequenceStatus.RUNNING and seated:  # else it must be computed, too
             child.status = SequenceStatus.RUNNING
-            child.computed, child.sealed, child.told = parent.computed, parent.sealed, parent.told
+            child.computed, child.sealed, child.sent_blocks = (
+                parent.computed,
+                parent.sealed,
+                parent.sent_blocks,
+            )
             child.table = parent.table[:]
             self.pool.share(child.table)
         self._enter(
@@ -505,7 +511,7 @@ class Engine(Generic[T]):
             child.score = chosen.score
         for parent in before:  # after all have begun, so that shared blocks stay referenced
             self.drop(parent)
-        if beams.over:
+        if beams.finished:
             generation = sequence.generation
             self.cancel(generation)
             self.chosen(generation, beams)

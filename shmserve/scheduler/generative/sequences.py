@@ -29,7 +29,7 @@ class SequenceStatus(StrEnum):
     WAITING = "waiting"  # nowhere
     RUNNING = "running"
     SWAPPED = "swapped"  # in blocks of the host
-    OVER = "over"
+    ENDED = "over"
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,8 @@ class Sequence(Generic[T]):
 
     `forks` further samples begin from it once its prompt is computed except for the last token.
     `held`: it waits for the other beams of its search. `stopped`: its text has ended, and the
-    sequence ends with the running step. The worker knows the first `told` entries of the table.
+    sequence ends with the running step. The first `sent_blocks` entries of the table were sent
+    to the worker.
     """
 
     number: int
@@ -90,7 +91,7 @@ class Sequence(Generic[T]):
     computed: int = 0
     table: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
-    told: int = 0
+    sent_blocks: int = 0
     forks: int = 0
     held: bool = False
     stopped: bool = False
@@ -151,7 +152,7 @@ class Sequence(Generic[T]):
     def lost(self) -> None:
         """Reset the sequence: its keys and values are lost."""
         self.status = SequenceStatus.WAITING
-        self.computed = self.told = self.sealed = 0
+        self.computed = self.sent_blocks = self.sealed = 0
         self.table = []
         self.host = []
 
@@ -216,7 +217,7 @@ class Found(NamedTuple):
     """A hypothesis: its tokens after the prompt, why it ended, and its score with the penalty."""
 
     tokens: list[int]
-    over: str
+    finish_reason: str
     score: float
 
 
@@ -225,13 +226,13 @@ class Beams(Generic[T]):
     """A beam search over one generation's sequences, with the results of transformers'.
 
     The best 2 * width candidates of all beams are considered: those that end are hypotheses, and
-    the others are the next beams. `found` are the best hypotheses so far, best first; `over`: no
-    better ones can follow.
+    the others are the next beams. `found` are the best hypotheses so far, best first. A
+    search is `finished` if no better ones can follow.
     """
 
     generation: Generation[T]
     found: list[Found] = field(default_factory=list)
-    over: bool = False
+    finished: bool = False
     _candidates: list[Chosen[T]] = field(default_factory=list)
 
     def add(self, sequence: Sequence[T], result: RowResult) -> None:
@@ -246,21 +247,21 @@ class Beams(Generic[T]):
         ranked = sorted(self._candidates, key=attrgetter("score"), reverse=True)[: 2 * search.width]
         self._candidates = []
         generated = ranked[0].parent.generated + 1
-        going: list[Chosen[T]] = []
+        continuing: list[Chosen[T]] = []
         for rank, candidate in enumerate(ranked):
             if candidate.token in search.ends:
                 if rank < search.width:
                     self._keep(candidate, generated, "stop")
-            elif len(going) < search.width:
-                going.append(candidate)
+            elif len(continuing) < search.width:
+                continuing.append(candidate)
         if generated >= self.generation.max_tokens:
-            if not self._settled(going[0].score if going else -math.inf, generated):
-                for candidate in going:
+            if not self._settled(continuing[0].score if continuing else -math.inf, generated):
+                for candidate in continuing:
                     self._keep(candidate, generated, "length")
-            self.over = True
+            self.finished = True
         else:
-            self.over = not going or self._settled(going[0].score, generated)
-        return [] if self.over else going
+            self.finished = not continuing or self._settled(continuing[0].score, generated)
+        return [] if self.finished else continuing
 
     def _keep(self, candidate: Chosen[T], length: int, why: str) -> None:
         search = self.generation.beams

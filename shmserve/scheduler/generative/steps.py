@@ -135,11 +135,11 @@ class StepTimes:
         The step also contains `load`. The result is a multiple of 16, and at least 16 if the step
         has no other prompt tokens.
         """
-        room = max(target_ms - self.expect(load), 0.0)
+        budget_ms = max(target_ms - self.expect(load), 0.0)
         # Each token reads all tokens before it: n tokens take linear * n + square * n * n.
         square = self._weights[3] / _KEYS
         linear = self.prompt_token_ms + square * begin
-        count = int(2 * room / (linear + math.sqrt(linear * linear + 4 * square * room)))
+        count = int(2 * budget_ms / (linear + math.sqrt(linear * linear + 4 * square * budget_ms)))
         return max(count // CHUNK * CHUNK, 0 if load.prefilled else CHUNK)
 
     def draft_length(self, decoding: int, acceptance: float, most: int) -> int:
@@ -251,9 +251,9 @@ class StepPlan:
         Charge the budgets.
         """
         start, samples = sequence.computed, count == sequence.missing
-        blocks = sequence.table[sequence.told :]
-        row = Row(sequence.number, start, count, sequence.told, blocks, drafts, samples)
-        sequence.told = len(sequence.table)
+        blocks = sequence.table[sequence.sent_blocks :]
+        row = Row(sequence.number, start, count, sequence.sent_blocks, blocks, drafts, samples)
+        sequence.sent_blocks = len(sequence.table)
         self.step.rows.append(row)
         self.rows[sequence.number] = (sequence, row)
         self.tokens -= count + drafts

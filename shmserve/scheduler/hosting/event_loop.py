@@ -110,7 +110,7 @@ class InProcessLinks:
         """Register the handler of an address."""
         self._handlers[address] = handler
 
-    def leave(self, address: Hashable) -> None:
+    def remove(self, address: Hashable) -> None:
         """Remove an address; messages that were posted to it are still delivered."""
         del self._handlers[address]
 

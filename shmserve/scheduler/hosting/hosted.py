@@ -170,7 +170,7 @@ class HostedScheduler(ABC):
             elif type(message) in self.allowed:
                 front.from_control(message, now_ns)
             else:
-                front.misplaced()
+                front.count_unexpected()
         self.stopped = front.stopped
 
     def _catch_up(self) -> None:
@@ -190,7 +190,7 @@ class HostedScheduler(ABC):
             if type(message) in _FROM_CLIENT:
                 front.from_client(peer, message, now_ns)
             else:
-                front.misplaced()
+                front.count_unexpected()
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
         self._touched[self] = None
@@ -202,7 +202,7 @@ class HostedScheduler(ABC):
         local_clients = self._local_clients
         for peer, message in local_clients.link.receive():
             if type(message) not in _FROM_LOCAL_CLIENT:
-                front.misplaced()
+                front.count_unexpected()
                 continue
             believed = local_clients.check(peer, message, now_ns)
             if believed is None:
@@ -258,7 +258,7 @@ class HostedScheduler(ABC):
 
     def close(self) -> None:
         """Close every link, after a moment for the last messages."""
-        self._neighbours.leave(self.endpoint)
+        self._neighbours.remove(self.endpoint)
         for fd in self._inboxes:
             self._waiter.unwatch(fd)
         for outbox in self._outboxes:
@@ -288,7 +288,7 @@ class BatchingScheduler(HostedScheduler):
                 elif type(message) in _FROM_WORKER:
                     core.results.handle(peer, message, now_ns)
                 else:
-                    self._front.misplaced()
+                    self._front.count_unexpected()
 
         outboxes = (self._control, workers, self._routed, self._local_clients.link)
         return Parts(core, {workers.fd: from_workers}, outboxes)
@@ -311,7 +311,7 @@ class EnsembleScheduler(HostedScheduler):
             if type(message) in _FROM_STEP:
                 core.from_step(endpoint, message, time.monotonic_ns())
             else:
-                self._front.misplaced()
+                self._front.count_unexpected()
 
         def memory_dropped(memory_id: int) -> None:
             control.post(MemoryDropped(memory_id))

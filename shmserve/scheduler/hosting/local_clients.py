@@ -203,17 +203,17 @@ class LocalClientRules:
     def _checked_place(self, number: int, given: Any) -> Range:
         """Return a place in memory that the client has shared."""
         try:
-            place = unpack_range(given)
+            memory_range = unpack_range(given)
         except (TypeError, ValueError) as error:
             raise MalformedMessage(f"not a range: {error}") from error
-        self._check_owner(number, place)
-        return place
+        self._check_owner(number, memory_range)
+        return memory_range
 
-    def _check_owner(self, number: int, place: Range) -> None:
-        key = (number, place.memory)
+    def _check_owner(self, number: int, memory_range: Range) -> None:
+        key = (number, memory_range.memory)
         if key in self._memories:
             return
-        if not self._capabilities.owns(number, place.memory):
+        if not self._capabilities.owns(number, memory_range.memory):
             raise InvalidArgument("a tensor lies in memory that this client has not shared")
         if len(self._memories) >= _MOST_MEMORIES:
             self._memories.clear()
@@ -272,9 +272,9 @@ class LocalTraces:
         found = self.open.pop((peer, message.id), None)
         if found is not None:
             error = "" if type(message) is Finished or not message.code else message.message
-            self._tell(*found, b"" if type(message) is Failed else message.spans, error)
+            self._report_trace(*found, b"" if type(message) is Failed else message.spans, error)
 
-    def _tell(self, submit: Submit, sampled: bool, spans: bytes, error: str) -> None:
+    def _report_trace(self, submit: Submit, sampled: bool, spans: bytes, error: str) -> None:
         now_ns = time.monotonic_ns()
         if not (sampled or now_ns - submit.arrived_ns > self._slow_ns > 0):
             return
@@ -285,4 +285,4 @@ class LocalTraces:
     def forget(self, number: int) -> None:
         """Report the measured requests of a local client that has exited."""
         for key in [key for key in self.open if first_number(key[0]) == number]:
-            self._tell(*self.open.pop(key), b"", "its client has gone")
+            self._report_trace(*self.open.pop(key), b"", "its client has gone")

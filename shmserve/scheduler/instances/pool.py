@@ -192,7 +192,7 @@ class InstanceTickets:
             if ticket:
                 self._control.post(TicketReturned(ticket, tickets is self._used))
 
-    def give_back(self) -> None:
+    def return_unused(self) -> None:
         """Return the granted tickets that were not used."""
         for ticket in self._granted.values():
             self._control.post(TicketReturned(ticket, False))
@@ -262,7 +262,7 @@ class Pool:
             if slot.awaited == pid != slot.pid:
                 slot.awaited = 0
             if slot.pid == pid:
-                return self._leave(slot)
+                return self._remove(slot)
         return None
 
     def retire(self, index: int) -> None:
@@ -280,13 +280,13 @@ class Pool:
 
         Return the process of each, 0 if it has none.
         """
-        over: list[int] = []
+        removed: list[int] = []
         for slot in self.retiring[:]:
             works = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
             if not works and not needed(slot):
-                over.append(slot.pid or slot.awaited)
-                self._leave(slot)
-        return over
+                removed.append(slot.pid or slot.awaited)
+                self._remove(slot)
+        return removed
 
     def give_up(self, index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""
@@ -318,7 +318,7 @@ class Pool:
         self.members += 1
         return slot
 
-    def _leave(self, slot: Slot) -> Lost:
+    def _remove(self, slot: Slot) -> Lost:
         if slot.peer:
             slot.meet("exit")
         if self._tickets is not None:
@@ -343,7 +343,7 @@ class Pool:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def room(self, credit: int) -> Slot | None:
+    def least_busy(self, credit: int) -> Slot | None:
         """Return the least busy instance with less than `credit` batches."""
         found: Slot | None = None
         if credit > 1:
@@ -429,16 +429,16 @@ class Pool:
 
         The caller dooms them; they do not count for `due_ns` any more.
         """
-        over: list[Slot] = []
+        removed: list[Slot] = []
         self.due_ns = NEVER
         for slot in self._by_peer.values():
             if slot.state is SlotState.BUSY:
                 until_ns = slot.executions[0].started_ns + self._limit_ns
                 if until_ns <= now_ns:
-                    over.append(slot)
+                    removed.append(slot)
                 elif until_ns < self.due_ns:
                     self.due_ns = until_ns
-        return over
+        return removed
 
     @property
     def ready_count(self) -> int:

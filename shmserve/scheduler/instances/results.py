@@ -51,8 +51,8 @@ _DIED_OPEN = "the model's worker died before this request's last response"
 class Results:
     """The handler of workers' messages and exits.
 
-    `misplaced` counts unexpected messages. A batcher that learns is notified of each execution. The
-    dispatcher handles the messages of its own kind.
+    `unexpected` counts unexpected messages. A batcher that learns is notified of each execution.
+    The dispatcher handles the messages of its own kind.
     """
 
     _settings: Settings
@@ -64,7 +64,7 @@ class Results:
     _executions: Executions
     _batcher: Batcher
     _dispatcher: Dispatcher
-    misplaced: int = 0
+    unexpected: int = 0
 
     # --- messages of workers ----------------------------------------------------------------------
 
@@ -81,9 +81,9 @@ class Results:
             case BatchFinished():
                 slot = self._pool.by_peer(peer)
                 if slot is None or not slot.executions:
-                    self.misplaced += 1
+                    self.unexpected += 1
                 elif (execution := slot.executions[0]).id != message.batch:
-                    self.misplaced += 1
+                    self.unexpected += 1
                     self._distrust(slot, now_ns)
                 else:
                     self._returned(slot, execution, message, now_ns)
@@ -91,13 +91,13 @@ class Results:
                 if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
                     self._executions.offer(message.index, peer, message.pid)
                 else:
-                    self.misplaced += 1
+                    self.unexpected += 1
             case _:
                 slot = self._pool.by_peer(peer)
                 if slot is None:
-                    self.misplaced += 1
+                    self.unexpected += 1
                 elif not self._dispatcher.from_worker(slot, message, now_ns):
-                    self.misplaced += 1
+                    self.unexpected += 1
                     self._distrust(slot, now_ns)
 
     def _returned(
@@ -119,7 +119,7 @@ class Results:
             self._executions.report_served(slot)
         replies = matched(requests, message.replies)
         if replies is None:
-            self.misplaced += 1
+            self.unexpected += 1
             logger.error("an instance returned a batch with replies that do not fit it")
             replies = [Reply(request.key, "INTERNAL", "internal error") for request in requests]
         for reply in replies:
@@ -172,7 +172,7 @@ class Results:
         for reply in replies:
             ended = slot.requests.get(reply.key)
             if ended is None:
-                self.misplaced += 1
+                self.unexpected += 1
             elif reply.code == RESCHEDULED and self._reschedule(ended):
                 del slot.requests[reply.key]
                 self._pool.ended(slot)
@@ -192,7 +192,7 @@ class Results:
         slot = self._pool.by_peer(peer)
         request = None if slot is None else slot.requests.get(message.key)
         if slot is None or request is None or not self._settings.decoupled:
-            self.misplaced += 1
+            self.unexpected += 1
             return
         if message.copied_out:
             self._statistics.executions.copied(0, message.copied_out)

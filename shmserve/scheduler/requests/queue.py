@@ -70,15 +70,15 @@ class Timers(Generic[R]):
         # A timer expires once its time has strictly passed.
         self.due_ns = heap[0][0] + 1
 
-    def over(self, now_ns: int) -> list[R]:
+    def expired(self, now_ns: int) -> list[R]:
         """Remove the expired timers and return their requests, except those that have ended."""
-        heap, over = self._heap, []
+        heap, expired = self._heap, []
         while heap and (heap[0][0] < now_ns or self._done(heap[0][2])):
             request = heapq.heappop(heap)[2]
             if not self._done(request):
-                over.append(request)
+                expired.append(request)
         self.due_ns = heap[0][0] + 1 if heap else NEVER
-        return over
+        return expired
 
     def _sweep(self) -> None:
         heap, done = self._heap, self._done
@@ -363,12 +363,12 @@ class RequestQueue:
         If the policy of its level delays it, a request past its queue limit moves behind the others
         of the level and has no queue limit any more.
         """
-        over: list[ScheduledRequest] = []
-        for request in self.timers.over(now_ns):
+        expired: list[ScheduledRequest] = []
+        for request in self.timers.expired(now_ns):
             late = 0 < request.deadline_ns < now_ns
             match request.state:
                 case State.QUEUED if late:
-                    over.append(request)
+                    expired.append(request)
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
                     if request.sequence is not None and request.sequence.home is not None:
                         request.queue_limit_ns = 0  # the limit applied to the backlog
@@ -376,12 +376,12 @@ class RequestQueue:
                         request.queue_limit_ns = 0
                         self.in_order.delay(request)
                     else:
-                        over.append(request)
+                        expired.append(request)
                 case State.EXECUTING | State.RESPONDING | State.HELD if late:
-                    over.append(request)
+                    expired.append(request)
                 case _:
                     pass
-        return over
+        return expired
 
 
 def _done(request: ScheduledRequest) -> bool:

@@ -56,7 +56,7 @@ def gather_shm(config: ServerConfig) -> ShmFolder:
         return ShmFolder(used)
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     _, filesystem, options = max(mount[1:4] for mount in mounts if _SHM.is_relative_to(mount[1]))
-    size, free = room(_SHM)
+    size, free = filesystem_space(_SHM)
     writable = False
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=_SHM):
         writable = True
@@ -64,7 +64,7 @@ def gather_shm(config: ServerConfig) -> ShmFolder:
     return ShmFolder(used, filesystem, options, mode, size, free, writable)
 
 
-def room(folder: Path) -> tuple[int, int]:
+def filesystem_space(folder: Path) -> tuple[int, int]:
     """Return the size and the free space of a folder's filesystem in bytes."""
     found = os.statvfs(folder)
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
@@ -138,7 +138,7 @@ def gather_memory(_: ServerConfig) -> tuple[int, int, int]:
     """Return in bytes the host's memory, the control group's limit, and the size of /dev/shm."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroup_limit("memory", "memory.max", "memory.limit_in_bytes")
-    return host, min(host, limit or host), room(_SHM)[0] if _SHM.is_dir() else 0
+    return host, min(host, limit or host), filesystem_space(_SHM)[0] if _SHM.is_dir() else 0
 
 
 def judge_memory(facts: tuple[int, int, int]) -> Verdict:

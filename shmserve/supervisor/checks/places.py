@@ -18,7 +18,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
-from shmserve.supervisor.checks.memory import room
+from shmserve.supervisor.checks.memory import filesystem_space
 from shmserve.supervisor.host.listeners import listen, port_holders
 from shmserve.supervisor.host.run_directory import objection
 
@@ -56,19 +56,19 @@ def gather_run_directory(config: ServerConfig) -> RunPlace:
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if there != path and not os.access(there, os.W_OK | os.X_OK):
         against = f"'{path}' cannot be made: this user may not write to '{there}'"
-    return RunPlace(path, against, server_pid(path), room(there)[1])
+    return RunPlace(path, against, server_pid(path), filesystem_space(there)[1])
 
 
-def judge_run_directory(place: RunPlace) -> Verdict:
+def judge_run_directory(run_place: RunPlace) -> Verdict:
     """Require a usable run directory; one server uses it at a time."""
-    if place.against:
-        return wrong(place.against, "another --run-dir, or mend this one")
-    if place.server:
-        return ok(f"{place.path}, where a server runs (pid {place.server})")
-    if place.free < _LITTLE:
-        found = f"{place.path}, where {megabytes(place.free)} are free"
+    if run_place.against:
+        return wrong(run_place.against, "another --run-dir, or mend this one")
+    if run_place.server:
+        return ok(f"{run_place.path}, where a server runs (pid {run_place.server})")
+    if run_place.free < _LITTLE:
+        found = f"{run_place.path}, where {megabytes(run_place.free)} are free"
         return warning(found, "make room there, or --run-dir elsewhere")
-    return ok(str(place.path))
+    return ok(str(run_place.path))
 
 
 def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:

@@ -25,7 +25,7 @@ LISTENERS = ("http", "grpc", "metrics", "local")
 _KEPT = "kept-"  # the prefix of the names of kept descriptors
 _EXTENDED_S = 60  # after each sign of life, while the server starts or ends
 _SIGN_OF_LIFE_S = 10.0
-_HEARD_WITHIN_S = 5.0  # a registration does not wait longer for a manager that hangs
+_FLUSH_TIMEOUT_S = 5.0  # a registration does not wait longer for a manager that hangs
 _MOST_NAMED = 5
 
 
@@ -39,11 +39,11 @@ class ServiceManager:
 
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:
         self._socket: socket.socket | None = None
-        self._said = ""
+        self._state = ""
         self._stopping = False
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
-        self._all_said = asyncio.Event()
-        self._all_said.set()
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
         self.watchdog_s = watchdog_s if address else 0.0
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -63,90 +63,90 @@ class ServiceManager:
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
         """Return the service manager that the environment names, and remove its variables."""
-        said = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
-        asked = said["USEC"].isdecimal() and said["PID"] in ("", str(os.getpid()))
-        watchdog_s = int(said["USEC"]) / 1e6 if asked else 0.0
+        text = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
+        asked = text["USEC"].isdecimal() and text["PID"] in ("", str(os.getpid()))
+        watchdog_s = int(text["USEC"]) / 1e6 if asked else 0.0
         return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
     def ready(self, state: str) -> None:
         """Report that the server has started, with its status."""
-        self._said = state
-        self._tell("READY=1", f"STATUS={state}")
+        self._state = state
+        self._notify("READY=1", f"STATUS={state}")
 
     def reloading(self) -> None:
         """Report that the server reloads its configuration, until `ready`."""
         now_us = time.monotonic_ns() // 1000
-        self._tell("RELOADING=1", f"MONOTONIC_USEC={now_us}", "STATUS=reloading")
+        self._notify("RELOADING=1", f"MONOTONIC_USEC={now_us}", "STATUS=reloading")
 
     def alive(self) -> None:
         """Send a sign of life."""
-        self._tell_for_now("WATCHDOG=1")
+        self._notify_unless_queued("WATCHDOG=1")
 
     def stopping(self, state: str) -> None:
         """Report that the server ends, with its last status."""
         self._stopping = True
-        self._tell("STOPPING=1", f"STATUS={state}")
+        self._notify("STOPPING=1", f"STATUS={state}")
 
     def status(self, state: str) -> None:
         """Report the status line for `systemctl status` if it has changed."""
-        if state != self._said and not self._stopping:
-            self._said = state
-            self._tell(f"STATUS={state}")
+        if state != self._state and not self._stopping:
+            self._state = state
+            self._notify(f"STATUS={state}")
 
     async def keep_waiting(self) -> None:
         """Extend the timeout of a long start or end until the task is cancelled."""
         while self._socket is not None:
-            self._tell_for_now(f"EXTEND_TIMEOUT_USEC={_EXTENDED_S * 1_000_000}")
+            self._notify_unless_queued(f"EXTEND_TIMEOUT_USEC={_EXTENDED_S * 1_000_000}")
             await asyncio.sleep(_SIGN_OF_LIFE_S)
 
     def keep(self, name: str, fds: list[int]) -> None:
         """Store descriptors by a name for the next server."""
-        self._tell("FDSTORE=1", f"FDNAME={_KEPT}{name}", "FDPOLL=0", fds=fds)
+        self._notify("FDSTORE=1", f"FDNAME={_KEPT}{name}", "FDPOLL=0", fds=fds)
 
     def drop(self, name: str) -> None:
         """Remove the stored descriptors of a name."""
-        self._tell("FDSTOREREMOVE=1", f"FDNAME={_KEPT}{name}")
+        self._notify("FDSTOREREMOVE=1", f"FDNAME={_KEPT}{name}")
 
-    async def heard(self) -> None:
+    async def flushed(self) -> None:
         """Wait until it has received all messages, or for some seconds if it does not read."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HEARD_WITHIN_S):
-                await self._all_said.wait()
+            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                await self._all_sent.wait()
 
-    def _tell_for_now(self, line: str) -> None:
+    def _notify_unless_queued(self, line: str) -> None:
         """Send a periodic message, unless other messages are queued."""
         if not self._waiting:
-            self._tell(line)
+            self._notify(line)
 
-    def _tell(self, *lines: str, fds: Sequence[int] = ()) -> None:
-        said = "\n".join(lines).encode()
-        if self._socket is None or (not self._waiting and self._send(said, fds)):
+    def _notify(self, *lines: str, fds: Sequence[int] = ()) -> None:
+        text = "\n".join(lines).encode()
+        if self._socket is None or (not self._waiting and self._send(text, fds)):
             return
         if not self._waiting:
-            asyncio.get_running_loop().add_writer(self._socket, self._go_on)
-            self._all_said.clear()
-        self._waiting.append((said, [os.dup(fd) for fd in fds]))
+            asyncio.get_running_loop().add_writer(self._socket, self._send_queued)
+            self._all_sent.clear()
+        self._waiting.append((text, [os.dup(fd) for fd in fds]))
 
-    def _send(self, said: bytes, fds: Sequence[int]) -> bool:
+    def _send(self, text: bytes, fds: Sequence[int]) -> bool:
         """Send a message; return False if the socket is full."""
         assert self._socket is not None
         try:
-            socket.send_fds(self._socket, [said], fds)  # its flags are ignored
+            socket.send_fds(self._socket, [text], fds)  # its flags are ignored
         except BlockingIOError:
             return False
         except OSError:
             pass  # the service manager has exited
         return True
 
-    def _go_on(self) -> None:
+    def _send_queued(self) -> None:
         """Send queued messages, since the socket is writable."""
         while self._waiting and self._send(*self._waiting[0]):
-            self._forget()
+            self._pop()
         if not self._waiting and self._socket is not None:
             asyncio.get_running_loop().remove_writer(self._socket)
-            self._all_said.set()
+            self._all_sent.set()
 
-    def _forget(self) -> None:
+    def _pop(self) -> None:
         for fd in self._waiting.popleft()[1]:
             os.close(fd)
 
@@ -155,11 +155,11 @@ class ServiceManager:
         if self._socket is None:
             return
         if self._waiting:
-            self._go_on()
+            self._send_queued()
             asyncio.get_running_loop().remove_writer(self._socket)
         while self._waiting:
-            self._forget()
-        self._all_said.set()
+            self._pop()
+        self._all_sent.set()
         self._socket.close()
         self._socket = None
 
@@ -188,11 +188,11 @@ def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str,
     Raises:
         InvalidArgument: A socket has another name, or does not listen.
     """
-    said = {name: environment.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")}
-    if said["PID"] != str(os.getpid()) or not said["FDS"].isdecimal():
+    text = {name: environment.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")}
+    if text["PID"] != str(os.getpid()) or not text["FDS"].isdecimal():
         return {}, {}
-    count = int(said["FDS"])
-    names = said["FDNAMES"].split(":") if said["FDNAMES"] else []
+    count = int(text["FDS"])
+    names = text["FDNAMES"].split(":") if text["FDNAMES"] else []
     found: Sockets = {}
     kept: dict[str, list[int]] = {}
     for number in range(count):

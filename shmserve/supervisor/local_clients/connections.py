@@ -34,7 +34,7 @@ from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.messages.control_requests import Refused
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.transport.router import Listener, listening, no_room
+from shmserve.ipc.transport.router import Listener, listening, out_of_descriptors
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ class _Received(NamedTuple):
 
 
 def _received(link: socket.socket, size: int) -> _Received:
-    room = socket.CMSG_SPACE(_MOST * 4) + socket.CMSG_SPACE(_CREDENTIALS)
-    data, ancillary, flags, _ = link.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    ancillary_size = socket.CMSG_SPACE(_MOST * 4) + socket.CMSG_SPACE(_CREDENTIALS)
+    data, ancillary, flags, _ = link.recvmsg(size, ancillary_size, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -184,7 +184,7 @@ class LocalClientConnections:
         try:
             path.parent.mkdir(mode=0o700)
         except OSError as error:
-            raise no_room(error) from None
+            raise out_of_descriptors(error) from None
         if group != NO_GROUP:
             admit_group(path.parent, group)
         self._door = Listener(door or _opened(path, group))

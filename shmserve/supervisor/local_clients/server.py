@@ -88,7 +88,7 @@ class LocalClientServer:
         )
         self._largest = min(self.connections.largest_packet, _LARGEST_PACKET)
 
-    async def leave(self) -> None:
+    async def redirect(self) -> None:
         """Redirect clients to the successor that serves at the lent listeners, if there are any.
 
         The call returns when all clients have acknowledged the redirection.
@@ -112,13 +112,13 @@ class LocalClientServer:
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
-        told, number = self.numbers(), message.acknowledge
-        self.tell(message)
+        clients, number = self.numbers(), message.acknowledge
+        self.broadcast(message)
         loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.acknowledged
-        for client in told:
+        for client in clients:
             loop.call_later(_PATIENCE_S, acknowledged, client, number)
 
-    def tell(self, message: Any) -> None:
+    def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""
         data = self._packet(message, logging.WARNING)
         for client in self.connections.welcomed():
@@ -205,10 +205,10 @@ def _for_local_clients(message: Any) -> Any:
     match message:
         case m.ModelPublished(config=config, endpoint=endpoint):
             source = config.source
-            told = {key: source[key] for key in _MODEL_FIELDS if key in source}
+            fields = {key: source[key] for key in _MODEL_FIELDS if key in source}
             for which in ("input", "output"):
-                told[which] = [_brief(tensor) for tensor in source.get(which, ())]
-            brief, local_clients = ModelSpec.of(told), endpoints.for_local_clients(endpoint)
+                fields[which] = [_brief(tensor) for tensor in source.get(which, ())]
+            brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)
             return replace(message, config=brief, metadata={}, endpoint=local_clients)
         case m.SchedulerLost(endpoint, successor):
             return m.SchedulerLost(

@@ -164,7 +164,7 @@ class Autoscaler:
         logger.info(text, name, after, before, change.because)
         event = InstancesChanged(name, version.spec.version, before, after, change.because)
         self._context.events.publish(event)
-        version.scheduler.tell(CountChange(after > before))
+        version.scheduler.send(CountChange(after > before))
 
 
 def _watch(config: ModelSpec, bounds: Bounds) -> _Watch:

@@ -288,7 +288,7 @@ class Instances:
     def _announce(self, instance: Instance) -> None:
         """Send the scheduler an instance to expect, with its process if it has one."""
         pid = instance.child.pid if instance.child is not None else 0
-        self._scheduler.tell(m.InstanceExpected(instance.index, pid))
+        self._scheduler.send(m.InstanceExpected(instance.index, pid))
 
     def _send(self, instance: Instance, message: Any) -> None:
         if instance.child is not None:
@@ -349,7 +349,7 @@ class Instances:
                 self._scheduler.release(instance)
                 if instance.child is not None:
                     instance.child.kill()
-            self._scheduler.tell(m.RetireInstance(instance.index))
+            self._scheduler.send(m.RetireInstance(instance.index))
 
     def retired(self, process: int) -> None:
         """End a retiring instance that has finished its requests."""
@@ -376,7 +376,7 @@ class Instances:
             known: The worker processes that the scheduler was started with.
         """
         for pid in set(known) - set(self.pids()):
-            self._scheduler.tell(ProcessExited(pid, ""))
+            self._scheduler.send(ProcessExited(pid, ""))
         for instance in self._all:
             if instance.state is InstanceState.RETIRING:
                 # Clients have resubmitted the requests that it executes.
@@ -501,7 +501,7 @@ class Instances:
 
     def _send_gone(self, instance: Instance) -> None:
         reason = f"model '{self._spec.name}' failed: its instances stay down"
-        self._scheduler.tell(m.InstanceGone(instance.index, reason))
+        self._scheduler.send(m.InstanceGone(instance.index, reason))
 
     # --- end
 

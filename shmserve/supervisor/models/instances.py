@@ -159,7 +159,7 @@ class Instance:
         return self.child is not None and self.child.alive
 
     @property
-    def place(self) -> tuple[str, int, RateLimit]:
+    def placement(self) -> tuple[str, int, RateLimit]:
         """Return the kind, the device and the rate limit; equal instances are interchangeable."""
         return self.kind, self.device_id, self.rate_limit
 
@@ -280,7 +280,7 @@ def change_between(
     added = expand_instances(config, running)
     for same_name in (True, False):
         for instance in added[:]:
-            alike = (i for i in usable if i.place == instance.place)
+            alike = (i for i in usable if i.placement == instance.placement)
             match = next((i for i in alike if i.name == instance.name or not same_name), None)
             if match is not None:
                 usable.remove(match)

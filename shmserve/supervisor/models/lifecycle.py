@@ -57,7 +57,7 @@ class Lifecycle:
         self._running = self._news = self._published = False
         self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
-            OrderPhase.WAITING: self._go_on,
+            OrderPhase.WAITING: self._advance_waiting,
             OrderPhase.OFFERED: self._take_over,
             OrderPhase.PUBLISHING: self._settle_once_known,
             OrderPhase.DROPPING: self._settle_once_known,
@@ -354,7 +354,7 @@ class Lifecycle:
             self._actions.move(order, self._group(model.name))
         return True
 
-    def _go_on(self, order: Order) -> bool:
+    def _advance_waiting(self, order: Order) -> bool:
         if not all(each.settled for each in order.before):
             return False
         if order.kind is OrderKind.LOAD:

@@ -115,11 +115,11 @@ class LoadPlanner:
         except model_config.LoadProblem as error:
             problem = error.message
         except ShmserveError as error:
-            hint = repository.misplaced_config(folder)
+            hint = repository.config_in_version_folder(folder)
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
             raise _not_polled(name, error) from None
-        hint = repository.misplaced_config(folder)
+        hint = repository.config_in_version_folder(folder)
         if hint:
             logger.warning("model %s: %s", name, hint)
         for other, reason in repository.ignored_folders(folder).items():
@@ -223,8 +223,8 @@ class LoadPlanner:
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
         self._validate(merged, folder, source, complete=True)
-        for doubt in model_config.doubts(written, merged):
-            logger.warning("model %s: %s", folder.name, doubt)
+        for text in model_config.warnings_of(written, merged):
+            logger.warning("model %s: %s", folder.name, text)
         ignored = model_config.ignored_fields(merged)
         if ignored:
             logger.info(

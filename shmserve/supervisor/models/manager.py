@@ -60,7 +60,7 @@ class Audience(Protocol):
     def know(self, number: int) -> bool:
         """Check whether every client has acknowledged a number or has disconnected."""
 
-    def tell_readiness(self, news: ReadinessChanged) -> None:
+    def publish_readiness(self, news: ReadinessChanged) -> None:
         """Send a change of readiness to the clients that show it."""
 
 
@@ -126,7 +126,7 @@ def _publish(audience: Audience, last: _Sent | None, news: ModelNews) -> _Sent:
         and isinstance(last.news, ModelPublished)
         and (news == replace(last.news, ready=news.ready))
     ):
-        audience.tell_readiness(ReadinessChanged(news.name, news.version, news.ready))
+        audience.publish_readiness(ReadinessChanged(news.name, news.version, news.ready))
         return last._replace(news=news)
     return _Sent(news, audience.announce(news))
 

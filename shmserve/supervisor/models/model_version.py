@@ -214,7 +214,7 @@ class ModelVersion:
             or config.decoupled
             or self.scheduler.is_limited(config)
         )
-        if self.ready and not stays and self.scheduler.misplaced(group):
+        if self.ready and not stays and self.scheduler.must_move(group):
             logger.info("model '%s' moves to the process of %s", self.spec.name, group.title)
             await self._move(group, publish)
 
@@ -389,7 +389,7 @@ class EnsembleInstances(Instances):
         for step, model in zip(self._spec.steps, self._models, strict=True):
             if model is not None:
                 latest = self.find(step.name, "") is model
-                self._scheduler.tell(model.publication(latest))
+                self._scheduler.send(model.publication(latest))
 
 
 def _inherited(config: ModelSpec, models: Sequence[ModelVersion | None]) -> dict[str, list[str]]:

@@ -158,12 +158,12 @@ def _template_hint(text: str) -> str:
     return f" (the file is a template: fill in its placeholders {clip(', '.join(found))})"
 
 
-def misplaced_config(folder: ModelFolder) -> str:
+def config_in_version_folder(folder: ModelFolder) -> str:
     """Return a hint at a config.pbtxt in a version folder of a model that has none, or ""."""
     for version in folder.versions if folder.config_path is None else ():
         if _is_file(folder.path / str(version) / CONFIG_FILE):
-            place = f"{folder.name}/{version}/{CONFIG_FILE}"
-            return f"'{place}' is not read: move it to '{folder.name}/{CONFIG_FILE}'"
+            shown_path = f"{folder.name}/{version}/{CONFIG_FILE}"
+            return f"'{shown_path}' is not read: move it to '{folder.name}/{CONFIG_FILE}'"
     return ""
 
 

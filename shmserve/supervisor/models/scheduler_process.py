@@ -107,7 +107,7 @@ class VersionScheduler:
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
-        self.counts = CarryOver(self.tell)
+        self.counts = CarryOver(self.send)
         self._publish_counters = False
         self._snapshot: asyncio.Future[dict[str, Any]] | None = None
         self._rate_limited = False
@@ -164,8 +164,8 @@ class VersionScheduler:
         self.number = number  # its endpoints exist from now on
         self._serving = hosted
         self.counts.send_base()
-        context.cache_shares.tell(id(self))  # it may have changed while the scheduler started
-        context.tracing.tell(hosted.address)
+        context.cache_shares.send(id(self))  # it may have changed while the scheduler started
+        context.tracing.send_settings(hosted.address)
 
     def _start_record(self, number: int, config: ModelSpec, workers: list[int]) -> SchedulerStart:
         context, server = self._context, self._context.config
@@ -198,7 +198,7 @@ class VersionScheduler:
         """Return the version's share of the response cache; empty if it uses no cache."""
         shares = self._context.cache_shares
         if config.cached and shares.byte_size:
-            return CacheStart(shares.join(id(self), self.tell), os.getpid())
+            return CacheStart(shares.join(id(self), self.send), os.getpid())
         if config.cached:
             logger.warning(
                 "model '%s' asks for a response cache, which this server has not: see "
@@ -223,7 +223,7 @@ class VersionScheduler:
             case _:
                 self._on_message(message)
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message to the scheduler that was started last."""
         if self._last is not None:
             self._context.control.send(self._last.address, message)
@@ -231,13 +231,13 @@ class VersionScheduler:
     def publish_counters(self) -> None:
         """Request the counters and publish them as an event."""
         self._publish_counters = True
-        self.tell(m.SnapshotStatistics())
+        self.send(m.SnapshotStatistics())
 
     def snapshot(self) -> asyncio.Future[dict[str, Any]]:
         """Request the statistics of a `StatisticsSnapshot`; a dead scheduler sends no response."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.get_running_loop().create_future()
-            self.tell(m.SnapshotStatistics())
+            self.send(m.SnapshotStatistics())
         return self._snapshot
 
     async def drain(
@@ -259,9 +259,9 @@ class VersionScheduler:
         self._context.control.send(hosted.address, m.Drain(sequences))
         await either(self._drained, hosted.closed, hosted.child.exited, *unless)
 
-    def misplaced(self, group: Group) -> bool:
+    def must_move(self, group: Group) -> bool:
         """Check whether the serving scheduler belongs to another process, given its group."""
-        return self._serving is not None and self._context.hosts.misplaced(self._serving, group)
+        return self._serving is not None and self._context.hosts.must_move(self._serving, group)
 
     async def succeed(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process, which is from now on the one at `endpoint`.
@@ -269,7 +269,7 @@ class VersionScheduler:
         The statistics of the successor start at zero, but its metrics continue. Raises Unavailable
         if the successor does not start.
         """
-        before, counts = self.counts, CarryOver(self.tell)
+        before, counts = self.counts, CarryOver(self.send)
         former, self._group, self.counts = self._group, group, counts
         try:
             await self.start(config, [])
@@ -299,7 +299,7 @@ class VersionScheduler:
 
     async def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
         """End the scheduler; requests that are not finished in `patience_s` are rejected."""
-        self._context.cache_shares.leave(id(self))
+        self._context.cache_shares.remove(id(self))
         self._context.tickets.remove(id(self))
         if self._last is not None:
             await self._context.hosts.close(self._last, patience_s)

@@ -359,9 +359,9 @@ class TraceControl:
     def on_message(self, address: Address, message: Any) -> None:
         """Send the settings to a gateway that has started."""
         if isinstance(message, Started):
-            self.tell(address)
+            self.send_settings(address)
 
-    def tell(self, address: Address) -> None:
+    def send_settings(self, address: Address) -> None:
         """Send the settings to a gateway or scheduler, unless they are the defaults."""
         if self._start.on or self._changes or self._slow_request_ms:
             self._control.send(address, self._message())

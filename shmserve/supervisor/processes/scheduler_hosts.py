@@ -95,7 +95,7 @@ class SchedulerHosts:
         self._control.send(host.child.pid, m.OpenScheduler(encode_start(start)))
         return hosted
 
-    def misplaced(self, hosted: HostedHandle, group: Group) -> bool:
+    def must_move(self, hosted: HostedHandle, group: Group) -> bool:
         """Return whether a scheduler of this group would be opened in a different process now."""
         host = hosted._host
         if len(group.names) == 1:

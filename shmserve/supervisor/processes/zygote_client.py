@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_FAILED_STARTS = 3
 _PAUSE_S = 0.2  # before a restart
-_PAUSE_WITHOUT_ROOM_S = 1.0
+_RETRY_S = 1.0
 _MOST_REQUESTS = 64  # in flight at a zygote: the socket's buffer is bounded
 
 _WORKER = "shmserve.workers.main"
@@ -96,7 +96,7 @@ class Zygote:
     def __post_init__(self) -> None:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[int]] = {}
-        self._room = asyncio.Semaphore(_MOST_REQUESTS)
+        self._slots = asyncio.Semaphore(_MOST_REQUESTS)
         self._serving: _Process | None = None
         self._spare: _Process | None = None
         self._backoff = RestartBackoff()  # of spares
@@ -228,7 +228,7 @@ class Zygote:
                 child = await self.spawn(f"spare {self._title}", SPARE, b"", [theirs.fileno()])
             except (OSError, Unavailable) as error:
                 logger.warning("the %s has no spare: %s", self._title, error)
-                self._loop.call_later(_PAUSE_WITHOUT_ROOM_S, self._fork_spare)
+                self._loop.call_later(_RETRY_S, self._fork_spare)
                 return
             theirs.close()
             stack.pop_all()
@@ -253,7 +253,7 @@ class Zygote:
             self.start()
         except Unavailable as error:
             logger.error("%s: %s", self._title, error.message)
-            self._loop.call_later(_PAUSE_WITHOUT_ROOM_S, self._start_again)
+            self._loop.call_later(_RETRY_S, self._start_again)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
         """Fork a process that calls `entry` with `start` and its numbers of `fds`.
@@ -287,7 +287,7 @@ class Zygote:
 
     async def _forked(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
         """Fork a process; return its pid, or 0 if the zygote has exited."""
-        async with self._room:
+        async with self._slots:
             number = next(self._numbers)
             waiter: asyncio.Future[int] = self._loop.create_future()
             self._waiting[number] = waiter

@@ -170,7 +170,7 @@ class KeptRegions:
 
     async def flush(self) -> None:
         """Wait until the service manager and the other server have received all changes."""
-        await self._manager.heard()
+        await self._manager.flushed()
         if self._other is not None:
             await self._other.settled()
 

@@ -367,24 +367,24 @@ class CacheShares:
         """Return the current share of each member in bytes."""
         return self.byte_size // max(1, len(self._members))
 
-    def join(self, member: int, tell: Callable[[ResizeCache], None]) -> int:
+    def join(self, member: int, send: Callable[[ResizeCache], None]) -> int:
         """Add a member and return its share. The other members are sent theirs."""
         if member not in self._members:
-            self._members[member] = tell
-            self._tell_all(member)
+            self._members[member] = send
+            self._send_all(member)
         return self.share
 
-    def tell(self, member: int) -> None:
+    def send(self, member: int) -> None:
         """Send a member its share, if it has joined."""
         if member in self._members:
             self._members[member](ResizeCache(self.share))
 
-    def leave(self, member: int) -> None:
+    def remove(self, member: int) -> None:
         """Remove a member, if it has joined, and send the others their shares."""
         if self._members.pop(member, None) is not None:
-            self._tell_all()
+            self._send_all()
 
-    def _tell_all(self, but: int = 0) -> None:
-        for member, tell in self._members.items():
+    def _send_all(self, but: int = 0) -> None:
+        for member, send in self._members.items():
             if member != but:
-                tell(ResizeCache(self.share))
+                send(ResizeCache(self.share))

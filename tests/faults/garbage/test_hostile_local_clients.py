@@ -397,10 +397,10 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
                 local_client.ask(ShareMemory(number, 4096, False), fd).payload["memory"]
             )
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
-            place = Range(memory, 0, 16)
+            memory_range = Range(memory, 0, 16)
             for work in (
-                submit((TensorRef("INPUT0", "FP32", (4,), place),)),
-                submit((small(),), outputs=(RequestedOutput("OUTPUT0", place),)),
+                submit((TensorRef("INPUT0", "FP32", (4,), memory_range),)),
+                submit((small(),), outputs=(RequestedOutput("OUTPUT0", memory_range),)),
             ):
                 link.send(work)
                 refused = answer(link)

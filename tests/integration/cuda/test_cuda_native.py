@@ -241,10 +241,14 @@ def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> N
         made.write(np.full(16 * SIDE, 5, np.float32))
         body = {"key": made.key, "byte_size": 2 * size, "pin": True}
         http.post("/v2/systemsharedmemory/region/pinned/register", body).ok()
-        place = {"shared_memory_region": "pinned", "shared_memory_byte_size": size}
+        memory_range = {"shared_memory_region": "pinned", "shared_memory_byte_size": size}
         request = {
-            "inputs": [{"name": "x", "datatype": "FP32", "shape": [16, SIDE], "parameters": place}],
-            "outputs": [{"name": "y", "parameters": {**place, "shared_memory_offset": size}}],
+            "inputs": [
+                {"name": "x", "datatype": "FP32", "shape": [16, SIDE], "parameters": memory_range}
+            ],
+            "outputs": [
+                {"name": "y", "parameters": {**memory_range, "shared_memory_offset": size}}
+            ],
         }
         http.infer("twice", request).ok()
         assert (made.read(np.float32, 16 * SIDE, size) == 10).all()

@@ -83,8 +83,8 @@ def test_3_5_a_state_stays_on_the_device(
 
 def test_3_5_one_buffer_is_one_address(client: shmserve.client.Server) -> None:
     ask(client, "in_place", start=True)  # begun from the host's zeros
-    places = {ask(client, "in_place")[1] for _ in range(4)}
-    assert len(places) == 1
+    memory_ranges = {ask(client, "in_place")[1] for _ in range(4)}
+    assert len(memory_ranges) == 1
     ask(client, "in_place", end=True)
 
 

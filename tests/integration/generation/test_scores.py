@@ -74,9 +74,9 @@ def test_a_completion_with_its_prompt(
         assert {len(values) for values in told.values()} == {len(ids)}
         assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
         wanted = scores(ids)
-        for place, token in enumerate(ids[1:], 1):
-            mine, row = told["token_logprobs"][place], wanted[place - 1]
-            likeliest = told["top_logprobs"][place]
+        for memory_range, token in enumerate(ids[1:], 1):
+            mine, row = told["token_logprobs"][memory_range], wanted[memory_range - 1]
+            likeliest = told["top_logprobs"][memory_range]
             assert mine == pytest.approx(row[token].item(), abs=1e-4)
             assert mine in likeliest.values() and top <= len(likeliest) <= top + 1
             if top:
@@ -178,6 +178,6 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
             continue
         content = json.loads(given)["content"]
         assert [each["token_id"] for each in content[: len(tokens)]] == tokens
-        for place, each in enumerate(content[1 : len(tokens)], 1):
-            mine = wanted[place - 1, tokens[place]].item()
+        for memory_range, each in enumerate(content[1 : len(tokens)], 1):
+            mine = wanted[memory_range - 1, tokens[memory_range]].item()
             assert each["logprob"] == pytest.approx(mine, abs=1e-4)

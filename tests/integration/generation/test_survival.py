@@ -32,10 +32,12 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
     """The text of each sample; a process is killed once some of it is here."""
     texts = dict.fromkeys(range(samples), "")
     with client_of(server) as client:
-        for place, event in enumerate(client.completions.create(**ASKED, n=samples, stream=True)):
+        for memory_range, event in enumerate(
+            client.completions.create(**ASKED, n=samples, stream=True)
+        ):
             for choice in event.choices:
                 texts[choice.index] += choice.text
-            if kill and place == 8:
+            if kill and memory_range == 8:
                 server.one(kill).kill()
     return texts
 
@@ -71,12 +73,12 @@ def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[An
     asked = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
     with client_of(server) as client:
         answer = client.completions.create(**asked)
-        for place, each in enumerate(answer if more.get("stream") else [answer]):
+        for memory_range, each in enumerate(answer if more.get("stream") else [answer]):
             for choice in each.choices:
                 told = choice.logprobs
                 columns = told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset
                 found[choice.index] += zip(*columns, strict=True)
-            if kill and place == 8:
+            if kill and memory_range == 8:
                 server.one("worker tiny").kill()
     return found
 

@@ -96,7 +96,7 @@ def asked(model: str, **more: Any) -> dict[str, Any]:
 def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = None) -> list[Any]:
     """The content, the reasoning, the arguments and the finish reason of a stream."""
     content = reasoning = arguments = reason = ""
-    for place, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
+    for memory_range, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
         (choice,) = chunk.choices
         content += choice.delta.content or ""
         reasoning += str(choice.delta.to_dict().get("reasoning_content") or "")
@@ -104,7 +104,7 @@ def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = 
             assert call.function is not None and bool(call.id) == bool(call.function.name)
             arguments += call.function.arguments or ""
         reason = choice.finish_reason or reason
-        if kill is not None and place == 20:
+        if kill is not None and memory_range == 20:
             kill.one(f"worker {body['model']}").kill()
     return [content, reasoning, arguments, reason]
 

@@ -25,7 +25,7 @@ from tests.support.servers import Server, running
 from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
 from tests.support.waiting import until
 from tests.support.wire.cutting_proxy import CuttingProxy, connect_unix
-from tests.support.wire.grpc_calls import is_right, place, refusal, simple_request
+from tests.support.wire.grpc_calls import is_right, memory_range, refusal, simple_request
 from tests.support.wire.http2 import (
     DATA,
     END_HEADERS,
@@ -174,8 +174,8 @@ def register(name: str, made: SharedObject) -> Any:
 def through(name: str) -> Any:
     """Identity from the first half of a region into the second."""
     request = pb.ModelInferRequest(model_name="identity")
-    place(request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE)
-    place(request.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
+    memory_range(request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE)
+    memory_range(request.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
     return request
 
 

@@ -443,11 +443,11 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
     copied, lost = connection.copied, [1]
 
-    def gone(place: Range) -> bytes:
+    def gone(memory_range: Range) -> bytes:
         if lost[0]:
             lost[0] -= 1
             raise shmserve.client.Unavailable("the memory of a tensor is gone")
-        return bytes(copied(place))
+        return bytes(copied(memory_range))
 
     connection.copied = gone
     x = np.arange(20000, dtype=np.float32)

@@ -316,11 +316,11 @@ def test_an_output_that_is_not_made_is_no_old_answer(explicit: Explicit) -> None
         http.load("partial").ok()
         register = {"key": region.key, "byte_size": 24}
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
-        place = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
+        memory_range = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
         for value, listed in ((made, 1), (absent, 0)):
             given = {
                 "inputs": [json_input("INPUT0", value)],
-                "outputs": [{"name": "OUTPUT0", "parameters": place}],
+                "outputs": [{"name": "OUTPUT0", "parameters": memory_range}],
             }
             answer = http.infer("partial", given).ok().json()
             assert len(answer["outputs"]) == listed

@@ -138,14 +138,18 @@ class Worker:
         assert self.expect(InstanceReady, self.schedulers[name]) == InstanceReady(0, self.pid)
         assert self.peer == b"0.%d" % self.pid
 
-    def execute(self, *values: float, name: str = "w1", size: int = 1, place: Any = None) -> None:
+    def execute(
+        self, *values: float, name: str = "w1", size: int = 1, memory_range: Any = None
+    ) -> None:
         """Send a batch, a request for each value."""
         self.batches += 1
         work = [
             Work(
                 key,
                 os.getpid(),
-                *pack_inference(inference(tensor("x", np.full((1, size), value, "f4"), place))),
+                *pack_inference(
+                    inference(tensor("x", np.full((1, size), value, "f4"), memory_range))
+                ),
             )
             for key, value in enumerate(values, 1)
         ]
@@ -249,12 +253,14 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
     peer, router = b"0.%d" % worker.pid, worker.schedulers["w1"]
     # Two of 48 MiB do not fit into 64 MiB: each must come back before the next.
     for give_back in (
-        lambda place: router.post(
-            peer, ReleaseOutputs(os.getpid(), [place.offset], place.memory.id)
+        lambda memory_range: router.post(
+            peer, ReleaseOutputs(os.getpid(), [memory_range.offset], memory_range.memory.id)
         ),
-        lambda place: router.post(peer, ReaderExited(os.getpid())),
+        lambda memory_range: router.post(peer, ReaderExited(os.getpid())),
         # What one had that had this pid before is not what it has.
-        lambda place: router.post(peer, ReleaseOutputs(os.getpid(), [place.offset], 1)),
+        lambda memory_range: router.post(
+            peer, ReleaseOutputs(os.getpid(), [memory_range.offset], 1)
+        ),
     ):
         worker.execute(1, size=4 * size)
         (output,) = worker.answer(worker.finished()[0]).outputs
@@ -272,14 +278,14 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
     worker.start()
     worker.load()
     region = Region(1 << 20)
-    place = region.write(4096, np.full((1, 1), 3, "f4"))
+    memory_range = region.write(4096, np.full((1, 1), 3, "f4"))
 
     def mapped() -> int:
         maps = Path(f"/proc/{worker.pid}/maps").read_text()
         return maps.count("memfd:test-region")
 
     for _ in range(3):
-        worker.execute(0, place=place)
+        worker.execute(0, memory_range=memory_range)
         assert value(worker.answer(worker.finished()[0])) == 6
         assert mapped() == 1
     worker.tell(MemoryDropped(region.memory.id))

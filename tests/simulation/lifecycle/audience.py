@@ -105,7 +105,7 @@ class SimulatedAudience:
     def know(self, number: int) -> bool:
         return self.acknowledgements.know(number)
 
-    def tell_readiness(self, news: ReadinessChanged) -> None:
+    def publish_readiness(self, news: ReadinessChanged) -> None:
         """Gateways are told; nobody waits for it."""
         last = self.last.get((news.name, news.version))
         if not isinstance(last, ModelPublished) or last.ready == news.ready:

@@ -131,7 +131,7 @@ class SimulatedExecutor(LifecycleExecutor):
     def place_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
         """Return the version and the instance of a worker that is being started."""
         version = next(each for each in self.alive if each.scheduler.number == start.number)
-        return version, next(each for each in version.places if each.index == start.index)
+        return version, next(each for each in version.memory_ranges if each.index == start.index)
 
     def _does(self, *words: Any) -> None:
         self.actions += 1

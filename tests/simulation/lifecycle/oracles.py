@@ -291,7 +291,9 @@ class LifecycleOracles:
         if not (version.loaded and version.scheduler.serves) or depth > 9:
             return False
         if not version.spec.steps:
-            return any(each.alive and each.state is InstanceState.READY for each in version.places)
+            return any(
+                each.alive and each.state is InstanceState.READY for each in version.memory_ranges
+            )
         return all(self._step_could_serve(step.name, depth) for step in version.spec.steps)
 
     def _step_could_serve(self, name: str, depth: int) -> bool:
@@ -333,17 +335,17 @@ class LifecycleOracles:
     def _check_places(self) -> None:
         """Of each worker there is one place, unless it is about to end; a place that is ready has a
         process."""
-        places = Counter(
-            place.child
+        memory_ranges = Counter(
+            memory_range.child
             for version in self._executor.alive
-            for place in version.places
-            if place.alive
+            for memory_range in version.memory_ranges
+            if memory_range.alive
         )
         for child in self._executor.processes.workers:
             if child.version not in self._executor.alive:
                 continue  # it had not started when that ended, and ends as soon as it has
-            if places[child] != 1 and child.entered and not child.to_end:
-                self.broke(f"7: {child} is in {places[child]} places")
+            if memory_ranges[child] != 1 and child.entered and not child.to_end:
+                self.broke(f"7: {child} is in {memory_ranges[child]} places")
 
     # --- the end
 
@@ -375,16 +377,21 @@ class LifecycleOracles:
     def _check_processes(self, serving: set[ObservedVersion]) -> None:
         """Nothing runs but what serves."""
         processes = self._executor.processes
-        workers = {place.child for version in serving for place in version.places if place.alive}
+        workers = {
+            memory_range.child
+            for version in serving
+            for memory_range in version.memory_ranges
+            if memory_range.alive
+        }
         if workers != set(processes.workers):
             self.broke(f"7: {processes.workers} run, and {workers} serve")
         hosts = {version.scheduler.serving.child for version in serving}
         if hosts != set(processes.hosts):
             self.broke(f"7: {processes.hosts} run, and {hosts} serve")
         for version in serving:
-            for place in version.places:
-                child: Any = place.child
-                if child is not None and not version.knows(place.index, child):
+            for memory_range in version.memory_ranges:
+                child: Any = memory_range.child
+                if child is not None and not version.knows(memory_range.index, child):
                     self.broke(f"12: {version} and {child} do not know one another")
 
     def _check_last(self, model: ModelEntry) -> None:
@@ -398,8 +405,8 @@ class LifecycleOracles:
     def _check_shapes(self, version: ObservedVersion) -> None:
         """It has the instances that it is to have, and knows its steps as they are."""
         if not version.spec.steps:
-            if len(version.places) not in counts_of(version.config):
-                self.broke(f"8: {version} has {len(version.places)} instances")
+            if len(version.memory_ranges) not in counts_of(version.config):
+                self.broke(f"8: {version} has {len(version.memory_ranges)} instances")
         elif version.steps_known() != version.shapes:
             self.broke(f"5: {version} knows its steps as they were")
 

@@ -42,7 +42,7 @@ class SimulatedChild(Child):
         super().__init__(pid, title, processes.executor.loop.create_future())
         self.version, self.fate = version, fate
         self.offered_at = ""  # which scheduler
-        self.place: Instance | None = None  # that it was started for
+        self.memory_range: Instance | None = None  # that it was started for
         self.to_end = self.entered = False
         self.busy_until_ns = 0
         self.expected: dict[tuple[int, int], int] = {}
@@ -87,18 +87,18 @@ class SimulatedProcesses:
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         """It says that it is there, now and then too late."""
-        world, version, place = self.world, None, None
+        world, version, memory_range = self.world, None, None
         if "workers" in entry:
-            version, place = self.executor.place_of(decode_start(WorkerStart, start))
-            self._starts.begin(place)
+            version, memory_range = self.executor.place_of(decode_start(WorkerStart, start))
+            self._starts.begin(memory_range)
         await self._pause()
         if world.chance(0.01):
             world.note("cannot be started", title)
-            self._starts.ended(place)
+            self._starts.ended(memory_range)
             raise Unavailable("no process could be started")
         fate = "broken" if version in self.doomed else world.random.choice(_FATES)
         child = SimulatedChild(self, title, version, fate)
-        child.place = place
+        child.memory_range = memory_range
         self.alive[child.pid] = child
         world.note("started", child, fate)
         if world.chance(0.02):
@@ -123,7 +123,7 @@ class SimulatedProcesses:
             return
         self.world.note("ends", child, reason)
         del self.alive[child.pid]
-        self._starts.ended(child.place)
+        self._starts.ended(child.memory_range)
         for address in [each for each in self._handlers if pid_of(each) == child.pid]:
             self.withdraw(address)
         child.exited.set_result(reason)
@@ -169,7 +169,7 @@ class SimulatedProcesses:
         if handler is not None:
             self.world.note("says", address, message)
             if isinstance(message, m.InstanceLoaded):
-                self._starts.ready(self.alive[pid_of(address)].place)
+                self._starts.ready(self.alive[pid_of(address)].memory_range)
             handler(message)
         elif address == pid_of(address):
             self._early.setdefault(address, []).append(message)

@@ -30,30 +30,30 @@ class Starts:
         self._complain = complain
         self._rows: dict[Instance | None, _Row] = {}
 
-    def begin(self, place: Instance) -> None:
+    def begin(self, memory_range: Instance) -> None:
         """A process of an instance is started."""
-        row = self._rows.get(place)
+        row = self._rows.get(memory_range)
         if row is None:
-            self._rows[place] = _Row()
+            self._rows[memory_range] = _Row()
             return
         early_s = row.ended_at + _PAUSES_S[min(row.deaths, len(_PAUSES_S)) - 1] - self._clock()
         if row.failed >= _MOST_FAILED:
-            self._complain(f"11: {place} starts after {row.failed} that did not load")
+            self._complain(f"11: {memory_range} starts after {row.failed} that did not load")
         elif early_s > _ROUNDED_S:
-            self._complain(f"11: {place} starts {early_s:.3f} s too early")
+            self._complain(f"11: {memory_range} starts {early_s:.3f} s too early")
         row.ready_at = None
 
-    def ready(self, place: Instance | None) -> None:
+    def ready(self, memory_range: Instance | None) -> None:
         """It has loaded."""
-        if place in self._rows:
-            self._rows[place].ready_at = self._clock()
-            self._rows[place].failed = 0
+        if memory_range in self._rows:
+            self._rows[memory_range].ready_at = self._clock()
+            self._rows[memory_range].failed = 0
 
-    def ended(self, place: Instance | None) -> None:
+    def ended(self, memory_range: Instance | None) -> None:
         """Its process has ended, or there is none."""
-        if place not in self._rows:
+        if memory_range not in self._rows:
             return
-        row, now = self._rows[place], self._clock()
+        row, now = self._rows[memory_range], self._clock()
         healthy = row.ready_at is not None and now - row.ready_at > _HEALTHY_S
         row.deaths = 1 if healthy else row.deaths + 1
         row.failed += row.ready_at is None

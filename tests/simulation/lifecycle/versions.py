@@ -57,14 +57,14 @@ class ObservedVersion(ModelVersion):
         return [None if version is None else version.config.immutable_config for version in found]
 
     @property
-    def places(self) -> list[Instance]:
+    def memory_ranges(self) -> list[Instance]:
         """The instances."""
         return self.instances._all
 
     @property
     def wanted(self) -> int:
         """The number of instances that do not retire."""
-        return sum(each.state not in _LEAVING for each in self.places)
+        return sum(each.state not in _LEAVING for each in self.memory_ranges)
 
     def knows(self, index: int, child: SimulatedChild) -> bool:
         """Check whether the scheduler expects a process that has attached to it."""

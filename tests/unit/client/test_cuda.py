@@ -262,7 +262,7 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
     kept = view.torch()
     kept.fill_(5)
     region.release()
-    for use in (view.torch, view.numpy, view.place, view.__dlpack__, partial(view.fill, 1)):
+    for use in (view.torch, view.numpy, view.memory_range, view.__dlpack__, partial(view.fill, 1)):
         with pytest.raises(shmserve.client.Released):
             use()
     del use
@@ -288,7 +288,7 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     ask(host, client, region)
     assert cuda.opened == 1
     work = pack_inference(
-        inference(tensor("x", ROW, region.place("x")), outputs=(RequestedOutput("y"),))
+        inference(tensor("x", ROW, region.memory_range("x")), outputs=(RequestedOutput("y"),))
     )
     view = region["y"]
     client.close()
@@ -338,7 +338,7 @@ def test_pinned_host_memory(
         monkeypatch.setattr("resource.getrlimit", lambda kind: limits)
         with pytest.raises(InvalidArgument, match="RLIMIT_MEMLOCK"):
             client.allocate(TENSORS, pin=True)
-        forged = dataclasses.replace(region.place("x").memory, pinned=False)
+        forged = dataclasses.replace(region.memory_range("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
             host.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Range(forged, 0, 16))
     until("workers are told", lambda: bool(host.processes.workers))
@@ -413,7 +413,7 @@ def test_a_local_client_uses_no_handle_that_it_did_not_share(
     host: SupervisorContext, client: Server
 ) -> None:
     region = client.allocate(TENSORS, device="cuda:0")
-    memory = region.place("x").memory
+    memory = region.memory_range("x").memory
     assert memory.cuda is not None
     number = int(client._session.connection().identity.partition(".")[0])
     assert SEALS.owns(number, memory) and not SEALS.owns(number + 1, memory)

@@ -77,7 +77,7 @@ def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
     with pytest.raises(Unavailable, match="may use 67108864 bytes"):
         memories.allocate(100 << 20)
     for block in [*blocks, alone]:
-        block.give_back()
+        block.recycle()
     memories.settle()
     assert memories.find(blocks[0].segment.address, 1) is None
 
@@ -120,7 +120,7 @@ def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
     block = memories.allocate(100)
     segment = weakref.ref(block.segment)
     memories.close()
-    block.give_back()
+    block.recycle()
     del block
     gc.collect()
     assert segment() is None
@@ -247,7 +247,7 @@ def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> No
         (tensor,) = inference.inputs
         assert tensor == TensorRef("x", "FP32", (1, 16), x.tobytes())
         (output,) = inference.outputs
-        assert output.place is not None and output.place.byte_size == 4 * 8192
+        assert output.memory_range is not None and output.memory_range.byte_size == 4 * 8192
         built.end()
     assert len(model.prepared) == 1 and len(schemas) == 1
 

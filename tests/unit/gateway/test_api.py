@@ -399,8 +399,8 @@ def test_registrations_are_checked(
 
 def region(name: str, memory_id: int, offset: int) -> Callable[[int], RegionPublished]:
     memory = Memory(memory_id, os.getpid(), 3, 4, 10_000, sealed=False)
-    place = list(pack_range(Range(memory, offset, 100)))
-    return lambda number: RegionPublished(name, f"/{name}", place, os.getuid(), -1, number)
+    memory_range = list(pack_range(Range(memory, offset, 100)))
+    return lambda number: RegionPublished(name, f"/{name}", memory_range, os.getuid(), -1, number)
 
 
 def test_the_status_of_regions(gateway: Rig, http: Http) -> None:

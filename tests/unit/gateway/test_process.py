@@ -30,12 +30,12 @@ def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
         gateway = process._Process(GatewayStart("0", tmp_path, known), lambda gateway: front)
         mappings = gateway._gateway.mappings
         worker = Arena(4096)
-        place = worker.allocate(64)
-        worker.view(place)[:] = bytes(range(64))
-        mappings.view(place)
+        memory_range = worker.allocate(64)
+        worker.view(memory_range)[:] = bytes(range(64))
+        mappings.view(memory_range)
         worker.close()  # from here on, only who has it mapped can read it
-        gateway._take(m.ProcessExited(place.memory.pid, ""))
-        assert bytes(mappings.view(place)) == bytes(range(64))
+        gateway._take(m.ProcessExited(memory_range.memory.pid, ""))
+        assert bytes(mappings.view(memory_range)) == bytes(range(64))
         await asyncio.sleep(0.1)  # a later timer
         assert not len(mappings)
         gateway._gateway.supervisor.close()

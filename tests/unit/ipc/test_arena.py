@@ -49,31 +49,31 @@ def test_a_second_or_forged_release_is_ignored() -> None:
 
 def test_another_mapping_reads_what_was_written() -> None:
     arena, reader = Arena(1 << 20), Mappings()
-    place = arena.allocate(5)
-    arena.view(place)[:] = b"hello"
-    assert bytes(reader.view(place)) == b"hello"
-    reader.drop(place.memory.id)
+    memory_range = arena.allocate(5)
+    arena.view(memory_range)[:] = b"hello"
+    assert bytes(reader.view(memory_range)) == b"hello"
+    reader.drop(memory_range.memory.id)
     assert len(reader) == 0
     arena.close()
 
 
 def test_a_full_arena_is_an_error_and_recovers() -> None:
     arena = Arena(1 << 16)
-    place = arena.allocate(1 << 16)
+    memory_range = arena.allocate(1 << 16)
     with pytest.raises(Unavailable, match="is full"):
         arena.allocate(1)
     with pytest.raises(InvalidArgument, match=r"65537 bytes .* --arena-byte-size allows 65536$"):
         arena.allocate((1 << 16) + 1)  # at no time
-    arena.free(place.offset)
+    arena.free(memory_range.offset)
     assert arena.allocate(1 << 16).offset == 0
     arena.close()
 
 
 def test_an_emptied_arena_gives_its_memory_back() -> None:
     arena = Arena(1 << 28)
-    place = arena.allocate(1 << 27)
+    memory_range = arena.allocate(1 << 27)
     committed = os.fstat(arena.memory.fd).st_blocks * 512
-    arena.free(place.offset)
+    arena.free(memory_range.offset)
     assert committed >= 1 << 27
     assert os.fstat(arena.memory.fd).st_blocks * 512 <= 1 << 26
     arena.view(arena.allocate(1 << 27))[-1:] = b"x"

@@ -26,24 +26,28 @@ def region() -> Iterator[Region]:
 )
 def test_views_keep_what_they_show(region: Region, offset: int, size: int) -> None:
     mappings = Mappings()
-    place = region.place(offset, size)
-    kept = np.frombuffer(mappings.view(place), np.uint8)
+    memory_range = region.memory_range(offset, size)
+    kept = np.frombuffer(mappings.view(memory_range), np.uint8)
     part = kept[-1:]
-    mappings.detach([place])
+    mappings.detach([memory_range])
     region.write(0, np.full(SIZE, 2, np.uint8))
     assert set(kept) == set(part) == {1}
     kept[:] = 3  # which no one else sees
-    assert set(region.read(0, SIZE)) == {2} and set(mappings.view(place)) == {2}
+    assert set(region.read(0, SIZE)) == {2} and set(mappings.view(memory_range)) == {2}
     assert len(mappings) == 1
     mappings.drop_all()
 
 
 def test_several_views_of_one_memory(region: Region) -> None:
     mappings = Mappings()
-    places = [region.place(0, 10), region.place(9000, 10), region.place(20, 10)]
-    views = [mappings.view(place) for place in places]
-    other = mappings.view(region.place(3 * 4096, 10))
-    mappings.detach(places)
+    memory_ranges = [
+        region.memory_range(0, 10),
+        region.memory_range(9000, 10),
+        region.memory_range(20, 10),
+    ]
+    views = [mappings.view(memory_range) for memory_range in memory_ranges]
+    other = mappings.view(region.memory_range(3 * 4096, 10))
+    mappings.detach(memory_ranges)
     region.write(0, np.full(SIZE, 2, np.uint8))
     assert all(set(view) == {1} for view in views)
     assert set(other) == {2}  # on a page of its own
@@ -52,10 +56,10 @@ def test_several_views_of_one_memory(region: Region) -> None:
 
 def test_memory_that_was_truncated_is_not_touched(region: Region) -> None:
     mappings = Mappings()
-    place = region.place(4096, 4096)
-    view = mappings.view(place)
+    memory_range = region.memory_range(4096, 4096)
+    view = mappings.view(memory_range)
     os.ftruncate(region.fd, 4096)
     with pytest.raises(InvalidArgument, match="truncated"):
-        mappings.detach([place])
+        mappings.detach([memory_range])
     del view
     mappings.drop_all()

@@ -24,7 +24,7 @@ def memory() -> Iterator[LentMemory]:
 
 def lent(memory: LentMemory, reader: int, byte_size: int = 100) -> Block:
     block = memory.allocate(byte_size)
-    memory.lend(reader, block.place, block)
+    memory.lend(reader, block.memory_range, block)
     return block
 
 
@@ -38,8 +38,8 @@ def test_a_block_is_free_when_its_last_user_releases_it(memory: LentMemory) -> N
 
 
 def test_only_its_reader_gives_a_block_back(memory: LentMemory) -> None:
-    place = lent(memory, READER).place
-    memory_id, offset = place.memory.id, place.offset
+    memory_range = lent(memory, READER).memory_range
+    memory_id, offset = memory_range.memory.id, memory_range.offset
     assert not memory.release(OTHER, memory_id, [offset])
     assert not memory.release(READER, memory_id + 1, [offset])
     assert not memory.release(READER, memory_id, [offset + 64])
@@ -62,9 +62,9 @@ def test_a_reader_that_ends_gives_all_back(memory: LentMemory) -> None:
 def test_what_is_lent_twice_is_given_back_twice(memory: LentMemory) -> None:
     block = lent(memory, READER)
     block.acquire()
-    memory.lend(READER, block.place, block)
+    memory.lend(READER, block.memory_range, block)
     for used in (True, False):
-        memory.release(READER, block.place.memory.id, [block.place.offset])
+        memory.release(READER, block.memory_range.memory.id, [block.memory_range.offset])
         assert bool(memory.used) == used
 
 
@@ -89,19 +89,21 @@ def test_a_token_that_is_dropped_unsettled_is_told_of() -> None:
     assert len(tokens.LOST) == 1 and "Holding was dropped unsettled" in tokens.LOST.pop()
 
 
-def place(memory_id: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False) -> Range:
+def memory_range(
+    memory_id: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False
+) -> Range:
     handle = CudaHandle(b"h" * 64, 0) if cuda else None
     return Range(Memory(memory_id, pid, 3, 4, 1 << 20, sealed, cuda=handle), offset, 8)
 
 
 def test_releases_name_each_process_once_and_no_client() -> None:
     placed = {
-        "a": place(1, 10, 0),
-        "b": place(2, 11, 64),
-        "c": place(1, 10, 128),
-        "region": place(3, 12, 0, sealed=False),
-        "device": place(4, 0, 0, cuda=True),
-        "own": place(5, 13, 0),
+        "a": memory_range(1, 10, 0),
+        "b": memory_range(2, 11, 64),
+        "c": memory_range(1, 10, 128),
+        "region": memory_range(3, 12, 0, sealed=False),
+        "device": memory_range(4, 0, 0, cuda=True),
+        "own": memory_range(5, 13, 0),
     }
     outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in placed.items()]
     outputs.append(TensorRef("inline", "UINT8", (1,), b"x"))

@@ -114,8 +114,11 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
 def test_frames_that_were_changed_on_the_way() -> None:
     """R2: a message, schema or memory with changed or lost bytes is another or malformed."""
     chance = random.Random(3)
-    place = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
-    tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
+    memory_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    tensors = (
+        TensorRef("a", "FP32", (1, 5), memory_range),
+        TensorRef("b", "BYTES", (1,), b"\0\0\0\0"),
+    )
     request, data = pack_inference(Inference(tensors, (RequestedOutput("c"),)))
     response, _ = pack_inferred(Inferred(tensors, {"x": "y"}))
     kinds: list[tuple[Callable[[bytes], Any], bytes]] = [
@@ -124,7 +127,7 @@ def test_frames_that_were_changed_on_the_way() -> None:
     kinds += [
         (lambda schema: unpack_inference(schema, data), request),
         (lambda schema: unpack_inferred(schema, data), response),
-        (lambda memory: unpack_range([memory, 10, 20]), place.memory.packed),
+        (lambda memory: unpack_range([memory, 10, 20]), memory_range.memory.packed),
     ] * 20
     malformed = 0
     for number in range(_CHANGES):
@@ -164,9 +167,14 @@ def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
 
 
 def test_a_request_and_its_answer_survive_the_wire() -> None:
-    place = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
-    tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (), b"\0\0\0\0"))
-    request = Inference(tensors, (RequestedOutput("c", place), RequestedOutput("d")), {"k": 1})
+    memory_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    tensors = (
+        TensorRef("a", "FP32", (1, 5), memory_range),
+        TensorRef("b", "BYTES", (), b"\0\0\0\0"),
+    )
+    request = Inference(
+        tensors, (RequestedOutput("c", memory_range), RequestedOutput("d")), {"k": 1}
+    )
     assert unpack_inference(*pack_inference(request)) == request
     answer = Inferred(tensors, {"x": "y"})
     assert unpack_inferred(*pack_inferred(answer)) == answer

@@ -119,10 +119,12 @@ def test_nobody_waits_for_a_lease_on_what_a_program_shares() -> None:
     fd = os.memfd_create("leased")
     try:
         os.ftruncate(fd, 4096)
-        place = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096)
+        memory_range = Range(
+            Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096
+        )
         with leased(f"/proc/self/fd/{fd}"), pytest.raises(Unavailable, match="is gone"):
-            Mappings().view(place)
-        assert len(Mappings().view(place)) == 4096
+            Mappings().view(memory_range)
+        assert len(Mappings().view(memory_range)) == 4096
     finally:
         os.close(fd)
 

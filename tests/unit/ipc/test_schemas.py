@@ -52,8 +52,8 @@ def test_requests_of_one_kind_have_one_schema(
             else Range(MEMORY, data.draw(placed), size)
             for size in sizes
         ]
-        place = Range(MEMORY, data.draw(placed), 64)
-        outputs = (RequestedOutput("A"), RequestedOutput("B", place, or_input=True))
+        memory_range = Range(MEMORY, data.draw(placed), 64)
+        outputs = (RequestedOutput("A"), RequestedOutput("B", memory_range, or_input=True))
         return Inference(tensors(datas), outputs, parameters)
 
     first, second = drawn(), drawn()
@@ -119,9 +119,9 @@ def test_bytes_that_are_no_schema_are_malformed(packed: bytes) -> None:
 
 
 def test_sizes_count_inline_bytes_and_places() -> None:
-    place = Range(MEMORY, 4096, 100)
-    _, data = pack_inferred(Inferred(tensors([b"abc", place])))
-    assert (byte_size_of(data), inline_size_of(data), ranges_of(data)) == (103, 3, [place])
+    memory_range = Range(MEMORY, 4096, 100)
+    _, data = pack_inferred(Inferred(tensors([b"abc", memory_range])))
+    assert (byte_size_of(data), inline_size_of(data), ranges_of(data)) == (103, 3, [memory_range])
 
 
 # --- Schemas

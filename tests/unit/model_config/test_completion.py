@@ -12,7 +12,6 @@ from shmserve.model_config import (
     ModelConfig,
     ModelDefaults,
     detect_backend,
-    doubts,
     from_json,
     ignored_fields,
     merge_autocomplete,
@@ -20,6 +19,7 @@ from shmserve.model_config import (
     parse_pbtxt,
     read_pbtxt,
     to_dict,
+    warnings_of,
 )
 from shmserve.proto import model_config_pb2
 from tests.rigs.marked_configs import PYTHON, place
@@ -237,7 +237,7 @@ def test_what_can_hardly_be_meant_is_doubted() -> None:
         parameters { key: "execution_timeout_second" value { string_value: "1" } }
         parameters { key: "my_own" value { string_value: "x" } }"""
     )
-    assert doubts(written, normalise(written, "m", 0)) == [
+    assert warnings_of(written, normalise(written, "m", 0)) == [
         "instance_group[1].count: -1 is taken as the default; it is 1 or more",
         "parameters: 'batching_strateg' means nothing here, did you mean 'batching_strategy'?",
         "parameters: 'execution_timeout_second' means nothing here, did you mean "
@@ -245,7 +245,7 @@ def test_what_can_hardly_be_meant_is_doubted() -> None:
         "dynamic_batching: nothing is batched, as max_batch_size is 0",
     ]
     written = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")
-    assert doubts(written, written) == []
+    assert warnings_of(written, written) == []
 
 
 @pytest.mark.parametrize(("written", "count"), [("", 3), ("instance_group { count: 2 }", 2)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import ModelConfig, Source, normalise, read_json, read_pbtxt, validate
 from shmserve.model_config.diagnostics import Key, shown
-from tests.rigs.marked_configs import IO, PYTHON, places, problems
+from tests.rigs.marked_configs import IO, PYTHON, positions, problems
 from tests.unit.model_config.test_parse import FRAGMENTS, configs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def of_map(key: Key) -> bool:
 
 def names_what_is_there(text: str, source: Source, quote: str = "") -> None:
     """Every place of a key is where its name is written, and that of an element there or at it."""
-    for key, at in source.places.items():
+    for key, at in source.positions.items():
         rest, name = pointed(text, at), key[-1]
         if isinstance(name, str) and name[0] != "[":
             assert rest.startswith(f"{quote}{name}{quote}") or of_map(key)
@@ -62,7 +62,7 @@ def test_every_key_of_a_real_file_is_found_in_it(path: Path, newline: str) -> No
     flat = " ".join(line.partition("#")[0] for line in path.read_text().splitlines())
     again, in_one_line = read_pbtxt(flat)
     assert again == config
-    assert in_one_line.places.keys() == source.places.keys()
+    assert in_one_line.positions.keys() == source.positions.keys()
     names_what_is_there(flat, in_one_line)
 
 
@@ -115,7 +115,7 @@ def test_whatever_is_wrong_the_place_is_in_the_text(
     ],
 )  # fmt: skip
 def test_points_at_an_element_however_it_is_written(text: str, expected: str) -> None:
-    (at,) = places(PYTHON + text)
+    (at,) = positions(PYTHON + text)
     assert problems(PYTHON + text, complete=False).startswith(f"{at}{expected}: model input ")
 
 
@@ -135,7 +135,7 @@ def test_points_at_an_element_however_it_is_written(text: str, expected: str) ->
     ],
 )
 def test_points_into_json(text: str, expected: str) -> None:
-    (at,) = places(text)
+    (at,) = positions(text)
     config, source = read_json(text.replace("@", ""), "f")
     config.backend = "python"
     with pytest.raises(InvalidArgument) as caught:

@@ -6,7 +6,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import LoadProblem, normalise, parse_pbtxt, validate
-from tests.rigs.marked_configs import IO, PYTHON, place, places, problems
+from tests.rigs.marked_configs import IO, PYTHON, place, positions, problems
 
 DIM_TEXT = "dimension must be integer >= 1, or -1 to indicate a variable-size dimension for m"
 BATCH = "max_batch_size: 4 " + IO
@@ -340,7 +340,7 @@ dynamic_batching { @preferred_batch_size: 5 }
 instance_group [ { @kind: KIND_GPU } ]
 """
     )
-    size, first, dim, other, out, preferred, kind = places(text)
+    size, first, dim, other, out, preferred, kind = positions(text)
     assert problems(text).splitlines() == [
         f"{size}max_batch_size: 'max_batch_size' must be non-negative value for m",
         f"{preferred}dynamic_batching.preferred_batch_size[0]: "

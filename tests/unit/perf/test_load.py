@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.perf.load import KINDS, LoadGenerator, constant, loads_of, poisson, probe
-from shmserve.protocols import Heard
+from shmserve.protocols import LaneObserver
 from shmserve.protocols.connection import Poller
 
 
@@ -31,7 +31,7 @@ class InstantDoor:
     def encode(self, request: Any) -> Any:
         return request
 
-    def lane(self, heard: Heard) -> InstantLane:
+    def lane(self, heard: LaneObserver) -> InstantLane:
         return InstantLane(self, heard)
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class InstantDoor:
 
 
 class InstantLane:
-    def __init__(self, door: InstantDoor, heard: Heard) -> None:
+    def __init__(self, door: InstantDoor, heard: LaneObserver) -> None:
         self.door, self.heard = door, heard
 
     def send(self, request: Any) -> None:

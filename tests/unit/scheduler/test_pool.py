@@ -190,11 +190,11 @@ def test_whatever_had_a_process_is_expected_again(state: SlotState) -> None:
 def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
     pool = Pool(LIMIT)
     ready(pool)
-    assert not pool.room(4), "an idle instance is no busy one"
+    assert not pool.least_busy(4), "an idle instance is no busy one"
     first, second = execution(1), execution(2, NOW)
     slot = pool.assign(first)
-    assert not pool.room(1) and pool.room(2)
-    assert pool.assign(second, pool.room(2)) is slot and not pool.room(2)
+    assert not pool.least_busy(1) and pool.least_busy(2)
+    assert pool.assign(second, pool.least_busy(2)) is slot and not pool.least_busy(2)
     assert slot.execution is first and pool.executing == 2 and not pool.free
     pool.finish(slot, NOW + 70)
     assert slot.execution is second and slot.state is SlotState.BUSY and not pool.free
@@ -207,7 +207,7 @@ def test_what_is_sent_ahead_goes_to_the_least_busy(pool: Pool) -> None:
     ready(pool, 0, 100), ready(pool, 1, 101)
     slots = []
     for number in range(6):
-        ahead = None if pool.free else pool.room(4)
+        ahead = None if pool.free else pool.least_busy(4)
         slots.append(pool.assign(execution(number), ahead).index)
     assert slots == [0, 1, 0, 1, 0, 1]
 
@@ -216,7 +216,7 @@ def test_an_exit_returns_everything_the_running_one_first(pool: Pool) -> None:
     ready(pool)
     batches = [execution(1), execution(2), execution(3)]
     for batch in batches:
-        pool.assign(batch, pool.room(4))
+        pool.assign(batch, pool.least_busy(4))
     assert pool.process_exited(100) == Lost(batches, [])
 
 
@@ -241,7 +241,7 @@ def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more(pool: Pool)
     peer = ready(pool)
     slot = pool.assign(execution())
     pool.retire(0)
-    assert not pool.free and not pool.room(2)
+    assert not pool.free and not pool.least_busy(2)
     assert retired(pool) == []
     pool.finish(slot, NOW)
     assert not pool.free
@@ -281,7 +281,7 @@ def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
         slot = pool.assign(batch)
         pool.finish(slot, 0)
     assert len(slot.requests) == 2 and slot.idle
-    assert not pool.free and pool.room(9) is None
+    assert not pool.free and pool.least_busy(9) is None
     slot.requests.popitem()
     pool.ended(slot)
     pool.ended(slot)

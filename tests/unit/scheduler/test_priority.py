@@ -26,7 +26,7 @@ class AgainstAList(RuleBasedStateMachine):
         self.queue = PriorityQueue()
         self.naive: list[tuple[tuple[int, bool, int], ScheduledRequest]] = []
         self.made: list[ScheduledRequest] = []
-        self.places = 0
+        self.memory_ranges = 0
 
     def _expected(self) -> list[ScheduledRequest]:
         return [each for _, each in sorted(self.naive, key=lambda item: item[0])]
@@ -38,11 +38,11 @@ class AgainstAList(RuleBasedStateMachine):
     @rule(level=LEVELS)
     def append(self, level: int) -> None:
         """A request comes."""
-        self.places += 1
-        made = request(self.places, level)
+        self.memory_ranges += 1
+        made = request(self.memory_ranges, level)
         self.made.append(made)
         self.queue.append(made)
-        self.naive.append(((level, False, self.places), made))
+        self.naive.append(((level, False, self.memory_ranges), made))
 
     @precondition(lambda self: self.naive)
     @rule(data=st.data())
@@ -50,11 +50,11 @@ class AgainstAList(RuleBasedStateMachine):
         """A request's timeout passes."""
         in_time = [each for _, each in self.naive if not each.delayed]
         if in_time:
-            self.places += 1
+            self.memory_ranges += 1
             chosen = data.draw(st.sampled_from(in_time))
             self._drop([chosen])
             self.queue.delay(chosen)
-            self.naive.append(((chosen.level, True, self.places), chosen))
+            self.naive.append(((chosen.level, True, self.memory_ranges), chosen))
 
     @precondition(lambda self: self.made)
     @rule(data=st.data())
@@ -75,9 +75,9 @@ class AgainstAList(RuleBasedStateMachine):
         self._drop(taken)
         if back:
             for each in reversed(taken):
-                self.places += 1
+                self.memory_ranges += 1
                 self.queue.prepend(each)
-                self.naive.append(((each.level, each.delayed, -self.places), each))
+                self.naive.append(((each.level, each.delayed, -self.memory_ranges), each))
 
     @invariant()
     def is_the_same(self) -> None:

@@ -60,9 +60,9 @@ def cached(
     return Rig(dynamic, cache=cache, **server)
 
 
-def released(place: Range) -> m.Release:
+def released(memory_range: Range) -> m.Release:
     """What gives a place back."""
-    return m.Release(place.memory.pid, [place.offset], place.memory.id)
+    return m.Release(memory_range.memory.pid, [memory_range.offset], memory_range.memory.id)
 
 
 def work(data: bytes | Range = b"x", output: Range | None = None, **fields: Any) -> Packed:
@@ -77,9 +77,9 @@ def body(data: bytes | Range) -> Packed:
 
 
 def placed(arena: Arena, data: bytes) -> Range:
-    place = arena.allocate(len(data))
-    arena.view(place)[:] = data
-    return place
+    memory_range = arena.allocate(len(data))
+    arena.view(memory_range)[:] = data
+    return memory_range
 
 
 def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
@@ -232,16 +232,16 @@ def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
 
 def regions(arena: Arena) -> dict[str, Packed]:
     """Requests whose memory no scheduler reads."""
-    place = placed(arena, b"r" * 64)
-    memory, copied = place.memory, place.memory
+    memory_range = placed(arena, b"r" * 64)
+    memory, copied = memory_range.memory, memory_range.memory
     held = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
     copied = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
     unsealed = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
     return {
-        "a client's region": work(Range(held, place.offset, 64)),
-        "an untrusted client's": work(Range(copied, place.offset, 64)),
-        "an object that may shrink": work(Range(unsealed, place.offset, 64)),
-        "an output's place": work(b"x", Range(held, place.offset, 64)),
+        "a client's region": work(Range(held, memory_range.offset, 64)),
+        "an untrusted client's": work(Range(copied, memory_range.offset, 64)),
+        "an object that may shrink": work(Range(unsealed, memory_range.offset, 64)),
+        "an output's place": work(b"x", Range(held, memory_range.offset, 64)),
     }
 
 
@@ -365,8 +365,10 @@ def test_requests_that_differ_have_different_keys(other: Inference) -> None:
 
 def test_another_sequence_or_place_in_it_has_another_key() -> None:
     """Rule 3.8.2."""
-    places = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
-    assert len({key(REQUEST, sequence=place) for place in places}) == len(places)
+    memory_ranges = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
+    assert len({key(REQUEST, sequence=memory_range) for memory_range in memory_ranges}) == len(
+        memory_ranges
+    )
 
 
 def test_another_model_or_version_has_another_key() -> None:

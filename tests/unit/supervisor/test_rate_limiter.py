@@ -239,7 +239,7 @@ def test_all_parts_together_are_never_more_than_the_bound(steps: list[tuple[bool
         if joins:
             told[member] = shares.join(member, hears(member))
         else:
-            shares.leave(member)
+            shares.remove(member)
             told.pop(member, None)
         assert sum(told.values()) <= 1000
         assert len(set(told.values())) <= 1

@@ -128,7 +128,7 @@ def test_it_has_heard_once_nothing_waits(heard: tuple[str, socket.socket]) -> No
         manager = ServiceManager(address)
         for number in range(count):
             manager.keep(str(number), [0])
-        waiting, read = asyncio.ensure_future(manager.heard()), 0
+        waiting, read = asyncio.ensure_future(manager.flushed()), 0
         while not waiting.done():
             await asyncio.sleep(0)
             with contextlib.suppress(BlockingIOError):
@@ -150,7 +150,7 @@ def test_it_has_heard_once_nothing_waits(heard: tuple[str, socket.socket]) -> No
 def test_without_one_nothing_is_said(address: str | None) -> None:
     manager = ServiceManager(address)
     manager.ready("a")
-    asyncio.run(asyncio.wait_for(manager.heard(), 1))
+    asyncio.run(asyncio.wait_for(manager.flushed(), 1))
     asyncio.run(asyncio.wait_for(manager.keep_waiting(), 5))
 
 
@@ -186,7 +186,7 @@ print([name for name in os.environ if name.startswith("LISTEN_")])
 def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
     """What a process finds that is given these as its first descriptors."""
 
-    def place() -> None:
+    def memory_range() -> None:
         copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in sockets]  # beyond their places
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
@@ -196,7 +196,7 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
         [sys.executable, "-c", _ASK],
         env={**os.environ, **told},
         pass_fds=range(3, 3 + len(sockets)),
-        preexec_fn=place,
+        preexec_fn=memory_range,
         capture_output=True,
         text=True,
         check=True,

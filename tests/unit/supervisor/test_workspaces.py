@@ -50,9 +50,9 @@ class Told:
         found = []
         for pid, message in self.messages:
             assert isinstance(message, m.Answered)
-            place = unpack_range(list(message.payload["place"]))
-            assert place.memory == memory_of(place.memory.id)
-            found.append((pid, message.id, place.memory.id, place.offset))
+            memory_range = unpack_range(list(message.payload["place"]))
+            assert memory_range.memory == memory_of(memory_range.memory.id)
+            found.append((pid, message.id, memory_range.memory.id, memory_range.offset))
         self.messages.clear()
         return found
 
@@ -124,9 +124,9 @@ def test_a_holder_that_dies_is_started_again() -> None:
         await turns()
         first, second = processes.started
         ((_, message),) = told.messages
-        place = unpack_range(list(message.payload["place"]))
-        assert place.memory.pid == second.pid != first.pid
-        assert place.memory.cuda == CudaHandle(bytes(64), 1, bytes(16))
+        memory_range = unpack_range(list(message.payload["place"]))
+        assert memory_range.memory.pid == second.pid != first.pid
+        assert memory_range.memory.cuda == CudaHandle(bytes(64), 1, bytes(16))
         holders.retire()
         second.kill()
         await turns()

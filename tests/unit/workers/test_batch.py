@@ -23,7 +23,7 @@ from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_infe
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import execute as batches
-from shmserve.workers.batch.runner import Gatherer, room
+from shmserve.workers.batch.runner import Gatherer, buffer_capacity
 from shmserve.workers.batch.unpack import Unpacker, reshape
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.worker_rig import (
@@ -95,11 +95,11 @@ def address(raw: memoryview) -> int:
 def test_a_batch_of_one_in_a_region_is_a_view(region: Region) -> None:
     mappings = Mappings()
     unpacker, gather, buffers = gatherer(one_tensor(most=8), mappings)
-    place = region.write(256, np.arange(8, dtype=F32))
-    (request,) = unpack(unpacker, inference(tensor("X", np.zeros((2, 4), F32), place)))
+    memory_range = region.write(256, np.arange(8, dtype=F32))
+    (request,) = unpack(unpacker, inference(tensor("X", np.zeros((2, 4), F32), memory_range)))
     raw, shape, view = gather.gather("X", [request])
     assert (shape, view, buffers) == ((2, 4), True, [])
-    assert address(raw) == address(mappings.view(place))
+    assert address(raw) == address(mappings.view(memory_range))
     assert np.array_equal(np.frombuffer(raw, F32), np.arange(8, dtype=F32))
 
 
@@ -107,12 +107,15 @@ def test_rows_next_to_each_other_are_one_view_and_others_are_copied(region: Regi
     mappings = Mappings()
     unpacker, gather, buffers = gatherer(one_tensor(most=8), mappings)
     rows = [np.full((n, 2), n, F32) for n in (1, 3, 2)]
-    places = [region.write(at, row) for at, row in zip((64, 72, 96), rows, strict=True)]
-    items = [inference(tensor("X", row, place)) for row, place in zip(rows, places, strict=True)]
+    memory_ranges = [region.write(at, row) for at, row in zip((64, 72, 96), rows, strict=True)]
+    items = [
+        inference(tensor("X", row, memory_range))
+        for row, memory_range in zip(rows, memory_ranges, strict=True)
+    ]
     requests = unpack(unpacker, *items)
     raw, shape, view = gather.gather("X", requests)
     assert (shape, view, buffers) == ((6, 2), True, [])
-    assert address(raw) == address(mappings.view(places[0]))
+    assert address(raw) == address(mappings.view(memory_ranges[0]))
     assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
     # The same rows in another order, and rows with a hole between, are no stretch.
     for shuffled in (requests[::-1], [requests[0], requests[2]]):
@@ -137,7 +140,7 @@ def test_the_buffer_has_room_for_the_largest_batch_from_the_start() -> None:
 @given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), most=st.integers(1, 64))
 def test_how_much_room_a_buffer_gets(rows: int, row: int, most: int) -> None:
     byte_size = rows * row
-    found = room(byte_size, rows, most)
+    found = buffer_capacity(byte_size, rows, most)
     assert byte_size <= found <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
     if row * max(rows, most) <= 64 * MIB:
         assert found == (row * max(rows, most) if rows else 0), "never grown"
@@ -164,7 +167,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
         return echo(requests)
 
     worker.serve(FunctionBackend(worker.context, look), one_tensor())
-    wanted = RequestedOutput("Y", region.place(20 * MIB, 16 * MIB))
+    wanted = RequestedOutput("Y", region.memory_range(20 * MIB, 16 * MIB))
     request = inference(TensorRef("X", "FP32", data.shape, source), outputs=[wanted])
     tracemalloc.start()
     (reply,) = worker.batch(request)
@@ -175,7 +178,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     assert address(seen[0]) == address(worker.context.mappings.view(source))
     assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
     assert reply.answer is not None
-    assert reply.answer.outputs[0].data == wanted.place
+    assert reply.answer.outputs[0].data == wanted.memory_range
     assert worker.context.arena.used == 0
 
 
@@ -203,8 +206,8 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Re
     worker.serve(FunctionBackend(worker.context, add_one), one_tensor())
     data = np.arange(4, dtype=F32)
     for _ in range(2):
-        place = region.write(8, data)
-        (reply,) = worker.batch(inference(tensor("X", data, place)))
+        memory_range = region.write(8, data)
+        (reply,) = worker.batch(inference(tensor("X", data, memory_range)))
         assert reply.array("Y").tolist() == [1, 2, 3, 4]
         assert region.read(8, 16) == data.tobytes(), "the client's memory is as it was"
 
@@ -230,12 +233,12 @@ def test_outputs_go_where_they_are_wanted(worker: Rig, region: Region) -> None:
     assert np.array_equal(reply.array("Y", worker), large)
     assert worker.context.arena.used == 4 * MIB
     assert reply.answer is not None
-    place = reply.answer.outputs[0].data
-    assert not isinstance(place, bytes)
-    worker.release([place.offset], pid=1)
+    memory_range = reply.answer.outputs[0].data
+    assert not isinstance(memory_range, bytes)
+    worker.release([memory_range.offset], pid=1)
     worker.batch(inference(tensor("X", small)))
     assert worker.context.arena.used == 4 * MIB, "only its reader may release it"
-    worker.release([place.offset])
+    worker.release([memory_range.offset])
     worker.batch(inference(tensor("X", small)))
     assert worker.context.arena.used == 0
 
@@ -255,7 +258,7 @@ def test_an_input_that_is_returned_stays_where_it_is(
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())
     given = region.write(0, data)
-    wanted = RequestedOutput("Y", region.place(8 * MIB, 4 * MIB), allowed)
+    wanted = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), allowed)
     for expected in (data, data[: MIB // 2], data, data + 1):
         returned = allowed and expected is data
         (reply,) = worker.batch(inference(tensor("X", data, given), outputs=[wanted]))
@@ -288,18 +291,18 @@ def test_what_is_written_over_an_input_changes_no_other_output(
     # The object may have been registered under another name for outputs.
     memory = region.memory if names == "one" else replace(region.memory, id=region.memory.id + 1)
 
-    def answers(**places: int | None) -> dict[str, list[float]]:
+    def answers(**memory_ranges: int | None) -> dict[str, list[float]]:
         inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
         wanted = [
             RequestedOutput(name, None if at is None else Range(memory, 4 * at * size, 4 * size))
-            for name, at in places.items()
+            for name, at in memory_ranges.items()
         ]
         (reply,) = worker.batch(inference(*inputs, outputs=wanted))
         return {
             name: reply.array(name, worker).tolist()
             if at is None
             else np.frombuffer(region.read(4 * at * size, 4 * size), F32).tolist()
-            for name, at in places.items()
+            for name, at in memory_ranges.items()
         }
 
     swapped = answers(A=0, B=1)
@@ -312,7 +315,7 @@ def test_what_is_written_over_an_input_changes_no_other_output(
 def test_an_output_too_large_for_its_place_fails_that_request(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
     before = region.read(0, 64)
-    wanted = RequestedOutput("Y", region.place(0, 15))
+    wanted = RequestedOutput("Y", region.memory_range(0, 15))
     data = np.ones((1, 4), F32)
     short, good = worker.batch(
         inference(tensor("X", data), outputs=[wanted]), inference(tensor("X", data))
@@ -398,7 +401,7 @@ def test_any_layout_is_written_row_major(
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
     )
-    wanted = [RequestedOutput("Y", region.place(64, 100))] if placed else []
+    wanted = [RequestedOutput("Y", region.memory_range(64, 100))] if placed else []
     (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=wanted))
     assert reply.code == "", reply.message
     want = np.ascontiguousarray(
@@ -412,7 +415,7 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
     for shape in ((1, 0), (0, 3)):
         data = np.zeros(shape, F32)
-        wanted = RequestedOutput("Y", region.place(0, 0))
+        wanted = RequestedOutput("Y", region.memory_range(0, 0))
         for outputs in ((), [wanted]):
             (reply,) = worker.batch(inference(tensor("X", data), outputs=outputs))
             assert reply.answer is not None, reply.message
@@ -423,7 +426,7 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
 def test_bytes(worker: Rig, region: Region, placed: bool) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), most=4))
     data = np.array([[b"", "ä".encode()], [b"\0\1", b"x" * 50]], dtype=object)
-    wanted = [RequestedOutput("Y", region.place(0, 1000))] if placed else []
+    wanted = [RequestedOutput("Y", region.memory_range(0, 1000))] if placed else []
     (reply,) = worker.batch(inference(tensor("X", data), outputs=wanted))
     assert reply.answer is not None, reply.message
     sent = tensor("X", data).data
@@ -476,7 +479,7 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
 def test_what_is_wrong_with_one_request_fails_it_alone(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=8))
     data = np.ones((1, 4), F32)
-    outside = region.place(40 * MIB - 8, 16)
+    outside = region.memory_range(40 * MIB - 8, 16)
     wrong_size = TensorRef("X", "FP32", (1, 4), b"123")
     replies = worker.raw_batch(
         [
@@ -532,10 +535,10 @@ def test_all_inputs_are_named_whose_strings_do_not_add_up(worker: Rig) -> None:
 def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     data = np.zeros(4, F32)
-    place = region.write(8192, data)
-    assert worker.batch(inference(tensor("X", data, place)))[0].code == ""
+    memory_range = region.write(8192, data)
+    assert worker.batch(inference(tensor("X", data, memory_range)))[0].code == ""
     os.ftruncate(region.fd, 4096)
-    (reply,) = worker.batch(inference(tensor("X", data, place)))
+    (reply,) = worker.batch(inference(tensor("X", data, memory_range)))
     assert reply.code == "INVALID_ARG"
     assert "truncated" in reply.message
 
@@ -671,7 +674,7 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
     data = np.ones((1, 4), F32)
     copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
-    def full(place: Range) -> memoryview:
+    def full(memory_range: Range) -> memoryview:
         raise MemoryError
 
     monkeypatch.setattr(worker.context.mappings, "read", full)
@@ -708,7 +711,9 @@ def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None
     data = np.ones((1, 4), F32)
     first, second = worker.batch(
         *(
-            inference(tensor("X", data), outputs=[RequestedOutput("Y", region.place(at, 16))])
+            inference(
+                tensor("X", data), outputs=[RequestedOutput("Y", region.memory_range(at, 16))]
+            )
             for at in (0, 64)
         )
     )
@@ -742,7 +747,9 @@ def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, regi
 
     worker.serve(FunctionBackend(worker.context, execute), one_tensor())
     x = tensor("X", np.ones(4, F32))
-    (reply,) = worker.batch(inference(x, outputs=[RequestedOutput("Y", region.place(0, 16))]))
+    (reply,) = worker.batch(
+        inference(x, outputs=[RequestedOutput("Y", region.memory_range(0, 16))])
+    )
     assert reply.code == "CANCELLED"
     assert region.read(0, 16) == bytes(16)
 

@@ -79,11 +79,11 @@ def values(reply: CallResponse) -> list[float]:
     return output.numpy().ravel().tolist()
 
 
-def doubled(submit: m.Submit, place: Range | None = None) -> m.Finished:
+def doubled(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
     (given,) = work(submit).inputs
     assert isinstance(given.data, bytes)
     array = np.frombuffer(given.data, np.float32).reshape(given.shape)
-    return finished(submit, tensor("Y", 2 * array, place), note="doubled")
+    return finished(submit, tensor("Y", 2 * array, memory_range), note="doubled")
 
 
 def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
@@ -184,23 +184,23 @@ def test_large_tensors_lie_in_memory(calls: CallRouter, others: Others) -> None:
         assert given.data.offset == 0  # free again after each call
         taken = np.frombuffer(mappings.view(given.data), np.float32)
         assert (taken == big).all()
-        place = theirs.allocate(big.nbytes)
-        theirs.view(place)[:] = (taken + turn).tobytes()
-        scheduler.say(finished(submit, TensorRef("Y", "FP32", given.shape, place)))
+        memory_range = theirs.allocate(big.nbytes)
+        theirs.view(memory_range)[:] = (taken + turn).tobytes()
+        scheduler.say(finished(submit, TensorRef("Y", "FP32", given.shape, memory_range)))
         assert values(running.result(10)) == (big + turn).tolist()
         release = scheduler.next(m.Release)
-        assert release == m.Release(theirs.memory.pid, [place.offset])
-        theirs.free(place.offset)
+        assert release == m.Release(theirs.memory.pid, [memory_range.offset])
+        theirs.free(memory_range.offset)
 
 
 def test_inputs_in_memory_of_the_request_stay_there(calls: CallRouter, others: Others) -> None:
     scheduler, region = others.scheduler("s1"), Region(4096)
-    place = region.write(64, np.array([1, 2], dtype=np.float32))
-    what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), place)])
+    memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
+    what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
     running = others.run(call, calls, what)
     others.found("s1")
     submit = scheduler.next(m.Submit)
-    assert work(submit).inputs[0].data == place
+    assert work(submit).inputs[0].data == memory_range
     scheduler.say(finished(submit))
     running.result(10)
     region.close()
@@ -217,12 +217,12 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
         if expect_question:
             others.found("s1")
         submit = scheduler.next(m.Submit)
-        place = work(submit).inputs[0].data
-        assert isinstance(place, Range)
+        memory_range = work(submit).inputs[0].data
+        assert isinstance(memory_range, Range)
         scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "too late", 0, True))
         with pytest.raises(Unavailable):
             running.result(10)
-        return submit.id, place.offset
+        return submit.id, memory_range.offset
 
     first, at = offset(True)
     _, other = offset(False)
@@ -436,7 +436,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
 
 def test_a_process_that_exits_takes_its_memory_along(calls: CallRouter, others: Others) -> None:
     scheduler, theirs = others.scheduler("s1"), Arena(MIB)
-    place = theirs.allocate(8)
+    memory_range = theirs.allocate(8)
     running = others.run(call, calls, request())
     others.found("s1")
     scheduler.say(doubled(scheduler.next(m.Submit)))
@@ -444,7 +444,7 @@ def test_a_process_that_exits_takes_its_memory_along(calls: CallRouter, others: 
     before = _descriptors()
 
     running = others.run(call, calls, request())
-    answer = TensorRef("Y", "FP32", (1, 2), place)
+    answer = TensorRef("Y", "FP32", (1, 2), memory_range)
     scheduler.say(finished(scheduler.next(m.Submit), answer))
     running.result(10)
     scheduler.next(m.Release)

@@ -167,7 +167,7 @@ def test_from_a_thread_after_execute_has_returned(model: Model) -> None:
 
 def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model) -> None:
     region = Region(4096)
-    place = region.write(0, np.array([3], np.float32))
+    memory_range = region.write(0, np.array([3], np.float32))
     model.serve(
         """
         def execute(self, requests):
@@ -176,7 +176,7 @@ def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model) -> None:
             requests[0].get_response_sender().send(response(*array), FINAL)
         """
     )
-    model.begin(3, place=place)
+    model.begin(3, memory_range=memory_range)
     assert model.responses(1) == [[7], "end"]
     assert region.read(0, 4) == np.array([3], np.float32).tobytes()
     region.close()
@@ -223,7 +223,7 @@ def test_one_that_cannot_be_written_is_an_error_and_no_end(
             sender.send(flags=FINAL)
         """
     )
-    model.begin(0, output=region.place(0, 4))
+    model.begin(0, output=region.memory_range(0, 4))
     pumping()
     (text,) = model.responses(1, 1)
     assert "shared memory size specified with the request for output 'Y' (4 bytes)" in text
@@ -569,7 +569,7 @@ def test_responses_with_one_place_go_there_one_by_one(
             sender.send(flags=FINAL)
         """
     )
-    model.begin(0, output=region.place(0, 4))
+    model.begin(0, output=region.memory_range(0, 4))
     pumping()
     for n in (1, 2):
         assert model.responses(1, n) == ["in its place"] * n

@@ -288,7 +288,7 @@ def test_places_on_devices_travel() -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
+    "memory_range",
     [
         Range(Memory.on_device(1, 64, CudaHandle(bytes(64), 0)), 60, 5),
         Range(Memory.on_device(1, 64, CudaHandle(bytes(64), 0)), -1, 5),
@@ -297,9 +297,9 @@ def test_places_on_devices_travel() -> None:
         Range(Memory.on_device(1, 64, CudaHandle(bytes(64), 0, 5)), 0, 5),  # type: ignore[arg-type]
     ],
 )
-def test_malformed_places(place: Range) -> None:
+def test_malformed_places(memory_range: Range) -> None:
     with pytest.raises(MalformedMessage):
-        unpack_inference(*pack_inference(Inference((TensorRef("x", "FP32", (1,), place),))))
+        unpack_inference(*pack_inference(Inference((TensorRef("x", "FP32", (1,), memory_range),))))
 
 
 # --- a request

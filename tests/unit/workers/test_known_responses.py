@@ -85,8 +85,8 @@ def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) 
     """One that is the input as it came may stay there; a copy of that, which looks the same, and
     what has another shape or byte order are written where the client wants them."""
     region = Region(64)
-    place = region.place(32, 16)
-    asked = [RequestedOutput("A", place, or_input)]
+    memory_range = region.memory_range(32, 16)
+    asked = [RequestedOutput("A", memory_range, or_input)]
     size = np.dtype("f4").itemsize
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -110,7 +110,7 @@ def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) 
         expected = numbers if way in ("returned", "owned") else numbers * 2
         expected = expected[: 2 if way == "shorter" else 4]
         stays = way == "returned" and or_input
-        assert output.data == region.place(0 if stays else 32, size * len(expected))
+        assert output.data == region.memory_range(0 if stays else 32, size * len(expected))
         assert output.shape == expected.shape
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
         assert worker.finished.copied_out == (0 if stays else expected.nbytes)

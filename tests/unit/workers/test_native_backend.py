@@ -317,9 +317,12 @@ class Model:
     region = Region(4096)
     rows = [np.zeros((1, 2), F32), np.zeros((1, 2), F32)]
     for _ in range(2):
-        places = [region.write(at, row) for at, row in zip((0, 8), rows, strict=True)]
+        memory_ranges = [region.write(at, row) for at, row in zip((0, 8), rows, strict=True)]
         replies = worker.batch(
-            *(inference(tensor("x", row, place)) for row, place in zip(rows, places, strict=True))
+            *(
+                inference(tensor("x", row, memory_range))
+                for row, memory_range in zip(rows, memory_ranges, strict=True)
+            )
         )
         for reply in replies:
             assert reply.array("output").tolist() == [[1, 1]]

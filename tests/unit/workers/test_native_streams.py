@@ -125,7 +125,7 @@ def test_several_outputs(worker: Rig) -> None:
 
 def test_inputs_are_the_models_own(worker: Rig) -> None:
     region = Region(64)
-    place = region.write(0, np.array([2], np.float32))
+    memory_range = region.write(0, np.array([2], np.float32))
     body = f"""
 def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     x += 1
@@ -134,7 +134,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     yield x
 """
     model = Model(worker, body)
-    model.begin(2, place=place)
+    model.begin(2, memory_range=memory_range)
     assert model.responses(1) == [[3], [4], "end"]
     assert region.read(0, 4) == np.array([2], np.float32).tobytes()
     region.close()

@@ -96,7 +96,7 @@ def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
     serve(worker)
     a = np.arange(LARGE, dtype=F32)[None]
     region = Region(a.nbytes)
-    wanted = RequestedOutput("s", region.place(0, a.nbytes))
+    wanted = RequestedOutput("s", region.memory_range(0, a.nbytes))
     inputs = (tensor("a", a), tensor("b", a))
     (reply,) = worker.batch(inference(*inputs, outputs=[wanted]))
     assert reply.code == ""

@@ -88,8 +88,8 @@ class Model:
         ]
 
 
-def x(values: Any, place: Range | None = None) -> TensorRef:
-    return tensor("X", np.atleast_1d(np.asarray(values, dtype=np.float32)), place)
+def x(values: Any, memory_range: Range | None = None) -> TensorRef:
+    return tensor("X", np.atleast_1d(np.asarray(values, dtype=np.float32)), memory_range)
 
 
 @pytest.fixture
@@ -921,11 +921,11 @@ def test_an_input_is_passed_on_where_it_is(model: Model, others: Others, region:
         max_batch_size=4,
     )
     array = np.ones((1, BIG // 4), np.float32)
-    place = region.write(0, array)
-    running = others.run(model.rig.batch, inference(tensor("X", array, place)))
+    memory_range = region.write(0, array)
+    running = others.run(model.rig.batch, inference(tensor("X", array, memory_range)))
     others.found("s1")
     submit = scheduler.next(Submit)
-    assert work(submit).inputs[0].data == place
+    assert work(submit).inputs[0].data == memory_range
     scheduler.say(finished(submit, tensor("Y", np.ones((1, 1), "f4"))))
     (reply,) = running.result(10)
     assert reply.array("Y").tolist() == [[1]]

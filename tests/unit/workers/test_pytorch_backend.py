@@ -634,8 +634,8 @@ def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     region = Region(4096)
     data = np.zeros((1, 4), F32)
     for _ in range(3):
-        place = region.write(0, data)
-        (reply,) = worker.batch(inference(tensor("x", data, place)))
+        memory_range = region.write(0, data)
+        (reply,) = worker.batch(inference(tensor("x", data, memory_range)))
         assert reply.array("y").tolist() == [[1, 1, 1, 1]]
         assert region.read(0, 16) == bytes(16)
     region.close()
@@ -651,8 +651,8 @@ def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> No
     region = Region(4096)
     changed = []
     for value in (0, -9, -9):
-        place = region.write(0, data := np.full((1, 1), value, F32))
-        worker.batch(inference(tensor("x", data, place)))
+        memory_range = region.write(0, data := np.full((1, 1), value, F32))
+        worker.batch(inference(tensor("x", data, memory_range)))
         changed.append(region.read(0, 4) != data.tobytes())
     assert changed == [False, True, False]  # once, and no more
     region.close()
@@ -668,14 +668,17 @@ def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
     data = np.ones((1, 4), F32)
-    place, wanted = region.write(64, data), RequestedOutput("y", region.place(256, 16))
+    memory_range, wanted = (
+        region.write(64, data),
+        RequestedOutput("y", region.memory_range(256, 16)),
+    )
     addresses = []
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, place), outputs=[wanted]))
+        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[wanted]))
         assert reply.code == "", reply.message
         program: Any = backend._serving.call
         addresses.append(program.at)
-    mapped = np.frombuffer(worker.context.mappings.view(place), np.uint8)
+    mapped = np.frombuffer(worker.context.mappings.view(memory_range), np.uint8)
     at = mapped.__array_interface__["data"][0]
     assert [address == at for address in addresses] == [False, True, True]
     assert region.read(256, 16) == data.tobytes()
@@ -778,12 +781,12 @@ def test_on_a_cuda_device(worker: Rig, form: str) -> None:
     worker.serve(PytorchBackend(context), vectors({"image": 4}, {"y": 1}))
     region = Region(4096)
     rows = [np.random.rand(n, 4).astype(F32) for n in (1, 3)]
-    places = [region.write(at, row) for at, row in zip((0, 1024), rows, strict=True)]
+    memory_ranges = [region.write(at, row) for at, row in zip((0, 1024), rows, strict=True)]
     for count in (1, 2):
         replies = worker.batch(
             *(
-                inference(tensor("image", row, place))
-                for row, place in zip(rows[:count], places, strict=False)
+                inference(tensor("image", row, memory_range))
+                for row, memory_range in zip(rows[:count], memory_ranges, strict=False)
             )
         )
         for row, reply in zip(rows, replies, strict=False):

@@ -149,9 +149,11 @@ def test_a_steady_stream_allocates_nothing(
         requests = []
         for at in range(4):
             # In the wrong order: nothing lies next to what follows it in a batch.
-            place = region.write((3 - at) * ROW * 4, np.full(ROW, at, F32))
-            out = RequestedOutput(y, region.place((4 + at) * ROW * 4, ROW * 4))
-            requests.append(inference(TensorRef("X", "FP32", (1, ROW), place), outputs=[out]))
+            memory_range = region.write((3 - at) * ROW * 4, np.full(ROW, at, F32))
+            out = RequestedOutput(y, region.memory_range((4 + at) * ROW * 4, ROW * 4))
+            requests.append(
+                inference(TensorRef("X", "FP32", (1, ROW), memory_range), outputs=[out])
+            )
 
         def stream(times: int) -> None:
             for _ in range(times):

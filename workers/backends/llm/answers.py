@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from shmserve.ipc.messages.generation import Hypothesis, Resumed, Told
+from shmserve.ipc.messages.generation import Hypothesis, ResponseSent, Resumed
 from shmserve.workers.backends import Output, Response, ResponseStream
 from shmserve.workers.backends.llm.message_parsers import MessageParser
 from shmserve.workers.backends.llm.sampler import TokenLogprobs
@@ -39,8 +39,8 @@ class SampleText:
 
     Attributes:
         pending: The text that was not sent yet; `tokens` and `logprobs` belong to it.
-        told: The number of characters sent, by this instance and its predecessors.
-        told_tokens: The number of tokens sent, likewise.
+        sent_characters: The number of characters sent, by this instance and its predecessors.
+        sent_tokens: The number of tokens sent, likewise.
         open: Whether the end of the sample was not sent yet.
         begun: Whether a response with the sample was sent.
         parser: The parser of the message, if it is wanted.
@@ -56,14 +56,14 @@ class SampleText:
         self.thoughts = 0
         self.index = index
         self.count = 0  # number of tokens
-        self.over = ""
-        self.told = self.told_tokens = 0
+        self.finish_reason = ""
+        self.sent_characters = self.sent_tokens = 0
         self.pending = echo
         self.tokens: list[int] = []
         self.logprobs: list[ScoredToken] = []
         self.open = True
         self.begun = False
-        self._told_before = self._tokens_before = 0  # sent by other instances
+        self._sent_before = self._tokens_before = 0  # sent by other instances
         self._prompt = prompt
         self._echoed = len(echo)
         skip, self._dropped = parameters.skip_special_tokens, frozenset[int]()
@@ -77,71 +77,76 @@ class SampleText:
 
         Text and tokens that were sent are not sent again.
         """
-        self.open, self.begun = not earlier.closed, earlier.told_tokens > 0 or earlier.told > 0
-        self._told_before, self._tokens_before = earlier.told, earlier.told_tokens
-        self._tell_silently()
-        for place, token in enumerate(tokens, 1):
-            if not self.over:
-                self.add([token], earlier.over if place == len(tokens) else "", [])
+        self.open, self.begun = (
+            not earlier.closed,
+            earlier.sent_tokens > 0 or earlier.sent_characters > 0,
+        )
+        self._sent_before, self._tokens_before = earlier.sent_characters, earlier.sent_tokens
+        self._skip_sent()
+        for position, token in enumerate(tokens, 1):
+            if not self.finish_reason:
+                self.add([token], earlier.finish_reason if position == len(tokens) else "", [])
 
-    def _tell_silently(self) -> None:
+    def _skip_sent(self) -> None:
         """Skip pending text and tokens that another instance has sent."""
-        known = min(len(self.pending), self._told_before - self.told)
+        known = min(len(self.pending), self._sent_before - self.sent_characters)
         if known > 0:
             if self.parser is not None:
                 self.parser.take()  # responses end at tokens, so that all of it was sent
             self.pending = self.pending[known:]
-            self.told += known
-        if self.tokens and self.told_tokens < self._tokens_before:
-            self.told_tokens += len(self.tokens)
+            self.sent_characters += known
+        if self.tokens and self.sent_tokens < self._tokens_before:
+            self.sent_tokens += len(self.tokens)
             self.tokens, self.logprobs = [], []
 
-    def add(self, tokens: Sequence[int], over: str, told: Sequence[TokenLogprobs]) -> bool:
+    def add(
+        self, tokens: Sequence[int], finish_reason: str, logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
         """Append tokens; return whether a stop string has ended the sample.
 
         Args:
             tokens: The tokens.
-            over: The finish reason if the last token ends the sample, else "".
-            told: The log probabilities of the tokens, if they are wanted.
+            finish_reason: The finish reason if the last token ends the sample, else "".
+            logprobs: The log probabilities of the tokens, if they are requested.
         """
         if not self._prompt.parameters.max_tokens:  # only the prompt is scored
-            self.over = "length"
+            self.finish_reason = "length"
             return False
-        for place, token in enumerate(tokens):
+        for position, token in enumerate(tokens):
             self.count += 1
             self.tokens.append(token)
-            if told:
+            if logprobs:
                 offset = self._echoed + self._detokenizer.position
-                self.logprobs.append(ScoredToken(told[place], offset))
-            last = over if place == len(tokens) - 1 else ""
+                self.logprobs.append(ScoredToken(logprobs[position], offset))
+            last = finish_reason if position == len(tokens) - 1 else ""
             before = len(self.pending)
             found = self._text(token, last)
             if self.parser is not None:
                 self.thoughts += self.parser.thinking
                 self.parser.feed(self.pending[before:], ended=found or bool(last))
-            if self._told_before or self._tokens_before:
-                self._tell_silently()
+            if self._sent_before or self._tokens_before:
+                self._skip_sent()
             if found:
-                self.over = "stop"
+                self.finish_reason = "stop"
                 return not last
-        self.over = over
+        self.finish_reason = finish_reason
         return False
 
-    def _text(self, token: int, over: str) -> bool:
+    def _text(self, token: int, finish_reason: str) -> bool:
         """Append the text of a token; return whether it completes a stop string."""
         parameters = self._prompt.parameters
         # The text excludes end tokens.
         ends = token in self._prompt.ends or token in parameters.stop_token_ids
         silent = (ends and not parameters.include_stop_str_in_output) or token in self._dropped
         text = "" if silent else self._detokenizer.add(token)
-        if over:
+        if finish_reason:
             text += self._detokenizer.flush()
-        if self.count <= parameters.min_tokens and not over:
+        if self.count <= parameters.min_tokens and not finish_reason:
             self.pending += text
             return False
         text, found = self._stops.add(text)
         self.pending += text
-        if over and not found:
+        if finish_reason and not found:
             self.pending += self._stops.flush()
         return found
 
@@ -149,7 +154,7 @@ class SampleText:
     def has_news(self) -> bool:
         """Return whether the client lacks text, a part of the message, or the end."""
         lacks = self.pending if self.parser is None else self.parser.has_news
-        return bool(lacks or self.over)
+        return bool(lacks or self.finish_reason)
 
     def message(self, text: str) -> bytes:
         """Return and clear the parts of the message that were not sent yet, as JSON."""
@@ -158,8 +163,8 @@ class SampleText:
     def take(self) -> tuple[str, list[int], list[ScoredToken]]:
         """Return and clear the pending text, tokens and log probabilities."""
         taken = self.pending, self.tokens, self.logprobs
-        self.told += len(self.pending)
-        self.told_tokens += len(self.tokens)
+        self.sent_characters += len(self.pending)
+        self.sent_tokens += len(self.tokens)
         self.pending, self.tokens, self.logprobs = "", [], []
         return taken
 
@@ -196,22 +201,22 @@ class Answer:
         return SampleText(self.prompt, self._texts, index, self._echo, message)
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Return whether all samples have ended."""
-        return bool(self.samples) and all(sample.over for sample in self.samples)
+        return bool(self.samples) and all(sample.finish_reason for sample in self.samples)
 
     def choose(self, hypotheses: Sequence[Hypothesis]) -> None:
         """Take the hypotheses of a beam search as samples."""
         for index, found in enumerate(hypotheses[: self.prompt.parameters.n]):
             tokens = np.frombuffer(found.tokens, np.int32).tolist()
             sample = self._sample(index)
-            sample.add(tokens, found.over, [])
+            sample.add(tokens, found.finish_reason, [])
             self.samples.append(sample)
 
     def respond(self) -> bool:
         """Send what the client has credit for; return whether that ended the request."""
         if not self.prompt.parameters.stream:
-            return self.over and self._send(self._best(), True)
+            return self.finished and self._send(self._best(), True)
         for sample in self.samples:
             if sample.open and sample.has_news and not self._send([sample], self._is_last(sample)):
                 return False
@@ -229,7 +234,7 @@ class Answer:
 
     def _is_last(self, sample: SampleText) -> bool:
         others = (each for each in self.samples if each is not sample)
-        return bool(sample.over) and not any(each.open for each in others)
+        return bool(sample.finish_reason) and not any(each.open for each in others)
 
     def _send(self, samples: list[SampleText], final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
@@ -238,10 +243,10 @@ class Answer:
                 return False
             response = Response(self._outputs(samples, final))
             for sample in samples:
-                sample.open = not sample.over
+                sample.open = not sample.finish_reason
                 if not final:
-                    told = sample.told, not sample.open, sample.told_tokens
-                    self._link.post(Told(self.prompt.key, sample.index, *told))
+                    sent = sample.sent_characters, not sample.open, sample.sent_tokens
+                    self._link.post(ResponseSent(self.prompt.key, sample.index, *sent))
             self.stream.send(response, final)
         return True
 
@@ -252,11 +257,11 @@ class Answer:
             "text_output": ("BYTES", [text.encode() for text, _, _ in taken]),
             "index": ("INT32", [sample.index for sample in samples]),
             "token_ids": ("INT32", new),
-            "finish_reason": ("BYTES", [sample.over.encode() for sample in samples]),
+            "finish_reason": ("BYTES", [sample.finish_reason.encode() for sample in samples]),
         }
         if "logprobs" in self._wanted:
-            told = zip(samples, taken, strict=True)
-            texts = [self._logprobs(sample, logprobs) for sample, (_, _, logprobs) in told]
+            pairs = zip(samples, taken, strict=True)
+            texts = [self._logprobs(sample, logprobs) for sample, (_, _, logprobs) in pairs]
             made["logprobs"] = ("BYTES", texts)
         if "message" in self._wanted:
             parts = zip(samples, taken, strict=True)
@@ -289,14 +294,14 @@ class Answer:
             }
         )
 
-    def _logprobs(self, sample: SampleText, told: list[ScoredToken]) -> bytes:
+    def _logprobs(self, sample: SampleText, scored: list[ScoredToken]) -> bytes:
         """Return the log probabilities of a response as JSON.
 
         They are those of its text, the prompt included if the text contains it, and those of the
         prompt if they were requested.
         """
         prompt = self.prompt
-        content = list(itertools.starmap(self._logprob, told))
+        content = list(itertools.starmap(self._logprob, scored))
         found: dict[str, Any] = {"content": content}
         if prompt.scored >= 0 and not sample.begun:
             self.encode_prompt()
@@ -312,29 +317,29 @@ class Answer:
         A long prompt is encoded in parts, as it is computed, so that no other text waits for long.
         """
         prompt, parameters = self.prompt, self.prompt.parameters
-        for place in range(len(self._scored), len(prompt.tokens)):
-            told = prompt.known.get(place)
-            if place and told is None:
+        for position in range(len(self._scored), len(prompt.tokens)):
+            score = prompt.known.get(position)
+            if position and score is None:
                 return
             echoed = alone = None
             if prompt.offsets:
-                echoed = self._echoed(told, prompt.tokens[place], prompt.offsets[place])
-            if told is not None and parameters.prompt_logprobs >= 0:
-                alone = self._logprob(told, most=parameters.prompt_logprobs)
+                echoed = self._echoed(score, prompt.tokens[position], prompt.offsets[position])
+            if score is not None and parameters.prompt_logprobs >= 0:
+                alone = self._logprob(score, most=parameters.prompt_logprobs)
             parts = orjson.dumps(echoed), orjson.dumps(alone)
             self._scored.append((orjson.Fragment(parts[0]), orjson.Fragment(parts[1])))
 
-    def _echoed(self, told: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
-        if told is not None:
-            return self._logprob(told, offset, self.prompt.parameters.logprobs)
+    def _echoed(self, score: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
+        if score is not None:
+            return self._logprob(score, offset, self.prompt.parameters.logprobs)
         first = {**self._token(token, 0.0), "logprob": None, "top_logprobs": None}
         return {**first, "text_offset": offset}
 
     def _logprob(
-        self, told: TokenLogprobs, offset: int = 0, most: int | None = None
+        self, score: TokenLogprobs, offset: int = 0, most: int | None = None
     ) -> dict[str, Any]:
-        top = [self._token(token, value) for token, value in told.top[:most]]
-        mine = {**self._token(told.token, told.logprob), "rank": told.rank, "top_logprobs": top}
+        top = [self._token(token, value) for token, value in score.top[:most]]
+        mine = {**self._token(score.token, score.logprob), "rank": score.rank, "top_logprobs": top}
         return {**mine, "text_offset": offset}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:

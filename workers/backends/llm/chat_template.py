@@ -220,13 +220,13 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 def _before_end(made: str, text: str) -> str:
     """Return a rendered text up to the marked end of its last message."""
-    place = made.rfind(_END.strip())
-    if place < 0 or text.strip() not in made:
+    position = made.rfind(_END.strip())
+    if position < 0 or text.strip() not in made:
         raise InvalidArgument(
             "continue_final_message: the model's chat template does not render the last message"
         )
-    exact = made.startswith(_END, place)
-    return made[:place] if exact else made[:place].rstrip()
+    exact = made.startswith(_END, position)
+    return made[:position] if exact else made[:position].rstrip()
 
 
 def _refuse(message: str) -> NoReturn:

@@ -40,7 +40,7 @@ class Emitted(NamedTuple):
     prompt: Prompt
     sample: int
     tokens: list[int]
-    over: str
+    finish_reason: str
     logprobs: list[TokenLogprobs]
 
 
@@ -79,7 +79,7 @@ class WorkerEngine:
         started = time.perf_counter_ns()
         self._begin(message)
         self.passes.cache.copy(message.out, message.back, message.within)
-        rows = self._placed(message)
+        rows = self._prepared(message)
         proposed = time.perf_counter_ns()
         planned = self._plan(rows)
         gathered = time.perf_counter_ns()
@@ -87,7 +87,7 @@ class WorkerEngine:
         computed = time.perf_counter_ns()
         results = self._results(planned, logits)
         lost = [row.sequence for row in message.rows if row.sequence not in self._sequences]
-        for number in message.over:
+        for number in message.ended:
             self._sequences.pop(number, None)
         return Stepped(
             message.step,
@@ -119,12 +119,12 @@ class WorkerEngine:
                 continue  # its request has ended; the scheduler is notified by the result
             self._sequences[begin.sequence] = made
 
-    def _placed(self, message: Step) -> list[tuple[TokenSequence, Row]]:
+    def _prepared(self, message: Step) -> list[tuple[TokenSequence, Row]]:
         rows: list[tuple[TokenSequence, Row]] = []
         for row in message.rows:
             sequence = self._sequences.get(row.sequence)
             if sequence is not None:
-                sequence.place(row, self.passes.cache.block_size)
+                sequence.add_blocks(row, self.passes.cache.block_size)
                 if sequence.prompt.cached < 0:
                     sequence.prompt.cached = min(row.start, len(sequence.prompt.tokens))
                 rows.append((sequence, row))
@@ -160,14 +160,14 @@ class WorkerEngine:
             prompt = row.start < len(sequence.prompt.tokens)
             each.begin = rows.add(tokens, row.start, sequence.table, prompt)
             each.logits = len(wanted)
-            first = 0 if self._tells_prompt(each) else row.count - row.samples
+            first = 0 if self._scores_prompt(each) else row.count - row.samples
             wanted += range(each.begin + first, each.begin + len(tokens))
         if not planned:
             return torch.empty(0)
         return self.passes.logits(rows, wanted)
 
     @staticmethod
-    def _tells_prompt(each: Planned) -> bool:
+    def _scores_prompt(each: Planned) -> bool:
         prompt = each.sequence.prompt
         return prompt.scored >= 0 and each.row.start < len(prompt.tokens) - 1
 
@@ -176,62 +176,62 @@ class WorkerEngine:
     @torch.inference_mode()
     def _results(self, planned: list[Planned], logits: torch.Tensor) -> list[RowResult]:
         for each in planned:
-            if self._tells_prompt(each):
-                each.logits += self._tell_prompt(each, logits)
+            if self._scores_prompt(each):
+                each.logits += self._score_prompt(each, logits)
         results: list[RowResult] = []
-        going: list[Planned] = []
+        sampling: list[Planned] = []
         for each in planned:
             if each.sequence.prompt.parameters.beams and each.row.samples:
                 results.append(_beam(each, logits[each.logits]))
             elif each.row.samples:
-                going.append(each)
-        return results + self._sampled(going, logits) if going else results
+                sampling.append(each)
+        return results + self._sampled(sampling, logits) if sampling else results
 
-    def _sampled(self, going: list[Planned], logits: torch.Tensor) -> list[RowResult]:
+    def _sampled(self, sampling: list[Planned], logits: torch.Tensor) -> list[RowResult]:
         """Sample the next token of each sequence, and verify its proposals."""
         sampled: list[SampledRow] = []
-        places: list[int] = []
+        logit_rows: list[int] = []
         checks: list[Check] = []
-        for each in going:
+        for each in sampling:
             tokens = each.proposal.tokens
             checks.append(Check(len(sampled), each.proposal))
-            places += range(each.logits, each.logits + len(tokens) + 1)
+            logit_rows += range(each.logits, each.logits + len(tokens) + 1)
             for count in range(len(tokens) + 1):
                 mask = each.masks[count] if each.masks else None
                 sampled.append(each.sequence.sampled_row(tokens[:count], mask))
-        mine = logits if len(places) == len(logits) else logits[places]
+        mine = logits if len(logit_rows) == len(logits) else logits[logit_rows]
         raw = _raw(mine, sampled)
         process(mine, sampled)
         found = verify(mine, sampled, checks)
-        parts = zip(going, checks, found, strict=True)
-        emitted = [self._go_on(each, check, tokens, raw) for each, check, tokens in parts]
+        parts = zip(sampling, checks, found, strict=True)
+        emitted = [self._append(each, check, tokens, raw) for each, check, tokens in parts]
         self.emit(emitted)
         return [
-            RowResult(each.sequence, each.tokens, each.over, len(check.proposal.tokens))
+            RowResult(each.sequence, each.tokens, each.finish_reason, len(check.proposal.tokens))
             for each, check in zip(emitted, checks, strict=True)
         ]
 
-    def _go_on(
+    def _append(
         self, each: Planned, check: Check, tokens: list[int], raw: torch.Tensor | None
     ) -> Emitted:
         """Add the sampled tokens to a sequence."""
         sequence, prompt = each.sequence, each.sequence.prompt
         before = len(sequence.tokens)
-        tokens, over = sequence.take(tokens)
+        tokens, finish_reason = sequence.take(tokens)
         # The draft model's keys and values are valid up to the last accepted token.
         sequence.drafted = min(sequence.drafted, before + len(tokens) - 1)
         matcher = sequence.matcher
         if matcher is not None and not matcher.is_stopped():
-            matcher.consume_tokens(tokens[:-1] if over else tokens)
-            if over == "stop" and tokens[-1] in prompt.ends and not matcher.is_accepting():
+            matcher.consume_tokens(tokens[:-1] if finish_reason else tokens)
+            if finish_reason == "stop" and tokens[-1] in prompt.ends and not matcher.is_accepting():
                 self.fail({prompt.key}, InvalidArgument(NO_TOKEN))
-        told: list[TokenLogprobs] = []
+        scores: list[TokenLogprobs] = []
         if raw is not None and prompt.parameters.logprobs >= 0:
             rows = raw[check.first : check.first + len(tokens)]
-            told = logprobs(rows, tokens, prompt.parameters.logprobs)
-        return Emitted(sequence.number, prompt, sequence.sample, tokens, over, told)
+            scores = logprobs(rows, tokens, prompt.parameters.logprobs)
+        return Emitted(sequence.number, prompt, sequence.sample, tokens, finish_reason, scores)
 
-    def _tell_prompt(self, each: Planned, logits: torch.Tensor) -> int:
+    def _score_prompt(self, each: Planned, logits: torch.Tensor) -> int:
         """Record the log probabilities of a prompt's tokens.
 
         Returns:
@@ -241,9 +241,9 @@ class WorkerEngine:
         last = min(row.start + row.count, len(prompt.tokens) - 1)
         targets = prompt.tokens[row.start + 1 : last + 1]
         rows = logits[each.logits : each.logits + len(targets)]
-        told = logprobs(rows, targets, prompt.scored)
-        for place, one in enumerate(told, row.start + 1):
-            prompt.known.setdefault(place, one)
+        scores = logprobs(rows, targets, prompt.scored)
+        for position, one in enumerate(scores, row.start + 1):
+            prompt.known.setdefault(position, one)
         self.emit([Emitted(each.sequence.number, prompt, each.sequence.sample, [], "", [])])
         return row.count - row.samples
 

@@ -41,29 +41,29 @@ def parse(text: str) -> EngineSettings:
         given: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{NAME}:{_at(mark)}" if mark else NAME
+        position = f"{NAME}:{_at(mark)}" if mark else NAME
         reason = getattr(error, "problem", None) or str(error)
-        raise InvalidArgument(f"{place}: it is not YAML: {reason}") from None
+        raise InvalidArgument(f"{position}: it is not YAML: {reason}") from None
     if top is None:
         return EngineSettings.of({})
     if not isinstance(given, dict):
         kind = type(given).__name__
         raise InvalidArgument(f"{NAME}: found a {kind}, allowed is a mapping, NAME: VALUE")
-    return EngineSettings.of(given, NAME, _places(top))
+    return EngineSettings.of(given, NAME, _positions(top))
 
 
-def _places(top: yaml.Node) -> dict[str, str]:
+def _positions(top: yaml.Node) -> dict[str, str]:
     """Return the position of each key; raise InvalidArgument for duplicate keys."""
-    places: dict[str, str] = {}
+    positions: dict[str, str] = {}
     twice = []
     for key, mark in _keys(top, ""):
-        if key in places:
-            line = places[key].partition(":")[0]
+        if key in positions:
+            line = positions[key].partition(":")[0]
             twice.append(f"{NAME}:{_at(mark)}: {key}: it stands in line {line} already")
-        places.setdefault(key, _at(mark))
+        positions.setdefault(key, _at(mark))
     if twice:
         raise InvalidArgument("\n".join(twice))
-    return places
+    return positions
 
 
 def _keys(node: yaml.Node, prefix: str) -> Iterator[tuple[str, yaml.Mark]]:
@@ -105,9 +105,9 @@ def sized(
     blocks = settings.kv_cache_blocks
     if not blocks:
         weights = sum(math.prod(shape) for shape in made.weights().values()) * _FLOAT
-        room = max(_available(device) / instances - weights, 0) * _SHARE
+        available = max(_available(device) / instances - weights, 0) * _SHARE
         wanted = settings.max_batch_size * -(-longest // settings.block_size)
-        blocks = max(min(int(room / block_bytes), wanted), 1)
+        blocks = max(min(int(available / block_bytes), wanted), 1)
     swap = settings.swap_blocks or int(settings.swap_space_gb * 1e9 / block_bytes)
     return settings.sized(blocks, min(longest, blocks * settings.block_size), swap)
 

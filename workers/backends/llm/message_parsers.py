@@ -137,7 +137,7 @@ class MessageParser:
         tags = self.format.reasoning
         if tags:
             yield from self._think(*tags)
-        yield from self.format.family.parse(self) if self.format.tools else self.say_until()
+        yield from self.format.family.parse(self) if self.format.tools else self.content_until()
         if self._held and not self._count:
             self._add("content", self._held)
 
@@ -174,7 +174,7 @@ class MessageParser:
     def _add(self, part: str, text: str) -> None:
         self._parts[part] = self._parts.get(part, "") + text
 
-    def say(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """Pass on content. White space alone beside a call is left out."""
         text, self._held = self._held + text, ""
         shown = text.strip(self.format.family.between)
@@ -251,7 +251,7 @@ class MessageParser:
         except Malformed:
             raw, self._raw = self._raw, ""
             if call.index < 0:
-                self.say(raw)
+                self.add_content(raw)
             return False
         self._announce(call, complete=True)
         self.settle()
@@ -314,11 +314,11 @@ class MessageParser:
                 return ""
             yield
 
-    def say_until(self, *tags: str) -> Reading[str]:
+    def content_until(self, *tags: str) -> Reading[str]:
         """Pass on text as content up to the first of the tags; return the tag."""
 
         def emit(text: str) -> None:
-            self.say(text)
+            self.add_content(text)
             self._raw = ""
 
         tag = yield from self.until(emit, *tags)
@@ -344,7 +344,7 @@ class MessageParser:
         """
         yield from self.skip()
         scan = _JsonScan()
-        while not scan.over:
+        while not scan.complete:
             if not (yield from self.peek()):
                 raise Malformed
             size, valid = scan.advance(self._buffer)
@@ -391,7 +391,7 @@ class _JsonScan:
     """A scan for the end of a JSON value."""
 
     def __init__(self) -> None:
-        self.over = False
+        self.complete = False
         self._stack: list[str] = []
         self._quoted = self._escaped = self._scalar = False
 
@@ -403,22 +403,22 @@ class _JsonScan:
                     return at, False
                 self._quoted = self._escaped or char != '"'
                 self._escaped = char == "\\" and not self._escaped
-                self.over = not self._quoted and not self._stack
+                self.complete = not self._quoted and not self._stack
             elif char == '"' and not self._scalar:
                 self._quoted = True
             elif char in "{[" and not self._scalar:
                 self._stack.append(CLOSING[char])
             elif self._stack and char == self._stack[-1]:
                 self._stack.pop()
-                self.over = not self._stack
+                self.complete = not self._stack
             elif not self._stack and (char in ",}]" or char.isspace()):
-                self.over = True
+                self.complete = True
                 return at, self._scalar
             elif char not in _JSON_PLAIN:
                 return at, False
             else:
                 self._scalar = not self._stack
-            if self.over:
+            if self.complete:
                 return at + 1, True
         return len(text), True
 

@@ -96,14 +96,14 @@ def sample(
         The tokens, and the distribution of each row that was drawn, by its index.
     """
     tokens = _likeliest(logits)
-    warm = [place for place, row in enumerate(rows) if row.parameters.temperature]
+    warm = [index for index, row in enumerate(rows) if row.parameters.temperature]
     if not warm:
         return tokens, {}
-    chosen = [rows[place] for place in warm]
+    chosen = [rows[index] for index in warm]
     chances = distribution(logits if len(warm) == len(rows) else logits[warm], chosen)
     drawn = pick(chances, [row.draw(purpose) for row in chosen])
-    for place, token in zip(warm, drawn, strict=True):
-        tokens[place] = token
+    for index, token in zip(warm, drawn, strict=True):
+        tokens[index] = token
     return tokens, dict(zip(warm, chances, strict=True))
 
 
@@ -165,8 +165,8 @@ def _penalise(line: torch.Tensor, row: SampledRow) -> None:
         seen = torch.unique(tokens)
         found, penalty = line[seen], parameters.repetition_penalty
         line[seen] = torch.where(found < 0, found * penalty, found / penalty)
-    said, counts = torch.unique(tokens[row.prompt :], return_counts=True)
-    line[said] -= parameters.frequency_penalty * counts + parameters.presence_penalty
+    present, counts = torch.unique(tokens[row.prompt :], return_counts=True)
+    line[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
 
 
 def _mask(line: torch.Tensor, allowed: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
     A greedy row has probability one for its likeliest token.
     """
     settings = [row.parameters for row in rows]
-    cold = [place for place, each in enumerate(settings) if not each.temperature]
+    cold = [index for index, each in enumerate(settings) if not each.temperature]
     temperatures = torch.tensor([max(each.temperature or 1.0, _COLDEST) for each in settings])
     if min(each.temperature or 1.0 for each in settings) < _COLD:
         # Differences from the largest logit do not overflow.

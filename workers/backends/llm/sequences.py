@@ -81,7 +81,7 @@ class TokenSequence:
         replayed = prompt.replayed.get(sample, [])
         return TokenSequence(number, prompt, sample, tokens, table, matcher, self.drafted, replayed)
 
-    def place(self, row: Row, block_size: int) -> None:
+    def add_blocks(self, row: Row, block_size: int) -> None:
         """Take the blocks of a row."""
         if row.keep < len(self.table):
             self.drafted = min(self.drafted, row.keep * block_size)
@@ -104,11 +104,11 @@ class TokenSequence:
             tokens = [*known, *tokens[len(known) :]]
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            over = ""
+            finish_reason = ""
             if token in ends or token in parameters.stop_token_ids:
-                over = "stop"
+                finish_reason = "stop"
             elif len(self.tokens) - first >= parameters.max_tokens:
-                over = "length"
-            if over:
-                return tokens[:count], over
+                finish_reason = "length"
+            if finish_reason:
+                return tokens[:count], finish_reason
         return tokens, ""

@@ -68,9 +68,9 @@ class DraftModel(Proposer):
         ready = self._catch_up(rows)
         most = max((row.draft for _, row in ready), default=0)
         for round_ in range(most):
-            going = [(sequence, row) for sequence, row in ready if row.draft > round_]
-            logits = self._next(going, made)
-            self._extend(logits, going, made)
+            drafting = [(sequence, row) for sequence, row in ready if row.draft > round_]
+            logits = self._next(drafting, made)
+            self._extend(logits, drafting, made)
         for sequence, row in ready:
             sequence.drafted = len(sequence.tokens) + row.draft - 1
         return made
@@ -115,8 +115,8 @@ class DraftModel(Proposer):
         sampled = [sequence.sampled_row(made[sequence.number].tokens) for sequence, _ in rows]
         process(logits, sampled)
         tokens, chances = sample(logits, sampled, PROPOSAL)
-        for place, (sequence, _) in enumerate(rows):
+        for index, (sequence, _) in enumerate(rows):
             proposal = made[sequence.number]
-            proposal.tokens.append(tokens[place])
-            if place in chances:
-                proposal.chances.append(chances[place])
+            proposal.tokens.append(tokens[index])
+            if index in chances:
+                proposal.chances.append(chances[index])

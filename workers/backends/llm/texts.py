@@ -162,9 +162,9 @@ class Texts:
                 answer.encode_prompt()
                 continue
             sample = answer.samples[each.sample]
-            if sample.over:
+            if sample.finish_reason:
                 continue
-            if sample.add(each.tokens, each.over, each.logprobs):
+            if sample.add(each.tokens, each.finish_reason, each.logprobs):
                 self._link.send(Ended(each.sequence))
             touched[each.prompt.key] = None
         for key in touched:

@@ -231,9 +231,9 @@ class StopStrings:
             return text, False
         text = self._held + text
         found = [(text.find(stop), stop) for stop in self._stops]
-        places = [(begin + len(stop), begin) for begin, stop in found if begin >= 0]
-        if places:
-            end, begin = min(places)
+        matches = [(begin + len(stop), begin) for begin, stop in found if begin >= 0]
+        if matches:
+            end, begin = min(matches)
             self._held = ""
             return text[: end if self._included else begin], True
         held = max(overlap(text, stop) for stop in self._stops)

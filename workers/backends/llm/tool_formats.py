@@ -144,7 +144,7 @@ def _json_call_rule(lark: Lark, tool: Tool, key: str) -> str:
 
 def _hermes(parser: MessageParser) -> Reading[None]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
-    while (yield from parser.say_until("<tool_call>")):
+    while (yield from parser.content_until("<tool_call>")):
         yield from parser.attempt(_json_call(parser), "</tool_call>")
 
 
@@ -158,10 +158,10 @@ def _hermes_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
 
 def _llama_json(parser: MessageParser) -> Reading[None]:
     """{"name": ..., "parameters": {...}}; calls are separated by semicolons or lines."""
-    while tag := (yield from parser.say_until("<|python_tag|>", "{")):
+    while tag := (yield from parser.content_until("<|python_tag|>", "{")):
         if tag == "{":
             if parser.inside_json:
-                parser.say(tag)
+                parser.add_content(tag)
                 continue
             parser.unread(tag)
         yield from parser.attempt(_json_call(parser, known=True))
@@ -175,7 +175,7 @@ def _llama_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
 
 def _mistral(parser: MessageParser) -> Reading[None]:
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}."""
-    while (yield from parser.say_until("[TOOL_CALLS]")):
+    while (yield from parser.content_until("[TOOL_CALLS]")):
         if (yield from parser.skip()) != "[":
             yield from parser.attempt(_mistral_call(parser))
             continue
@@ -215,7 +215,7 @@ def _mistral_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
 
 def _qwen_xml(parser: MessageParser) -> Reading[None]:
     """<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>."""
-    while tag := (yield from parser.say_until("<tool_call>", "<function=")):
+    while tag := (yield from parser.content_until("<tool_call>", "<function=")):
         wrapped = tag == "<tool_call>"
         yield from parser.attempt(_xml_call(parser, wrapped), "</tool_call>" if wrapped else "")
 
@@ -366,7 +366,7 @@ def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
 
 def _pythonic(parser: MessageParser) -> Reading[None]:
     """[name(key="text", other=3), ...], as a list of calls in Python."""
-    while tag := (yield from parser.say_until("<|python_start|>", "<|python_end|>", "[")):
+    while tag := (yield from parser.content_until("<|python_start|>", "<|python_end|>", "[")):
         if tag != "[":
             parser.settle()
             continue

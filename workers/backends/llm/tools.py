@@ -66,15 +66,15 @@ def take(conversation: dict[str, Any]) -> ToolRequest | None:
 
 
 def _tool(index: int, given: Any) -> Tool:
-    place = f"tools[{index}]"
+    field = f"tools[{index}]"
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or given.get("type", "function") != "function":
-        raise InvalidArgument(f"{place}: {clip(repr(given))} is not a function with a name")
+        raise InvalidArgument(f"{field}: {clip(repr(given))} is not a function with a name")
     name, schema = function.get("name"), function.get("parameters")
     if not (isinstance(name, str) and re.fullmatch(r"[\w.:/-]{1,256}", name)):
-        raise InvalidArgument(f"{place}.function.name: {clip(repr(name))} is not a name")
+        raise InvalidArgument(f"{field}.function.name: {clip(repr(name))} is not a name")
     if not isinstance(schema, dict | None):
-        raise InvalidArgument(f"{place}.function.parameters: it is not a JSON schema")
+        raise InvalidArgument(f"{field}.function.parameters: it is not a JSON schema")
     strict = given.get("strict") if function.get("strict") is None else function["strict"]
     return Tool(name, {**_ANY, **(schema or {})}, strict is True)
 

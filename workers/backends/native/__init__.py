@@ -56,7 +56,7 @@ class NativeBackend(Backend):
         self._device = open_device(context.device)
         self._class: type | None = None
         self._file = ""
-        self._places: dict[str, str] = {}  # the position of each attribute in the file
+        self._positions: dict[str, str] = {}  # the position of each attribute in the file
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
         self._coroutines: asyncio.Runner | None = None
@@ -204,15 +204,15 @@ class NativeBackend(Backend):
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{near}")
             self._class = found
             self._file = file
-            self._places = source_positions(path.read_text(encoding="utf-8"), name)
+            self._positions = source_positions(path.read_text(encoding="utf-8"), name)
         return self._class
 
     def _at(self, name: str) -> str:
         """Return the place of an attribute, or of the class, as the beginning of a line."""
         own = (name, name.partition(".")[0], "")
-        place = next((self._places[each] for each in own if each in self._places), "")
+        position = next((self._positions[each] for each in own if each in self._positions), "")
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"
-        return f"{where}:{place}: " if place else f"{where}: "
+        return f"{where}:{position}: " if position else f"{where}: "
 
 
 def _as_tensor(raw: Any) -> Any:
@@ -234,12 +234,12 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
             kind = types.get(name)
             dims = spec.model_dims
             if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
-                says = "no"
+                found = "no"
                 if kind is not None:
-                    says = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
+                    found = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
                 raise InvalidArgument(
                     f"{what} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
-                    f"{shape_text(dims)} in the configuration, but 'predict' has {says} '{name}'"
+                    f"{shape_text(dims)} in the configuration, but 'predict' has {found} '{name}'"
                 )
         lost = sorted(required - set(specs))
         if lost:

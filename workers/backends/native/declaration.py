@@ -374,8 +374,8 @@ def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 def parameters(model: type) -> dict[str, Any]:
     """Return the attributes of a class that are parameters of a configuration."""
-    said = {name: parameter(model, name) for name in _PARAMETERS}
-    return {name: {"string_value": text} for name, text in said.items() if text is not None}
+    parameters = {name: parameter(model, name) for name in _PARAMETERS}
+    return {name: {"string_value": text} for name, text in parameters.items() if text is not None}
 
 
 def parameter(model: type, name: str) -> str | None:

@@ -36,7 +36,7 @@ class GeneratorStreams:
     def __init__(self, predict: Callable[..., Any], respond: Respond, most: int) -> None:
         self._predict = predict
         self._respond = respond
-        self._places = most
+        self._free_slots = most
         self._waiting: deque[tuple[ResponseStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
         self._loop: EventLoopThread | None = None
@@ -47,10 +47,10 @@ class GeneratorStreams:
     def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
         """Start a request, or queue it while `most` requests run."""
         with self._lock:
-            if not self._places:
+            if not self._free_slots:
                 self._waiting.append((stream, inputs))
                 return
-            self._places -= 1
+            self._free_slots -= 1
         self._begin(stream, inputs)
 
     def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class GeneratorStreams:
         """Pass a free place to the next request in the queue."""
         with self._lock:
             if not self._waiting:
-                self._places += 1
+                self._free_slots += 1
                 return
             stream, inputs = self._waiting.popleft()
         if stream.is_cancelled():

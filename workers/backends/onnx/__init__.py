@@ -293,12 +293,12 @@ def _check_tensor(what: str, spec: TensorSpec, tensor: Described, signature: Sig
     if fits_scalar(spec, tensor) and signature.max_batch_size == 0:
         return
     dims = spec.model_dims
-    want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-    if what == "input" and not spec.ragged and not agree(dims, want):
+    expected = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
+    if what == "input" and not spec.ragged and not agree(dims, expected):
         raise InvalidArgument(
             f"model '{signature.name}', tensor '{spec.name}': the model expects "
-            f"{len(want)} dimensions (shape {shape_text(want)}) but the model configuration "
-            f"specifies {len(dims)} dimensions (shape {shape_text(dims)})"
+            f"{len(expected)} dimensions (shape {shape_text(expected)}) but the model "
+            f"configuration specifies {len(dims)} dimensions (shape {shape_text(dims)})"
         )
 
 

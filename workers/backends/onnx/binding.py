@@ -60,7 +60,7 @@ class HostBinding:
         """
         placed: dict[str, Array] = {}
         if len(requests) == 1 and self._bindable:
-            placed = self._places(inputs, wanted, requests[0])
+            placed = self._memory_ranges(inputs, wanted, requests[0])
         if not placed and not self._bf16:
             given = {name: _text(name, array) for name, array in inputs.items()}
             try:
@@ -81,7 +81,7 @@ class HostBinding:
             self._unpredictable |= {n for n in placed if made[n].shape != placed[n].shape}
             return made
 
-    def _places(
+    def _memory_ranges(
         self, inputs: Mapping[str, Array], wanted: Sequence[str], request: Request
     ) -> dict[str, Array]:
         """Return arrays for outputs to compute in, by name."""
@@ -96,7 +96,7 @@ class HostBinding:
             size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
             if size < _WORTH or name not in request.requested:
                 continue
-            if name not in request.places:
+            if name not in request.memory_ranges:
                 buffer = self._reserved(request, size)
             else:
                 buffer = self._region(own.get(name), size, tensor.datatype)
@@ -110,12 +110,14 @@ class HostBinding:
         except ShmserveError:
             return None  # if it stays full, writing the output fails the request
 
-    def _region(self, place: Range | None, size: int, datatype: str) -> memoryview | None:
-        if place is None or place.memory.cuda is not None or datatype not in _FLOATS:
+    def _region(self, memory_range: Range | None, size: int, datatype: str) -> memoryview | None:
+        if memory_range is None or memory_range.memory.cuda is not None or datatype not in _FLOATS:
             return None
-        if place.byte_size < size:
+        if memory_range.byte_size < size:
             return None  # writing the output fails the request, as intended
-        view: memoryview = self._context.mappings.view(Range(place.memory, place.offset, size))
+        view: memoryview = self._context.mappings.view(
+            Range(memory_range.memory, memory_range.offset, size)
+        )
         return view
 
     def _run_bound(
@@ -264,16 +266,18 @@ def _text(name: str, array: Array) -> Array:
 def _free_places(request: Request, least: int) -> dict[str, Range]:
     """Return the output ranges with at least `least` bytes that overlap nothing in the request."""
     found = {
-        name: place
-        for name, place in request.places.items()
-        if place.byte_size >= least and not place.memory.copied
+        name: memory_range
+        for name, memory_range in request.memory_ranges.items()
+        if memory_range.byte_size >= least and not memory_range.memory.copied
     }
     if not found:
         return {}
-    others = [item.place for item in request.inputs.values() if item.place is not None]
-    others += request.places.values()
+    others = [
+        item.memory_range for item in request.inputs.values() if item.memory_range is not None
+    ]
+    others += request.memory_ranges.values()
     return {
-        name: place
-        for name, place in found.items()
-        if sum(place.overlaps(other) for other in others) == 1  # the range itself
+        name: memory_range
+        for name, memory_range in found.items()
+        if sum(memory_range.overlaps(other) for other in others) == 1  # the range itself
     }

@@ -95,9 +95,9 @@ class Lender:
         logger.warning(
             "model '%s' has begun to keep its inputs, so each is copied for it", self._model_name
         )
-        places = [source.place for source in kept if source.place is not None]
-        self._mappings.detach(places)
-        self._copied.inputs += sum(place.byte_size for place in places)
+        memory_ranges = [source.memory_range for source in kept if source.memory_range is not None]
+        self._mappings.detach(memory_ranges)
+        self._copied.inputs += sum(memory_range.byte_size for memory_range in memory_ranges)
 
 
 def _changed(source: Input, original: memoryview) -> bool:
@@ -322,8 +322,8 @@ class ReceivedTensor(Tensor):
     def as_call_input(self) -> CallInput:
         """Return the tensor as an input of a call; a tensor in shared memory is not copied."""
         source = self._data
-        wire: Any = source.raw if source.place is None else source.place
-        if source.place is None and source.on_device:
+        wire: Any = source.raw if source.memory_range is None else source.memory_range
+        if source.memory_range is None and source.on_device:
             from shmserve.workers.memory.tensors import to_host
 
             wire = to_host(source.raw)

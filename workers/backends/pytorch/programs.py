@@ -356,9 +356,9 @@ def check(
         if fits_scalar(spec, tensor) and most == 0:
             continue
         dims = spec.model_dims
-        want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-        if not agree(dims, want):
+        expected = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
+        if not agree(dims, expected):
             raise InvalidArgument(
                 f"input '{name}' of model '{signature.name}' has the shape {shape_text(dims)}, but "
-                f"its program takes {shape_text(want)}"
+                f"its program takes {shape_text(expected)}"
             )

@@ -132,10 +132,10 @@ class Answer:
         for each in content:
             offset = each["text_offset"] = self._offsets.get(sample.index, 0)
             self._offsets[sample.index] = offset + len(each["token"])
-        told: dict[str, Any] = {"content": content}
+        encoded: dict[str, Any] = {"content": content}
         if call.prompt_top >= 0 and first:
-            told["prompt"] = [each[1] and _scored(*each, call.prompt_top) for each in prompt]
-        return json.dumps(told).encode()
+            encoded["prompt"] = [each[1] and _scored(*each, call.prompt_top) for each in prompt]
+        return json.dumps(encoded).encode()
 
 
 Step = Mapping[int, Any]  # the log probabilities of the tokens in one place
@@ -164,8 +164,8 @@ def _token(token: int, found: Any) -> dict[str, Any]:
 def _plain_logprobs(steps: Iterable[Step] | None) -> bytes:
     """Return log probabilities in the form of Triton's vllm_backend."""
     names = ("logprob", "rank", "decoded_token")
-    told = [
+    encoded = [
         {token: {name: getattr(each, name) for name in names} for token, each in step.items()}
         for step in steps or ()
     ]
-    return json.dumps(None if steps is None else told).encode()
+    return json.dumps(None if steps is None else encoded).encode()

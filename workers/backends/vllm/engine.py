@@ -133,15 +133,15 @@ class Parser:
             options = {"enable_auto_tools": True, "model_output_token_ids": tokens}
             reasoning, content, made = self._parser.parse(text, request, **options)
             calls = [(index, each.id, each) for index, each in enumerate(made or ())]
-        told = []
+        encoded = []
         for index, number, function in calls:
             call = {"index": index, "arguments": (function and function.arguments) or ""}
             if function is not None and function.name:
                 call |= {"id": number or make_tool_call_id(), "name": function.name}
             if not index or request.parallel_tool_calls is not False:
-                told.append(call)
+                encoded.append(call)
         shown = reasoning if request.include_reasoning else None
-        parts = {"content": content, "reasoning": shown, "tool_calls": told}
+        parts = {"content": content, "reasoning": shown, "tool_calls": encoded}
         return {name: part for name, part in parts.items() if part}
 
 
@@ -291,10 +291,10 @@ class VllmEngine:
     async def _chat(self, conversation: Any, body: dict[str, Any]) -> Call:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        told = {"messages": conversation} if isinstance(conversation, list) else conversation
+        encoded = {"messages": conversation} if isinstance(conversation, list) else conversation
         if body.get("max_tokens") == _UNLIMITED:
             del body["max_tokens"]
-        request = _parsed(ChatCompletionRequest, {**body, **told})
+        request = _parsed(ChatCompletionRequest, {**body, **encoded})
         kind = self._renderer.parser
         if request.tools and request.tool_choice != "none" and kind is None:
             raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOLS}")

@@ -289,7 +289,7 @@ class GrpcCall(ABC):
 
     def _arrived(self) -> None:
         if self._arriving is not None:
-            self._arriving.give_back()
+            self._arriving.release_budget()
             self._arriving = None
             self._connection.unwatch(self)
 

@@ -161,7 +161,7 @@ class Assembly:
         Raises:
             BrokenMessage: The data is not a message, or the message is too large.
         """
-        while self._at < len(self._piece) or self._go_on():
+        while self._at < len(self._piece) or self._next_piece():
             if not self.missing:
                 taken = PREFIX.size - len(self._prefix)
                 self._prefix += self._piece[self._at : self._at + taken]
@@ -184,7 +184,7 @@ class Assembly:
                 return Received(data, self._compressed, extra)
         return None
 
-    def _go_on(self) -> bool:
+    def _next_piece(self) -> bool:
         self._piece, self._at, self._copied = memoryview(bytes(self._later)), 0, True
         self._later.clear()
         return bool(self._piece)
@@ -248,7 +248,7 @@ async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -
     except Unavailable as error:
         raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
     finally:
-        memory.give_back()
+        memory.release_budget()
     return b"".join(pieces)
 
 

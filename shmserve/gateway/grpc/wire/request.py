@@ -84,8 +84,8 @@ def infer_request(message: ModelInferRequest, raw: Sequence[bytes] | None = None
     for tensor in message.inputs:
         given = _input(tensor)
         if tensor.parameters:
-            given.place = _region(tensor.name, tensor.parameters)
-        if given.place is None:
+            given.memory_range = _region(tensor.name, tensor.parameters)
+        if given.memory_range is None:
             if tensor.HasField("contents"):
                 if raw:
                     raise InvalidArgument(

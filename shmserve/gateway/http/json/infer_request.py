@@ -124,7 +124,7 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
 def decode_data(request: InferRequest) -> None:
     """Decode the inputs in JSON; raise as `tensor_bytes`."""
     for tensor in request.inputs:
-        if tensor.place is None and tensor.binary_size < 0:
+        if tensor.memory_range is None and tensor.binary_size < 0:
             tensor.data = tensor_bytes(tensor)
 
 
@@ -177,7 +177,7 @@ def _input(raw: Any, json_limit: int) -> InferInput:
     if binary:
         tensor.binary_size = unsigned(parameters["binary_data_size"], "binary_data_size")
     elif region:
-        tensor.place = _range(parameters)
+        tensor.memory_range = _range(parameters)
     else:
         tensor.data = raw["data"]
         if count * item > json_limit:

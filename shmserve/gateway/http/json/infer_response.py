@@ -54,7 +54,7 @@ class JsonResponseTemplate:
             entry["shape"] = tensor.shape
             entries.append(entry)
             output = requested.get(tensor.name)
-            if output is not None and output.place is not None:
+            if output is not None and output.memory_range is not None:
                 continue
             binary = output.binary if output is not None else request.binary
             schema = tensor_schema(tensor.name, tensor.datatype, tensor.shape)

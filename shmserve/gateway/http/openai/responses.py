@@ -335,9 +335,12 @@ class ResponseObject:
         """Return the last events of a stream that fails."""
         fault = orjson.loads(bodies.openai_error(error))["error"]
         code = fault["code"] or "server_error"
-        told = {"code": code, "message": fault["message"], "param": fault["param"]}
+        described = {"code": code, "message": fault["message"], "param": fault["param"]}
         failed = {**self._object("failed"), "error": {"code": code, "message": fault["message"]}}
-        events = [self._event("error", **told), self._event("response.failed", response=failed)]
+        events = [
+            self._event("error", **described),
+            self._event("response.failed", response=failed),
+        ]
         return self.frames([[events]])
 
     def _object(self, status: str) -> dict[str, Any]:

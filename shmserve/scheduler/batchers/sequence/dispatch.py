@@ -150,14 +150,14 @@ class SequenceDispatch(Dispatcher):
                 if instance is not None and instance.idle:
                     wake_ns = min(wake_ns, self._start(slots, instance, now_ns))
         if self._tickets is not None:
-            self._tickets.give_back()
+            self._tickets.return_unused()
         return min(wake_ns, sequences.next_idle_ns())
 
     def _follow(self, now_ns: int) -> None:
         """Update the slots after instances joined or left."""
         there = {instance.peer: instance for instance in self._pool.ready()}
         for peer in self._slots.keys() - there.keys():
-            for sequence in self._sequences.leave(self._slots.pop(peer)):
+            for sequence in self._sequences.remove_instance(self._slots.pop(peer)):
                 text = _state_lost(sequence)
                 for request in sequence.waiting:
                     self._fail(request, "INTERNAL", text, Reason.BACKEND, now_ns)

@@ -125,7 +125,7 @@ class Sequences:
             heapq.heappush(self._free, (slot, slots.order, slots))
         self._fill()
 
-    def leave(self, slots: InstanceSlots) -> list[StatefulSequence]:
+    def remove_instance(self, slots: InstanceSlots) -> list[StatefulSequence]:
         """Remove an instance and return its sequences, whose state is lost and which have ended.
 
         Sequences that it has not begun wait for another slot, as in `close`.
@@ -299,7 +299,7 @@ class Sequences:
         The END of a sequence frees its slot at once.
         """
         begun: list[ScheduledRequest] = []
-        over: list[StatefulSequence] = []
+        ended: list[StatefulSequence] = []
         for _, sequence in rows:
             if sequence is None:
                 continue
@@ -311,8 +311,8 @@ class Sequences:
             begun.append(request)
             # A sequence that ended otherwise is released on return: its instance is notified first.
             if request.flags & SEQUENCE_END and not sequence.waiting and not self._once:
-                over.append(sequence)
-        for sequence in over:
+                ended.append(sequence)
+        for sequence in ended:
             self._release(sequence)
         return begun
 
@@ -345,12 +345,12 @@ class Sequences:
 
     def reap(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""
-        over: list[StatefulSequence] = []
+        ended: list[StatefulSequence] = []
         while self._idle:
             sequence, since_ns = next(iter(self._idle.items()))
             if now_ns - since_ns < self._idle_ns:
                 break
             self._close(sequence)
             self._end(sequence)
-            over.append(sequence)
-        return over
+            ended.append(sequence)
+        return ended

@@ -57,11 +57,11 @@ def arrive(
     view = memoryview(raw)
     at = 0
     for number, end in enumerate((*sorted(cut % (len(raw) + 1) for cut in cuts), len(raw))):
-        place = arriving.next_buffer(end - at) if number in in_place else None
-        if place is not None:
-            place[:] = view[at : at + len(place)]
-            arriving.feed(place)
-            at += len(place)
+        memory_range = arriving.next_buffer(end - at) if number in in_place else None
+        if memory_range is not None:
+            memory_range[:] = view[at : at + len(memory_range)]
+            arriving.feed(memory_range)
+            at += len(memory_range)
         arriving.feed(view[at:end])
         at = end
     return arriving, rooms, heads

@@ -267,9 +267,9 @@ def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Str
     data = bytes(range(200)) * 200
 
     def large(number: int) -> m.Responded:
-        place = arena.allocate(len(data))
-        arena.view(place)[:] = data
-        answer = Inferred((TensorRef("OUT", "INT32", (len(data) // 4,), place),))
+        memory_range = arena.allocate(len(data))
+        arena.view(memory_range)[:] = data
+        answer = Inferred((TensorRef("OUT", "INT32", (len(data) // 4,), memory_range),))
         return m.Responded(number, "", "", *pack_inferred(answer), False)
 
     def released() -> int:

@@ -88,9 +88,9 @@ def test_over_http(monkeypatch: pytest.MonkeyPatch, gateway: Any, model: Gateway
 
     def asked(said: Any) -> BuiltRequest:
         request_id, sequence, start, end = said
-        place = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+        memory_range = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
         header: dict[str, Any] = {"id": request_id} if request_id else {}
-        header["parameters"] = {**(place if sequence else {}), "timeout": 5}
+        header["parameters"] = {**(memory_range if sequence else {}), "timeout": 5}
         given = {"name": "IN", "datatype": "INT8", "shape": [1]}
         header["inputs"] = [{**given, "parameters": {"binary_data_size": 1}}]
         text = json.dumps(header).encode()

@@ -146,18 +146,18 @@ PLACES = st.fixed_dictionaries(
 @example("", {"sequence_id": "string:" + "\U00010000" * 32})
 @given(st.text(max_size=200), PLACES)
 def test_what_a_request_alone_says_is_no_part_of_its_plan(
-    request_id: str, places: dict[str, str]
+    request_id: str, memory_ranges: dict[str, str]
 ) -> None:
     """Whatever its id and its place in a sequence: they are what the whole message says."""
     plain = request(own="int64:1")
     plain.inputs.add(name="x", datatype="INT8", shape=[1])
     plain.raw_input_contents.append(b"1")
-    made = request(own="int64:1", **places)
+    made = request(own="int64:1", **memory_ranges)
     made.id = request_id
     made.inputs.extend(plain.inputs)
     made.raw_input_contents.append(b"1")
     parts, expected = split(made.SerializeToString()), split(plain.SerializeToString())
-    if len(places.get("sequence_id", "").encode()) > len("string:") + 127:
+    if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the long way: it may be too long
         return
     assert parts is not None and expected is not None

@@ -66,8 +66,8 @@ class Client:
         holds = resources_in(arena)
         try:
             with self.body.arrival.keeping(holds.release):
-                (place,) = holds.allocate([size])
-                await self.body.read_tensors(tensors([arena.view(place)]))
+                (memory_range,) = holds.allocate([size])
+                await self.body.read_tensors(tensors([arena.view(memory_range)]))
         finally:
             holds.release()
 
@@ -134,7 +134,7 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
         clock = make_clock()
         client = Client()
         holds = resources_in(arena)
-        (place,) = holds.allocate([MIB])
+        (memory_range,) = holds.allocate([MIB])
         client.content.feed_data(bytes(100))
         with client.body.arrival.keeping(holds.release):
             await client.body.next()
@@ -142,7 +142,7 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
-            assert await client.body.read_tensors(tensors([arena.view(place)[:100]]))
+            assert await client.body.read_tensors(tensors([arena.view(memory_range)[:100]]))
         holds.release()
 
     with arena_of(MIB) as arena:

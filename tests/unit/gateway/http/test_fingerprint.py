@@ -26,10 +26,10 @@ from shmserve.ipc.tensors.schemas import BoundedCache
 LIMIT = 1 << 20
 
 
-def header(place: str) -> bytes:
+def header(memory_range: str) -> bytes:
     """One with this place among its parameters."""
     tensor = '{"name":"X","datatype":"INT8","shape":[1],"parameters":{"binary_data_size":1}}'
-    return f'{{"inputs":[{tensor}],"parameters":{{{place},"own":1}}}}'.encode()
+    return f'{{"inputs":[{tensor}],"parameters":{{{memory_range},"own":1}}}}'.encode()
 
 
 @pytest.mark.parametrize("space", ["", " "])
@@ -70,13 +70,13 @@ def test_the_id_is_cut_out(request_id: str) -> None:
 
 
 def test_an_id_and_a_place_are_cut_out_together() -> None:
-    place = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
-    text = b'{"id":"7",' + header(place)[1:]
+    memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
+    text = b'{"id":"7",' + header(memory_range)[1:]
     key, found = cut_identity(text)
     assert found == RequestIdentity("7", 5, 1) and found.is_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
-    assert key == text.replace(b'"7"', b"0").replace(place.encode(), b'"sequence_id":0')
+    assert key == text.replace(b'"7"', b"0").replace(memory_range.encode(), b'"sequence_id":0')
 
 
 def test_what_is_long_is_not_searched() -> None:
@@ -85,7 +85,7 @@ def test_what_is_long_is_not_searched() -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
+    "memory_range",
     [
         '"sequence_id":5',
         '"sequence_id":0,"sequence_start":true,"sequence_end":true',
@@ -96,13 +96,13 @@ def test_what_is_long_is_not_searched() -> None:
         '"sequence_id":5,"sequence_start":true,"sequence_end":true,"sequence_id":6',
     ],
 )
-def test_other_words_for_it_take_the_long_way(place: str) -> None:
-    assert cut_identity(header(place)) == (header(place), None)
+def test_other_words_for_it_take_the_long_way(memory_range: str) -> None:
+    assert cut_identity(header(memory_range)) == (header(memory_range), None)
 
 
 def test_a_place_elsewhere_is_not_the_requests() -> None:
-    place = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
-    elsewhere = b'"binary_data_size":1,' + place.encode()
+    memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
+    elsewhere = b'"binary_data_size":1,' + memory_range.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
     _, found = cut_identity(text)
     assert found is not None and not found.is_of(parse_request(loads(text), 1, "m", LIMIT))

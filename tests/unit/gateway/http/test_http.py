@@ -553,9 +553,9 @@ def test_health_answers_while_megabytes_of_json_are_read(tmp_path: Path) -> None
         gateway.http.infer("id", parts(), length).ok()
         done.set()
         prober.join()
-        place = seen[0]
-        fd = os.open(f"/proc/{place.memory.pid}/fd/{place.memory.fd}", os.O_RDONLY)
-        raw = os.pread(fd, place.byte_size, place.offset)
+        memory_range = seen[0]
+        fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
+        raw = os.pread(fd, memory_range.byte_size, memory_range.offset)
         os.close(fd)
     assert np.array_equal(np.frombuffer(raw, np.float32), values.astype(np.float32))
     assert len(body) > 25 * MIB

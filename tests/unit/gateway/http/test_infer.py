@@ -277,14 +277,16 @@ def test_outputs_of_a_request_that_nobody_waits_for_are_released(
 ) -> None:
     simple.held = True
     arena = Arena(MIB)
-    place = arena.allocate(64)
+    memory_range = arena.allocate(64)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple.waiting)
     until("it is cancelled", lambda: simple.others)
-    simple.compute = lambda request: Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), place),))
+    simple.compute = lambda request: Inferred(
+        (TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),)
+    )
     simple.answer_all()
-    release = Release(os.getpid(), [place.offset])
+    release = Release(os.getpid(), [memory_range.offset])
     until("its output is released", lambda: release in simple.others)
     arena.close()
 
@@ -363,13 +365,13 @@ def test_a_model_that_moved_is_called_where_it_is(gateway: Rig, simple: Schedule
 # --- memory of the gateway
 
 
-def content(place: Any) -> bytes:
+def content(memory_range: Any) -> bytes:
     """What a worker would read at a place."""
-    assert isinstance(place, Range)
-    fd = os.open(f"/proc/{place.memory.pid}/fd/{place.memory.fd}", os.O_RDONLY)
+    assert isinstance(memory_range, Range)
+    fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
     try:
-        assert os.fstat(fd).st_ino == place.memory.inode
-        return os.pread(fd, place.byte_size, place.offset)
+        assert os.fstat(fd).st_ino == memory_range.memory.inode
+        return os.pread(fd, memory_range.byte_size, memory_range.offset)
     finally:
         os.close(fd)
 
@@ -441,9 +443,9 @@ def large_body(size: int) -> tuple[bytes, dict[str, str]]:
 
 
 def place_of(submit: Submit) -> Range:
-    place = inference_of(submit).inputs[0].data
-    assert isinstance(place, Range)
-    return place
+    memory_range = inference_of(submit).inputs[0].data
+    assert isinstance(memory_range, Range)
+    return memory_range
 
 
 def test_a_block_is_free_after_the_answer(gateway: Rig, large: Scheduler) -> None:
@@ -527,9 +529,9 @@ def arena() -> Iterator[Arena]:
 
 
 def answer_from(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[Inferred, Range]:
-    place = arena.allocate(len(data))
-    arena.view(place)[:] = data
-    return Inferred((TensorRef("OUT", datatype, (len(data) // 4,), place),)), place
+    memory_range = arena.allocate(len(data))
+    arena.view(memory_range)[:] = data
+    return Inferred((TensorRef("OUT", datatype, (len(data) // 4,), memory_range),)), memory_range
 
 
 @pytest.mark.parametrize("size", [20_000, 16 * MIB])
@@ -541,7 +543,7 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
     if size > MIB and not (binary or encoding):
         size = 4 * MIB
     data = np.arange(size // 4, dtype=np.float32)
-    answer, place = answer_from(arena, data.tobytes())
+    answer, memory_range = answer_from(arena, data.tobytes())
     scheduler = gateway.scheduler(lambda request: answer)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
     request = {
@@ -553,13 +555,13 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
     if encoding:
         reply = Reply(200, reply.headers, zlib.decompress(reply.body, 47))
     assert np.array_equal(reply.tensors()["OUT"], data)
-    release = Release(os.getpid(), [place.offset])
+    release = Release(os.getpid(), [memory_range.offset])
     until("the output is released", lambda: release in scheduler.others)
 
 
 def test_outputs_are_held_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
     data = np.random.default_rng(1).bytes(16 * MIB)
-    answer, place = answer_from(arena, data)
+    answer, memory_range = answer_from(arena, data)
     scheduler = gateway.scheduler(lambda request: answer)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
     inputs = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
@@ -572,7 +574,7 @@ def test_outputs_are_held_while_the_client_reads(gateway: Rig, arena: Arena) -> 
         chunks = [start]
         while sum(map(len, chunks)) < len(data):  # the head makes it more
             chunks.append(connection.recv(MIB))
-        release = Release(os.getpid(), [place.offset])
+        release = Release(os.getpid(), [memory_range.offset])
         until("it is released", lambda: release in scheduler.others)
         while not b"".join(chunks[-2:]).endswith(data[-100:]):
             chunks.append(connection.recv(MIB))
@@ -580,7 +582,7 @@ def test_outputs_are_held_while_the_client_reads(gateway: Rig, arena: Arena) -> 
 
 
 def test_outputs_are_released_when_the_reader_leaves(gateway: Rig, arena: Arena) -> None:
-    answer, place = answer_from(arena, bytes(16 * MIB))
+    answer, memory_range = answer_from(arena, bytes(16 * MIB))
     scheduler = gateway.scheduler(lambda request: answer)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
     inputs = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
@@ -588,7 +590,7 @@ def test_outputs_are_released_when_the_reader_leaves(gateway: Rig, arena: Arena)
     with raw_connection(gateway.port) as connection:
         send(connection, "m", body)
         assert connection.recv(1000)
-    release = Release(os.getpid(), [place.offset])
+    release = Release(os.getpid(), [memory_range.offset])
     until("the output is released", lambda: release in scheduler.others)
 
 
@@ -630,15 +632,15 @@ def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
 
 def region(name: str, memory_id: int, byte_size: int = 1000, offset: int = 4096) -> Any:
     memory = Memory(memory_id, os.getpid(), 3, 77, offset + byte_size, sealed=False)
-    place = list(pack_range(Range(memory, offset, byte_size)))
-    return lambda number: m.RegionPublished(name, "/key", place, os.getuid(), -1, number)
+    memory_range = list(pack_range(Range(memory, offset, byte_size)))
+    return lambda number: m.RegionPublished(name, "/key", memory_range, os.getuid(), -1, number)
 
 
 @pytest.fixture
 def through_regions(gateway: Rig) -> Scheduler:
     def compute(request: Inference) -> Inferred:
-        place = request.outputs[0].place
-        return Inferred((TensorRef("OUT", "FP32", (10,), place or bytes(40)),))
+        memory_range = request.outputs[0].memory_range
+        return Inferred((TensorRef("OUT", "FP32", (10,), memory_range or bytes(40)),))
 
     scheduler = gateway.scheduler(compute)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
@@ -663,10 +665,13 @@ def test_tensors_in_regions_are_passed_on_as_places(
     assert reply.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [10]}]
     (submit,) = through_regions.submits
     inference = inference_of(submit)
-    for place, offset in ((inference.inputs[0].data, 8), (inference.outputs[0].place, 96)):
-        assert isinstance(place, Range)
-        assert (place.offset, place.byte_size) == (4096 + offset, 40)
-        memory = place.memory
+    for memory_range, offset in (
+        (inference.inputs[0].data, 8),
+        (inference.outputs[0].memory_range, 96),
+    ):
+        assert isinstance(memory_range, Range)
+        assert (memory_range.offset, memory_range.byte_size) == (4096 + offset, 40)
+        memory = memory_range.memory
         assert (memory.id, memory.pid, memory.fd, memory.inode) == (5, os.getpid(), 3, 77)
         assert (memory.byte_size, memory.sealed) == (5096, False)
 
@@ -785,8 +790,17 @@ def test_what_came_before_a_region_changed_says_nothing_of_the_new_one(
             gateway.http.infer("m", body).ok()
         gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
     until("both are released", lambda: len(gateway.heard_of(RegionReleased)) == 2)
-    places = [inference_of(submit).outputs[0].place for submit in through_regions.submits]
-    assert [place and place.memory.id for place in places] == [5, 5, 5, 6, 6, 6]
+    memory_ranges = [
+        inference_of(submit).outputs[0].memory_range for submit in through_regions.submits
+    ]
+    assert [memory_range and memory_range.memory.id for memory_range in memory_ranges] == [
+        5,
+        5,
+        5,
+        6,
+        6,
+        6,
+    ]
 
 
 def test_a_region_is_held_until_the_request_is_settled(

@@ -113,16 +113,16 @@ def test_an_answer_of_another_form_is_given(asked: Asked) -> None:
     """Of other outputs, in the memory of a worker, which is released."""
     values = np.arange(16, dtype=np.int32)
     arena = Arena(ARENA)
-    place = arena.allocate(values.nbytes)
-    arena.view(place)[:] = values.tobytes()
+    memory_range = arena.allocate(values.nbytes)
+    arena.view(memory_range)[:] = values.tobytes()
 
     def compute(request: Inference) -> Inferred:
-        return Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), place),))
+        return Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),))
 
     asked.scheduler.compute = compute
     reply = asked.ask(40)
     assert reply.ok().tensors()["OUTPUT0"].ravel().tolist() == values.tolist()
-    release = Release(os.getpid(), [place.offset])
+    release = Release(os.getpid(), [memory_range.offset])
     until("its output is released", lambda: release in asked.scheduler.others)
     asked.scheduler.compute = add_sub
     assert asked.is_right(41)

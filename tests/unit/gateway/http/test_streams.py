@@ -389,9 +389,9 @@ def test_a_connection_goes_on_after_a_stream(gateway: Rig, ask: Any) -> None:
 
 def in_arena(arena: Arena, number: int, count: int, *, final: bool = False) -> m.Responded:
     data = np.arange(count, dtype=np.int32).tobytes()
-    place = arena.allocate(len(data))
-    arena.view(place)[:] = data
-    answer = Inferred((TensorRef("OUT", "INT32", (count,), place),))
+    memory_range = arena.allocate(len(data))
+    arena.view(memory_range)[:] = data
+    answer = Inferred((TensorRef("OUT", "INT32", (count,), memory_range),))
     return m.Responded(number, "", "", *pack_inferred(answer), final)
 
 

@@ -279,17 +279,21 @@ def test_outputs_of_known_size_are_placed() -> None:
     rig.submit(data=bytes(4 * elements))
     ((_, first),) = rig.sent()
     (output,) = inference_of(first).outputs
-    assert output.place is not None
+    assert output.memory_range is not None
     assert rig.memory.used >= 4 * elements
-    rig.step_says("a", m.Finished(first.id, *placed(output.place)))
+    rig.step_says("a", m.Finished(first.id, *placed(output.memory_range)))
     ((_, second),) = rig.sent()
-    assert inputs_of(second)["X"] == output.place
+    assert inputs_of(second)["X"] == output.memory_range
     (last,) = inference_of(second).outputs
-    assert last.place is not None
-    rig.step_says("b", m.Finished(second.id, *placed(last.place)))
+    assert last.memory_range is not None
+    rig.step_says("b", m.Finished(second.id, *placed(last.memory_range)))
     only(rig.told(), m.Finished)
     assert 0 < rig.memory.used < 8 * elements
-    rig.client_says(m.Release(last.place.memory.pid, [last.place.offset], last.place.memory.id))
+    rig.client_says(
+        m.Release(
+            last.memory_range.memory.pid, [last.memory_range.offset], last.memory_range.memory.id
+        )
+    )
     assert rig.memory.used == 0
 
 
@@ -301,17 +305,19 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     rig.submit(data=bytes(4 * elements))
     ((_, first),) = rig.sent()
     (output,) = inference_of(first).outputs
-    assert output.place is not None and output.or_input
-    rig.step_says("a", m.Finished(first.id, *placed(output.place)))
+    assert output.memory_range is not None and output.or_input
+    rig.step_says("a", m.Finished(first.id, *placed(output.memory_range)))
     ((_, second),) = rig.sent()
     (last,) = inference_of(second).outputs
-    assert last.place not in (None, output.place) and last.or_input
-    rig.step_says("b", m.Finished(second.id, *placed(output.place)))
+    assert last.memory_range not in (None, output.memory_range) and last.or_input
+    rig.step_says("b", m.Finished(second.id, *placed(output.memory_range)))
     (read,) = inferred_of(only(rig.told(), m.Finished)).outputs
-    assert read.data == output.place
+    assert read.data == output.memory_range
     assert 0 < rig.memory.used < 8 * elements
-    place = output.place
-    rig.client_says(m.Release(place.memory.pid, [place.offset], place.memory.id))
+    memory_range = output.memory_range
+    rig.client_says(
+        m.Release(memory_range.memory.pid, [memory_range.offset], memory_range.memory.id)
+    )
     assert rig.memory.used == 0
 
 
@@ -325,7 +331,7 @@ def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
     rig.client_says(m.Submit(1, *work, rig.now_ns, 0, 0, 0))
     ((_, first),) = rig.sent()
     (output,) = inference_of(first).outputs
-    assert output.place is not None and not output.or_input
+    assert output.memory_range is not None and not output.or_input
 
 
 def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
@@ -334,8 +340,8 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     rig.submit(data=bytes(4 * elements))
     ((_, first),) = rig.sent()
     (output,) = inference_of(first).outputs
-    assert output.place is not None
-    rig.step_says("a", m.Finished(first.id, *placed(output.place)))
+    assert output.memory_range is not None
+    rig.step_says("a", m.Finished(first.id, *placed(output.memory_range)))
     rig.control_says(ProcessExited(7000, ""))
     assert rig.memory.used == 0
 
@@ -350,16 +356,16 @@ def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
         for _, submit in rig.sent():
             assert not hit
             (output,) = inference_of(submit).outputs
-            assert output.place is not None
-            rig.step_says("a", m.Finished(submit.id, *placed(output.place)))
+            assert output.memory_range is not None
+            rig.step_says("a", m.Finished(submit.id, *placed(output.memory_range)))
         (read,) = inferred_of(only(rig.told(), m.Finished)).outputs
         assert isinstance(read.data, Range) and rig.memory.used
         rig.client_says(m.Release(read.data.memory.pid, [read.data.offset], read.data.memory.id))
         assert rig.memory.used == 0
 
 
-def placed(place: Range) -> Packed:
-    tensor = TensorRef("Y", "FP32", (place.byte_size // 4,), place)
+def placed(memory_range: Range) -> Packed:
+    tensor = TensorRef("Y", "FP32", (memory_range.byte_size // 4,), memory_range)
     return pack_inferred(Inferred((tensor,)))
 
 

@@ -40,12 +40,12 @@ def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
     """The step that was sent last, and where its output is to go."""
     ((endpoint, submit),) = rig.sent()
     (output,) = inference_of(submit).outputs
-    return endpoint, submit, output.place
+    return endpoint, submit, output.memory_range
 
 
-def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, place: Range) -> None:
+def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, memory_range: Range) -> None:
     """The step has written where it was told."""
-    made = TensorRef("Y", "FP32", (SIZE,), place)
+    made = TensorRef("Y", "FP32", (SIZE,), memory_range)
     rig.step_says(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((made,)))))
 
 
@@ -58,18 +58,18 @@ def test_what_is_between_two_steps_on_one_device_is_written_and_read_there() -> 
     cuda = FakeCuda()
     rig = rig_of(on_gpu("a"), on_gpu("b"), on_cpu("c"), exporting=cuda.exporting())
     rig.submit(data=bytes(4 * SIZE))
-    endpoint, submit, place = submitted(rig)
-    assert place is not None and place.memory.cuda is not None
-    assert (endpoint, place.memory.cuda.device) == ("a", 0)
+    endpoint, submit, memory_range = submitted(rig)
+    assert memory_range is not None and memory_range.memory.cuda is not None
+    assert (endpoint, memory_range.memory.cuda.device) == ("a", 0)
     # What a worker on the device does with it.
     memory = cuda.device_memory()
     worker = Mappings(memory.open)
     value = np.full(SIZE, 2.5, np.float32)
-    worker.view(place).numpy().view(np.float32)[:] = value
-    finish(rig, endpoint, submit, place)
+    worker.view(memory_range).numpy().view(np.float32)[:] = value
+    finish(rig, endpoint, submit, memory_range)
     endpoint, submit, after = submitted(rig)
     read = inputs_of(submit)["X"]
-    assert endpoint == "b" and read == place
+    assert endpoint == "b" and read == memory_range
     assert np.array_equal(worker.view(read).numpy().view(np.float32), value)
     # The next reader computes on the CPU.
     assert after is not None and after.memory.cuda is None
@@ -87,12 +87,12 @@ def test_a_worker_that_is_told_of_the_ensembles_death_lets_its_memory_go() -> No
     cuda = FakeCuda()
     rig = rig_of(on_gpu("a"), on_gpu("b"), on_gpu("c"), exporting=cuda.exporting())
     rig.submit(data=bytes(4 * SIZE))
-    _, _, place = submitted(rig)
-    assert place is not None
+    _, _, memory_range = submitted(rig)
+    assert memory_range is not None
     worker = Mappings(cuda.device_memory().open)
-    worker.view(place)
+    worker.view(memory_range)
     assert len(worker) == cuda.opened == 1
-    worker.drop_process(place.memory.pid)
+    worker.drop_process(memory_range.memory.pid)
     assert len(worker) == cuda.opened == 0
 
 
@@ -103,16 +103,16 @@ def test_other_tensors_go_by_the_host(second: dict[str, Any]) -> None:
     """Of a model on another device, on two, on none, or that takes its inputs in host memory."""
     rig = rig_of(on_gpu("a"), second, on_gpu("c"))
     rig.submit(data=bytes(4 * SIZE))
-    _, _, place = submitted(rig)
-    assert place is not None and place.memory.cuda is None
+    _, _, memory_range = submitted(rig)
+    assert memory_range is not None and memory_range.memory.cuda is None
 
 
 def test_a_python_model_that_takes_tensors_on_its_device() -> None:
     stays = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}}
     rig = rig_of(on_gpu("a"), on_gpu("b", backend="python", parameters=stays), on_gpu("c"))
     rig.submit(data=bytes(4 * SIZE))
-    _, _, place = submitted(rig)
-    assert place is not None and place.memory.cuda is not None
+    _, _, memory_range = submitted(rig)
+    assert memory_range is not None and memory_range.memory.cuda is not None
 
 
 def test_where_there_is_no_cuda_or_no_room_tensors_go_by_the_host(
@@ -128,8 +128,8 @@ def test_where_there_is_no_cuda_or_no_room_tensors_go_by_the_host(
         caplog.clear()
         for number in range(1, 4):
             rig.submit(number, data=bytes(4 * SIZE))
-            _, _, place = submitted(rig)
-            assert place is not None and place.memory.cuda is None
+            _, _, memory_range = submitted(rig)
+            assert memory_range is not None and memory_range.memory.cuda is None
         assert not caplog.records  # said once, when the ensemble was planned
 
 

@@ -37,7 +37,7 @@ def test_what_was_read_reaches_a_step_that_has_left_the_process(tmp_path: Path) 
             client.release("s1", [READ])
             links.deliver()
             assert before.received == [READ]
-            links.leave("s1")
+            links.remove("s1")
             client.successors.add("s1", there)
             client.lost("s1")
             client.release("s1", [READ])

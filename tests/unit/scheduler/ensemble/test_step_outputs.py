@@ -127,16 +127,18 @@ class Elsewhere:
 
     def __init__(self, data: bytes) -> None:
         self.arena = Arena(1 << 16)
-        self.place = self.arena.allocate(len(data))
-        self.arena.view(self.place)[:] = data
+        self.memory_range = self.arena.allocate(len(data))
+        self.arena.view(self.memory_range)[:] = data
         self.packed = pack_inferred(
-            Inferred((TensorRef("Y", "FP32", (len(data) // 4,), self.place),))
+            Inferred((TensorRef("Y", "FP32", (len(data) // 4,), self.memory_range),))
         )
-        self.release = m.Release(self.place.memory.pid, [self.place.offset], self.place.memory.id)
+        self.release = m.Release(
+            self.memory_range.memory.pid, [self.memory_range.offset], self.memory_range.memory.id
+        )
 
     def reuse(self) -> None:
         """Have something else lie there."""
-        self.arena.view(self.place)[:] = bytes(self.place.byte_size)
+        self.arena.view(self.memory_range)[:] = bytes(self.memory_range.byte_size)
 
 
 def test_what_a_client_reads_is_the_ensembles_own() -> None:
@@ -151,7 +153,7 @@ def test_what_a_client_reads_is_the_ensembles_own() -> None:
     (finished,) = rig.told()
     (output,) = inferred_of(finished).outputs
     assert isinstance(output.data, Range)
-    assert output.data.memory.id != elsewhere.place.memory.id
+    assert output.data.memory.id != elsewhere.memory_range.memory.id
     mappings = Mappings()
     assert bytes(mappings.view(output.data)) == b"abcd" * 5000
     mappings.drop_all()
@@ -178,7 +180,10 @@ def test_what_only_the_next_step_reads_is_not_copied() -> None:
     rig.step_says("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     ((_, submit),) = rig.sent()
     data = inputs_of(submit)["X"]
-    assert (data.memory.id, data.offset) == (elsewhere.place.memory.id, elsewhere.place.offset)
+    assert (data.memory.id, data.offset) == (
+        elsewhere.memory_range.memory.id,
+        elsewhere.memory_range.offset,
+    )
     assert rig.memory.used == 0
     rig.finish("b", submit.id)
     assert rig.sent(m.Release) == [("a", elsewhere.release)]

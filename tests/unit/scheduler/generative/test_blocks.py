@@ -30,8 +30,8 @@ def test_a_block_may_be_written_by_who_holds_it_alone_if_it_has_no_key() -> None
 def test_what_was_released_is_one_extent_again(order: tuple[int, ...]) -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(4)
-    for place in order:
-        pool.release([blocks[place]])
+    for memory_range in order:
+        pool.release([blocks[memory_range]])
     assert pool.allocate(4) == [0, 1, 2, 3]
 
 

@@ -73,7 +73,7 @@ class Llm:
         replays = self.replays and bool(message.resumed)
         for had in message.resumed if not replays else ():
             self.worker.resumed[work.key, had.sample] = array("i", had.tokens)
-        over = 0 if replays else sum(bool(had.over) for had in message.resumed)
+        over = 0 if replays else sum(bool(had.finish_reason) for had in message.resumed)
         self.open[work.key] = self.samples - over
         prepared = g.Prepared(work.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
         self.rig.worker(self.peer, prepared)
@@ -87,8 +87,8 @@ class Llm:
         for result in stepped.results:
             key, sample = known[result.sequence]
             tokens = self.worker.known[result.sequence].slots[len(PROMPT) :]
-            self.rig.worker(self.peer, g.Told(key, sample, len(tokens)))
-            if result.over:
+            self.rig.worker(self.peer, g.ResponseSent(key, sample, len(tokens)))
+            if result.finish_reason:
                 self.open[key] -= 1
                 if not self.open[key]:
                     self._end(key)
@@ -222,7 +222,7 @@ def test_what_a_dead_instance_had_goes_on_where_it_was(turns: int, samples: int)
             wanted, _ = alone(PROMPT, had.sample, llm.most)
             got = list(array("i", had.tokens))
             assert got == wanted[: len(got)]
-            assert had.told == len(got)  # each is told as soon as it is there
+            assert had.sent_characters == len(got)  # each is told as soon as it is there
     while successor.turn():
         pass
     assert before | ended(rig) == {number: ""}
@@ -263,7 +263,7 @@ def test_a_sample_that_was_over_does_not_begin_again() -> None:
     rig.supervisor(ProcessExited(100, "killed"))
     successor = Llm(rig, settings, pid=101, most=20, samples=2)
     (prepare,) = successor.receive()
-    assert {had.sample: had.over for had in prepare.resumed} == {0: "stop", 1: ""}
+    assert {had.sample: had.finish_reason for had in prepare.resumed} == {0: "stop", 1: ""}
     while successor.turn():
         pass
     assert ended(rig) == {number: ""}

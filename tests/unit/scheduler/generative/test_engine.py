@@ -131,7 +131,7 @@ def test_where_nobody_is_preempted_all_samples_have_to_fit_together() -> None:
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_nobody_runs_while_who_came_before_waits(policy: str, mode: str) -> None:
     rig = rig_of(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
-    waiting = [submit(rig, [2 + place, 1, 4, 1, 5], 18) for place in range(8)]
+    waiting = [submit(rig, [2 + memory_range, 1, 4, 1, 5], 18) for memory_range in range(8)]
     began: list[int] = []
     while rig.turn():
         going = [each for each in waiting if each.sequences]
@@ -232,7 +232,7 @@ def test_a_request_that_is_over_leaves_nothing_in_the_engine() -> None:
         rig.engine.cancel(generation)
     rig.drain()
     engine = rig.engine
-    assert not (engine._beams or engine._acceptance or engine._begin or engine._over)
+    assert not (engine._beams or engine._acceptance or engine._begin or engine._ended)
 
 
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:

@@ -174,7 +174,7 @@ def test_stacks_are_read_once_they_are_whole(
 
 
 @pytest.mark.parametrize(
-    ("stacks", "place"),
+    ("stacks", "memory_range"),
     [
         (STACKS, "fetch, line 12 of 1/model.py"),
         (STACKS.partition("\n\n")[0], "watch, line 3 of 1/watcher.py"),
@@ -182,8 +182,10 @@ def test_stacks_are_read_once_they_are_whole(
         ("", ""),
     ],
 )
-def test_the_place_is_of_the_models_code_in_the_thread_that_loads(stacks: str, place: str) -> None:
-    assert instances.model_frame(stacks, Path("/tmp")) == place
+def test_the_place_is_of_the_models_code_in_the_thread_that_loads(
+    stacks: str, memory_range: str
+) -> None:
+    assert instances.model_frame(stacks, Path("/tmp")) == memory_range
 
 
 def test_a_load_that_hangs_is_logged_with_pauses_that_grow(

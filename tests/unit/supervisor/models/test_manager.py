@@ -192,7 +192,7 @@ class Gateway:
         """Whether it has said so."""
         return number <= self.known
 
-    def tell_readiness(self, news: ReadinessChanged) -> None:
+    def publish_readiness(self, news: ReadinessChanged) -> None:
         self.told.append(news)
 
 

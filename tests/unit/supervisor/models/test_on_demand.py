@@ -30,11 +30,11 @@ def residents(draw: st.DrawFn) -> list[Resident]:
             used_ns=draw(st.integers(0, 9)),
             held=draw(st.booleans()),
             idle_ns=draw(st.sampled_from([0, 0, 4])),
-            users=draw(st.frozensets(st.sampled_from(names[:place]), max_size=1))
-            if place
+            users=draw(st.frozensets(st.sampled_from(names[:memory_range]), max_size=1))
+            if memory_range
             else frozenset(),
         )
-        for place, name in enumerate(names)
+        for memory_range, name in enumerate(names)
     ]
 
 

@@ -98,9 +98,9 @@ def test_what_was_unloaded_and_is_not_there_is_not_in_the_index() -> None:
     folder = ModelFolder("m", Path("m"), Path())
     unloaded, failed = (model(outcomes={"1": each}) for each in (UNLOADED, LoadOutcome("broken")))
     shown = [
-        [row["reason"] for row in index_rows("m", statuses(facts), place, ready=False)]
+        [row["reason"] for row in index_rows("m", statuses(facts), memory_range, ready=False)]
         for facts in (unloaded, failed)
-        for place in (folder, None)
+        for memory_range in (folder, None)
     ]
     assert shown == [["unloaded"], [], ["broken"], ["broken"]]
 

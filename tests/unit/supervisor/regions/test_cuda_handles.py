@@ -93,7 +93,7 @@ async def test_register_and_unregister() -> None:
     (checked,) = office.checked
     assert (checked.cuda, checked.byte_size) == (handle, 1100)
     (published,) = office.told
-    extent = unpack_range(published.place)
+    extent = unpack_range(published.memory_range)
     memory = extent.memory
     assert memory.cuda == CudaHandle(HANDLE, 1, UUID)
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
@@ -164,7 +164,7 @@ async def test_a_region_is_its_users() -> None:
     registry = office.registry
     handle = CudaHandle(HANDLE, 0)
     await registry.register_cuda("r", handle, 0, 64, ME)
-    memory = unpack_range(office.told[0].place).memory
+    memory = unpack_range(office.told[0].memory_range).memory
     assert (office.told[0].uid, memory.copied) == (ME.uid, False)
     with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
         await registry.register_cuda("r", handle, 0, 64, BOB)
@@ -363,13 +363,13 @@ def published(
     name: str, memory_id: int, number: int = 0, handle: bytes = HANDLE
 ) -> m.RegionPublished:
     memory = Memory.on_device(memory_id, 1100, CudaHandle(handle, 1, UUID))
-    place = list(pack_range(Range(memory, 100, 1000)))
-    return m.RegionPublished(name, "", place, os.getuid(), NO_GROUP, number)
+    memory_range = list(pack_range(Range(memory, 100, 1000)))
+    return m.RegionPublished(name, "", memory_range, os.getuid(), NO_GROUP, number)
 
 
 def host(memory_id: int, number: int) -> m.RegionPublished:
-    place = list(pack_range(Range(Memory(memory_id, 1, 3, 9, 100, sealed=False), 0, 100)))
-    return m.RegionPublished("host", "/h", place, os.getuid(), NO_GROUP, number)
+    memory_range = list(pack_range(Range(Memory(memory_id, 1, 3, 9, 100, sealed=False), 0, 100)))
+    return m.RegionPublished("host", "/h", memory_range, os.getuid(), NO_GROUP, number)
 
 
 def body(**changed: Any) -> dict[str, Any]:
@@ -496,7 +496,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
     work = inference_of(scheduler.submits[-1])
     memory = Memory.on_device(5, 1100, CudaHandle(HANDLE, 1, UUID))
     assert work.inputs[0].data == Range(memory, 1084, 16)
-    assert work.outputs[0].place == Range(memory, 100, 16)
+    assert work.outputs[0].memory_range == Range(memory, 100, 16)
     for offset, size, error in (
         (1000, 16, "Invalid offset for shared memory region: 'device' (offset 1000; "),
         (

@@ -45,7 +45,7 @@ async def test_register_and_unregister(key: str) -> None:
     await office.registry.register("r", key, 100, 1000, ME)
     (published,) = office.told
     assert isinstance(published, RegionPublished)
-    extent = unpack_range(published.place)
+    extent = unpack_range(published.memory_range)
     memory = extent.memory
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
     await office.registry.unregister("r", ME)
@@ -75,7 +75,7 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
     office = BusyOffice()
     draining = office.registry.draining
     await office.registry.register("r", key, 0, 8192, ME)
-    memory_id = unpack_range(office.told[0].place).memory.id
+    memory_id = unpack_range(office.told[0].memory_range).memory.id
     await office.registry.unregister("r", ME)
     assert office.told[1:] == [RegionRetired(memory_id, 1)]
     published = replace(office.told[0], acknowledge=0)
@@ -103,7 +103,7 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
 async def test_the_name_of_a_region_in_use_is_free(key: str) -> None:
     office = BusyOffice()
     await office.registry.register("r", key, 0, 4096, ME)
-    memory_id = unpack_range(office.told[0].place).memory.id
+    memory_id = unpack_range(office.told[0].memory_range).memory.id
     await office.registry.unregister("r", ME)
     await office.registry.register("r", key, 0, 8192, ME)
     office.registry.draining.in_use(7, memory_id, False)
@@ -130,9 +130,12 @@ async def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) ->
     make_object()
     await office.registry.register("r", key, 0, 8192, ME)
     before, withdrawn, draining, now = office.told
-    assert withdrawn == RegionWithdrawn("r", unpack_range(before.place).memory.id, 1)
+    assert withdrawn == RegionWithdrawn("r", unpack_range(before.memory_range).memory.id, 1)
     assert draining == replace(before, draining=True)
-    assert unpack_range(before.place).memory.inode != unpack_range(now.place).memory.inode
+    assert (
+        unpack_range(before.memory_range).memory.inode
+        != unpack_range(now.memory_range).memory.inode
+    )
     office.registry.draining.gateway_exited(7)
     assert len(office.workers) == 1
     office.registry.close()
@@ -169,14 +172,14 @@ async def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
     office = RegionOffice(handles=unchecked_handles(1))
     pin = office.registry.register
     await pin("r", key, 4096, 1024, ME, pin=True)
-    assert unpack_range(office.told[-1].place).memory.pinned
+    assert unpack_range(office.told[-1].memory_range).memory.pinned
     with pytest.raises(AlreadyExists):
         await pin("r", key, 4096, 1024, ME)
     text = r"4096 bytes cannot be pinned: 5120 of the 8192 bytes .*RLIMIT_MEMLOCK"
     with pytest.raises(InvalidArgument, match=text):
         await pin("s", key, 0, 4096, ME, pin=True)
     await office.registry.register("s", key, 0, 4096, ME)
-    assert not unpack_range(office.told[-1].place).memory.pinned
+    assert not unpack_range(office.told[-1].memory_range).memory.pinned
     await office.registry.unregister("r", ME)
     await office.registry.unregister("s", ME)
     office.registry.draining.gateway_exited(7)

@@ -33,14 +33,14 @@ _MOST_ROWS = 16  # of a sequence: rows that verify proposed tokens
 
 
 class LoneRow(NamedTuple):
-    """A row of a pass, at index `place`, that is computed alone.
+    """A row of a pass, at index `row_index`, that is computed alone.
 
     Attributes:
         length: The number of tokens of the sequence that the row sees.
         width: The number of keys it is computed with, rounded up so that there are few widths.
     """
 
-    place: int
+    row_index: int
     length: int
     width: int
     table: list[int]
@@ -61,7 +61,7 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
 
 
 class Seen(NamedTuple):
-    """The keys that lone rows see, at indices `places` of a pass.
+    """The keys that lone rows see, at indices `row_indices` of a pass.
 
     Attributes:
         pattern: A CSR matrix [rows * heads of queries, keys and values, KV heads * slots], with 0
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
         ends: The end of the values of each head.
     """
 
-    places: torch.Tensor
+    row_indices: torch.Tensor
     pattern: torch.Tensor
     columns: torch.Tensor
     ends: torch.Tensor
@@ -87,9 +87,9 @@ class Seen(NamedTuple):
             columns.append((slots[:, None] + first_slots[:, None]).ravel())
             values.append(np.repeat(hidden, heads, 0).ravel())
             widths.append(width)
-        places = np.array([row.place for row in lone])
+        row_indices = np.array([row.row_index for row in lone])
         counts = np.zeros((rows, heads + 2 * kv_heads), np.int32)
-        counts[places, :heads] = np.array([row.width for row in lone])[:, None]
+        counts[row_indices, :heads] = np.array([row.width for row in lone])[:, None]
         indices = torch.from_numpy(np.concatenate(columns))
         pattern = torch.sparse_csr_tensor(
             _row_ends(counts),
@@ -98,9 +98,9 @@ class Seen(NamedTuple):
             (counts.size, kv_heads * cache.slots),
             check_invariants=False,
         )
-        ends = _row_ends(counts[places, :heads])
+        ends = _row_ends(counts[row_indices, :heads])
         parts = [len(part) for part in columns], widths
-        return cls(torch.from_numpy(places), pattern, indices, ends, parts)
+        return cls(torch.from_numpy(row_indices), pattern, indices, ends, parts)
 
     def attend(self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Return the attention of these rows, [rows, heads * head size].
@@ -125,7 +125,7 @@ class Seen(NamedTuple):
         found = torch._embedding_bag_forward_only(
             values, self.columns, self.ends, per_sample_weights=weights, include_last_offset=True
         )
-        return found[0].view(self.places.shape[0], -1)
+        return found[0].view(self.row_indices.shape[0], -1)
 
 
 def _row_ends(counts: np.ndarray) -> torch.Tensor:
@@ -204,7 +204,7 @@ class Attention:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
 
-    def over(self, rows: Pass) -> Attend:
+    def for_rows(self, rows: Pass) -> Attend:
         """Return the attention of the rows of a pass."""
         runs = self._runs(rows, rows.spans)
 
@@ -251,14 +251,14 @@ class Attention:
 class SparseAttention(Attention):
     """Attention on CPUs: lone rows are computed together, and other rows run by run."""
 
-    def over(self, rows: Pass) -> Attend:
+    def for_rows(self, rows: Pass) -> Attend:
         """Return the attention of the rows of a pass."""
         cache = self._cache
         lone = lone_rows(rows, cache)
         if not lone:
-            return super().over(rows)
+            return super().for_rows(rows)
         seen = Seen.of(lone, len(rows.tokens), cache)
-        alone = {row.place for row in lone}
+        alone = {row.row_index for row in lone}
         last = rows.spans[-1]
         count = last.first + last.size
         runs = self._runs(rows, (span for span in rows.spans if span.first not in alone))
@@ -268,7 +268,7 @@ class SparseAttention(Attention):
             if not runs:
                 return _padded(mine, heads.shape[0])
             found = heads.new_empty(count, mine.shape[1])
-            found[seen.places] = mine
+            found[seen.row_indices] = mine
             for run in runs:
                 found[run.first : run.first + run.size] = self._find(heads, layer, run)
             return _padded(found, heads.shape[0])
@@ -283,7 +283,7 @@ class SparseAttention(Attention):
 class PagedAttention(Attention):
     """Attention of all spans in one call, on CUDA devices whose kernels read block tables."""
 
-    def over(self, rows: Pass) -> Attend:
+    def for_rows(self, rows: Pass) -> Attend:
         """Return the attention of the rows of a pass."""
         from torch.nn.attention.varlen import varlen_attn
 
@@ -350,7 +350,7 @@ def make_attention(cache: KvCache, architecture: Architecture, device: str) -> A
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # sparse tensors are in beta state
-            found, expected = (way.over(rows)(given, 0) for way in ways)
+            found, expected = (way.for_rows(rows)(given, 0) for way in ways)
         works = torch.allclose(found, expected, atol=1e-4)
     except Exception:  # this torch or device has no such kernel
         works = False

@@ -131,10 +131,12 @@ class Pass:
             prompt: Whether the tokens are from the prompt.
         """
         first, size = len(self.tokens), self.block_size
-        places = range(start, start + len(tokens))
+        new_positions = range(start, start + len(tokens))
         self.tokens += tokens
-        self.positions += places
-        self.slots += [table[place // size] * size + place % size for place in places]
+        self.positions += new_positions
+        self.slots += [
+            table[position // size] * size + position % size for position in new_positions
+        ]
         self.spans.append(RowSpan(first, len(tokens), start, table, prompt))
         return first
 

@@ -81,10 +81,10 @@ def decode_inputs(rows: Pass, count: int, blocks: int) -> np.ndarray:
     The rows that fill the graph repeat the last row.
     """
     given = np.zeros((count, _COLUMNS + blocks), np.int64)
-    for place, span in enumerate(rows.spans):
+    for index, span in enumerate(rows.spans):
         table = span.table[: -(-span.length // rows.block_size)]
-        columns = rows.tokens[place], rows.positions[place], rows.slots[place]
-        given[place, : _COLUMNS + len(table)] = *columns, *table
+        columns = rows.tokens[index], rows.positions[index], rows.slots[index]
+        given[index, : _COLUMNS + len(table)] = *columns, *table
     given[len(rows.spans) :] = given[len(rows.spans) - 1]
     return given
 

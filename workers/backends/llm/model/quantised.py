@@ -276,8 +276,8 @@ def _unpacked(words: torch.Tensor, bits: int, interleaved: bool = False) -> torc
     """
     if not bits:
         raise ValueError
-    places = torch.arange(32 // bits, dtype=torch.int32)
+    shifts = torch.arange(32 // bits, dtype=torch.int32)
     if interleaved:
-        places = places.view(2, -1).t().reshape(-1)
-    found = words.unsqueeze(-1) >> places * bits
+        shifts = shifts.view(2, -1).t().reshape(-1)
+    found = words.unsqueeze(-1) >> shifts * bits
     return found.bitwise_and_((1 << bits) - 1).flatten(1)

@@ -41,9 +41,9 @@ class Layer:
 
 
 class Some(NamedTuple):
-    """Some rows of a pass, at indices `places`, with their own attention."""
+    """Some rows of a pass, at indices `rows_out`, with their own attention."""
 
-    places: list[int]
+    rows_out: list[int]
     attend: Attend
 
 
@@ -86,13 +86,13 @@ class Transformer:
         """
         count = len(rows.tokens)
         rows.pad(FEWEST_ROWS)
-        attend = attention.over(rows)
+        attend = attention.for_rows(rows)
         some = None
         if len(wanted) < count:
             few = rows.only(wanted)
             few.pad(FEWEST_ROWS)
-            places = wanted + wanted[-1:] * (len(few.tokens) - len(wanted))
-            some = Some(places, attention.over(few) if wanted else attend)
+            rows_out = wanted + wanted[-1:] * (len(few.tokens) - len(wanted))
+            some = Some(rows_out, attention.for_rows(few) if wanted else attend)
         wide = self.states(*rows.tensors(), cache, attend, some)
         if not wanted:
             return wide.new_empty(0, self.architecture.vocabulary)
@@ -122,9 +122,9 @@ class Transformer:
             cache.write(number - 1, heads[:, made.heads :], slots)
             if some is not None and number == made.layers:
                 # The states of other rows are not needed any more.
-                if not some.places:
+                if not some.rows_out:
                     break
-                wide, heads, attend = wide[some.places], heads[some.places], some.attend
+                wide, heads, attend = wide[some.rows_out], heads[some.rows_out], some.attend
                 states = wide[:, : made.hidden]
             states += layer.output(attend(heads, number - 1))
             self._feed(layer, wide)

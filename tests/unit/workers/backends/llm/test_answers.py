@@ -92,7 +92,7 @@ def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
 
 def test_stop_strings_end_a_text_before_them(scheduler: Scheduler, folder: Folder) -> None:
     whole = TOKENIZER.decode(greedy(folder, 30))
-    pairs = [whole[place : place + 2] for place in range(2, len(whole) - 2)]
+    pairs = [whole[memory_range : memory_range + 2] for memory_range in range(2, len(whole) - 2)]
     stop = next(pair for pair in pairs if "\ufffd" not in pair)
     ways: list[dict[str, Any]] = [{}, {"stream": True}, {"include_stop_str_in_output": True}]
     for key, more in enumerate(ways, 1):
@@ -249,9 +249,11 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
     with torch.inference_mode():
         wanted = reference(folder())(torch.tensor([tokens])).logits[0].log_softmax(-1)
     assert told["prompt"][0] is None
-    for place, found in enumerate([*told["prompt"][1:], *told["content"]], 1):
-        assert found["token_id"] == tokens[place]
-        assert found["logprob"] == pytest.approx(wanted[place - 1, tokens[place]].item(), abs=1e-3)
+    for memory_range, found in enumerate([*told["prompt"][1:], *told["content"]], 1):
+        assert found["token_id"] == tokens[memory_range]
+        assert found["logprob"] == pytest.approx(
+            wanted[memory_range - 1, tokens[memory_range]].item(), abs=1e-3
+        )
     assert [len(each["top_logprobs"]) for each in told["content"]] == [2] * 4
 
 
@@ -281,10 +283,10 @@ def test_a_repeated_prompt_is_scored_with_its_text(
             ]
             assert [each["token_id"] for each in found] == whole
             assert (found[0]["logprob"], found[0]["top_logprobs"]) == (None, None)
-            for place, each in enumerate(found[1:], 1):
-                mine = wanted[place - 1, whole[place]]
+            for memory_range, each in enumerate(found[1:], 1):
+                mine = wanted[memory_range - 1, whole[memory_range]]
                 assert each["logprob"] == pytest.approx(mine.item(), abs=1e-3)
-                assert each["rank"] == (wanted[place - 1] > mine).sum() + 1
+                assert each["rank"] == (wanted[memory_range - 1] > mine).sum() + 1
             characters = text.encode()
             for each in found[: len(tokens)]:
                 assert characters.startswith(bytes(each["bytes"]))
@@ -540,12 +542,12 @@ def test_nothing_of_a_stop_string_is_told() -> None:
         stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         included = chance.random() < 0.5
-        filtered, given, found, place = StopStrings(stops, included), "", False, 0
-        while place < len(text) and not found:
+        filtered, given, found, memory_range = StopStrings(stops, included), "", False, 0
+        while memory_range < len(text) and not found:
             size = chance.randrange(1, 4)
-            piece, found = filtered.add(text[place : place + size])
+            piece, found = filtered.add(text[memory_range : memory_range + size])
             given += piece
-            place += size
+            memory_range += size
         given += filtered.flush()
         assert given == expected(text, stops, included), (text, stops)
 

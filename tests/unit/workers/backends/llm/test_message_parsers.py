@@ -160,8 +160,8 @@ def parsed(
     found = {"content": "", "reasoning": ""}
     calls: list[list[str]] = []
     ids: set[str] = set()
-    for place, chunk in enumerate([*chunks, ""]):
-        parser.feed(chunk, place == len(chunks))
+    for memory_range, chunk in enumerate([*chunks, ""]):
+        parser.feed(chunk, memory_range == len(chunks))
         taken = parser.take()
         for part in found:
             found[part] += taken.get(part, "")

@@ -76,8 +76,8 @@ def test_distributions_are_those_of_transformers() -> None:
     wanted = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
     sampler.process(logits, rows)
     found = sampler.distribution(logits, rows)  # all together
-    for place, each in enumerate(SETTINGS):
-        assert torch.allclose(found[place], wanted[place], atol=1e-6), each
+    for memory_range, each in enumerate(SETTINGS):
+        assert torch.allclose(found[memory_range], wanted[memory_range], atol=1e-6), each
 
 
 def test_penalties_of_presence_and_frequency() -> None:

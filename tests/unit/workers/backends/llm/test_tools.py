@@ -52,8 +52,8 @@ GIVEN = [function("weather", SCHEMA), function("now", NOW)]
 def tokenizer(*special: str) -> Tokenizer:
     """A tokenizer with added tokens, half of which are special."""
     made = Tokenizer.from_str(tokenizer_text())
-    for place, each in enumerate(special):
-        made.add_tokens([AddedToken(each, special=place % 2 == 0, normalized=False)])
+    for memory_range, each in enumerate(special):
+        made.add_tokens([AddedToken(each, special=memory_range % 2 == 0, normalized=False)])
     return made
 
 
