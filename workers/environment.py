@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import shmserve
+from shmserve import errors
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.supervision import WorkerStart, encode_start
@@ -74,7 +74,7 @@ def enter(start: WorkerStart) -> None:
     with open(os.memfd_create("shmserve-start", 0), "w+b", closefd=False) as file:
         file.write(encode_start(replace(start, environment="")))
         file.flush()
-        package = str(Path(shmserve.__file__).resolve())
+        package = str(Path(errors.__file__).resolve().with_name("__init__.py"))
         arguments = [str(python), "-I", "-c", _BOOT, str(file.fileno()), package, *_own_packages()]
         os.execve(python, arguments, variables)
 
@@ -93,7 +93,7 @@ def _located(start: WorkerStart) -> Path:
 def _own_packages() -> Iterator[str]:
     """Yield the folders of the server's packages, without those of the standard library."""
     stdlib = sysconfig.get_path("stdlib")
-    yield str(Path(shmserve.__file__).resolve().parent.parent)
+    yield str(Path(errors.__file__).resolve().parent.parent)
     for path in sys.path:
         if path and path not in (stdlib, f"{stdlib}/lib-dynload") and os.path.isdir(path):
             yield path

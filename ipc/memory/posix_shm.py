@@ -75,7 +75,7 @@ def open_object(key: str) -> SharedObject:
         fd = posix_ipc.SharedMemory(key, flags=os.O_NONBLOCK, size=0).fd
     except posix_ipc.ExistentialError:
         raise Internal(
-            f"Unable to open shared memory region: '{key}' (the server's /dev/shm has none; "
+            f"Unable to open shared memory region: '{key}' (the server finds no such object; "
             "a client in another container must share its shared memory mount with the server)"
         ) from None
     except posix_ipc.PermissionsError:

@@ -65,8 +65,8 @@ def text(name: str, verdict: Verdict) -> str:
     """Return a verdict in lines of 80 columns, which only a longer command exceeds (pure)."""
     first = f"{verdict.state:8}{name:16}"
     found, fix = (
-        "".join(c if c.isprintable() else " " for c in verdicts)
-        for verdicts in (verdict.found, verdict.fix)
+        "".join(c if c.isprintable() else " " for c in part)
+        for part in (verdict.found, verdict.fix)
     )
     room = _WIDTH - len(first)
     lines = textwrap.wrap(found, room, break_on_hyphens=False, break_long_words=False) or [""]

@@ -19,6 +19,8 @@ ROOMS = {
 }
 # Unpickling runs code of whoever wrote the bytes; these hide a pickle inside.
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+# A program may send a region to its own processes: its descriptor is duplicated.
+DUPLICATED = ("shmserve/client/memory/region.py", "multiprocessing.reduction.DupFd")
 PICKLING = {"multiprocessing", "concurrent.futures.process", "torch.multiprocessing"}
 
 
@@ -91,7 +93,7 @@ def test_nothing_pickles() -> None:
         for name in imports(path)
         if within(name, PICKLES | PICKLING)
     ]
-    assert wrong == []
+    assert wrong == [DUPLICATED]
 
 
 @pytest.mark.parametrize(

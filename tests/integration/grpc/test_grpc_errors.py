@@ -340,8 +340,8 @@ OTHERS: dict[str, tuple[str, Any, str, str]] = {
         "SystemSharedMemoryRegister",
         pb.SystemSharedMemoryRegisterRequest(name="a", key="/test-not-there", byte_size=1),
         "INTERNAL",
-        "Unable to open shared memory region: '/test-not-there' (there is none where the server "
-        "looks; a client in another container must share its shared memory mount with the server)",
+        "Unable to open shared memory region: '/test-not-there' (the server finds no such "
+        "object; a client in another container must share its shared memory mount with the server)",
     ),
     "status": (
         "SystemSharedMemoryStatus",

@@ -22,7 +22,7 @@ def supervisor() -> Any:
     config = from_flags(parse(["--model-repository=/tmp"]), {})
     parts: dict[str, Any] = {each.name: MagicMock() for each in fields(Supervisor) if each.init}
     parts["context"] = MagicMock(tasks=set(), config=config)
-    parts["context"].local_clients.leave = AsyncMock()
+    parts["context"].local_clients.redirect = AsyncMock()
     parts["endings"] = asyncio.Queue()
     parts["processes"].all.return_value = []
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())

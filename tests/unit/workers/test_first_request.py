@@ -28,7 +28,7 @@ def first_request(name, folder):
     region = rigs.Region(2 * 4 * {SIZE})
     place = region.write(0, numpy.ones({SIZE}, numpy.float32))
     x = rigs.tensor("x", numpy.ones({SIZE}, numpy.float32), place)
-    asked = [rigs.RequestedOutput("output", region.place(4 * {SIZE}, 4 * {SIZE}))]
+    asked = [rigs.RequestedOutput("output", region.memory_range(4 * {SIZE}, 4 * {SIZE}))]
     with rigs.rig(Path(folder)) as worker:
         backend = backends.find(rigs.ModelSpec.of(config))(worker.context)
         worker.serve(backend, config)

@@ -61,7 +61,7 @@ class Rig:
         self.model.serving["1"] = self.version
         self.autoscaler = Autoscaler(processes.context, registry)
         monkeypatch.setattr(processes.context.events, "publish", self.events.append)
-        monkeypatch.setattr(self.version.scheduler, "tell", self.told.append)
+        monkeypatch.setattr(self.version.scheduler, "send", self.told.append)
         monkeypatch.setattr(ScalingPolicy, "look", lambda policy, load, count: self._want(count))
 
     def _want(self, count: int) -> Change | None:

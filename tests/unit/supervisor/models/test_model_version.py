@@ -76,7 +76,7 @@ async def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_ha
     processes = Processes()
     model = deployment(processes)
     told: list[Any] = []
-    monkeypatch.setattr(model.scheduler, "tell", told.append)
+    monkeypatch.setattr(model.scheduler, "send", told.append)
     await model.start()
     first = processes.started[0]
     first.kill()
@@ -201,9 +201,9 @@ async def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
     model = deployment(processes)
     await model.start()
     order: list[Any] = []
-    monkeypatch.setattr(model.scheduler, "tell", order.append)
+    monkeypatch.setattr(model.scheduler, "send", order.append)
     monkeypatch.setattr(processes, "flush", lambda: order.append("flushed"))
-    monkeypatch.setattr(processes.context.local_clients, "tell", order.append)
+    monkeypatch.setattr(processes.context.local_clients, "broadcast", order.append)
     lost = model.endpoint
     model.scheduler.serving.child.kill()
     await turns(40)
