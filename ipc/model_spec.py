@@ -385,6 +385,68 @@ def source_positions(text: str, class_name: str) -> dict[str, str]:
     return positions
 
 
+_TRITON_CLASS, USUAL_CLASS = "TritonPythonModel", "Model"
+# Base classes of data, interfaces and exceptions, which no model has.
+_HELPERS = {"NamedTuple", "TypedDict", "Protocol", "ABC", "Enum", "Exception", "BaseModel"}
+
+
+def served_class(text: str) -> str:
+    """Return the name of the class in the text of a model's file that is served, or "".
+
+    This is the class with a method `predict` that no class of the file extends or uses. If there is
+    none, it is `Model`, or the only such class with a base class, as an `nn.Module` is. A file with
+    a `TritonPythonModel` has none.
+
+    Raises:
+        InvalidArgument: Several classes have the method, and none of them is called `Model`.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):  # the worker reports the error
+        return ""
+    names = set(map(_bound_name, ast.walk(tree)))
+    if _TRITON_CLASS in names:
+        return ""
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    used = {name for each in classes.values() for name in _used_names(each)}
+    leaves = [name for name in classes if name not in used]
+    found = [name for name in leaves if _has_predict(text, name)]
+    if len(found) > 1 and USUAL_CLASS not in found:
+        raise InvalidArgument(
+            f"the classes {', '.join(found)} have a method 'predict': name one in config.pbtxt, "
+            f'parameters {{ key: "class" value {{ string_value: "{found[0]}" }} }}'
+        )
+    if len(found) != 1 and USUAL_CLASS in names:
+        return USUAL_CLASS
+    if not found and "*" not in names:  # `*` may import a TritonPythonModel
+        found = [name for name in leaves if _bases(classes[name]) - _HELPERS]
+    return found[0] if len(found) == 1 else ""
+
+
+def _bound_name(node: ast.AST) -> str:
+    """Return the name that a definition, an import or an assignment binds, or ""."""
+    match node:
+        case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+            return name
+        case ast.alias(name=name, asname=alias):
+            return alias or name
+    return ""
+
+
+def _used_names(found: ast.ClassDef) -> set[str]:
+    names = {node.id for node in ast.walk(found) if isinstance(node, ast.Name)}
+    return names - {found.name}
+
+
+def _bases(node: ast.ClassDef) -> set[str]:
+    """Return the names of the base classes, without modules and type arguments."""
+    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+
+
+def _has_predict(text: str, name: str) -> bool:
+    return any("predict" in dict(_members(each)) for each in _classes(text, name))
+
+
 def class_attribute(text: str, class_name: str, attribute: str) -> Any:
     """Return the value of a class's attribute in the text of a file, which is not executed.
 

@@ -3,6 +3,7 @@
     Submit.trace ──> scheduler ──Work.trace──> worker ──> the model's calls of other models
     Finished.spans <── scheduler <── BatchFinished.spans <──┘
 
+The spans are followed by the tensors of the requests if the trace asks for them.
 Spans are created only if the submitter sets a non-empty `trace`. A process that forwards a request
 assigns the id of its span, so that spans need no parsing on their way back.
 """
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # W3C trace context, https://www.w3.org/TR/trace-context/: later versions may append fields.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_MESSAGE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]-([0-9a-f]{16})?")
+_MESSAGE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[01][01]-([0-9a-f]{16})?")
 _ID = re.compile(r"[0-9a-f]{1,16}")
 _SAMPLED = 1
 _MOST_SPANS = 4096  # per request
@@ -34,18 +35,19 @@ def is_trace(trace: str) -> bool:
 class TraceContext(NamedTuple):
     """The position of a request in a trace, with hexadecimal ids.
 
-    A root span has no `parent_id`.
+    A root span has no `parent_id`. With `tensors` workers add the tensors of requests.
     """
 
     trace_id: str
     span_id: str
     parent_id: str = ""
     sampled: bool = False
+    tensors: bool = False
 
     @classmethod
-    def new(cls, sampled: bool = False) -> TraceContext:
+    def new(cls, sampled: bool = False, tensors: bool = False) -> TraceContext:
         """Return the root span of a new trace."""
-        return cls(os.urandom(16).hex(), os.urandom(8).hex(), "", sampled)
+        return cls(os.urandom(16).hex(), os.urandom(8).hex(), "", sampled, tensors)
 
     @classmethod
     def of_header(cls, traceparent: str) -> TraceContext | None:
@@ -61,12 +63,15 @@ class TraceContext(NamedTuple):
     @classmethod
     def of(cls, trace: str) -> TraceContext:
         """Return the span in a message's `trace`."""
-        return cls(trace[3:35], trace[36:52], trace[56:72], trace[53:55] == "01")
+        return cls(
+            trace[3:35], trace[36:52], trace[56:72], trace[54:55] == "1", trace[53:54] == "1"
+        )
 
     def child(self, sampled: bool | None = None) -> TraceContext:
         """Return a new child span."""
         sampled = self.sampled if sampled is None else sampled
-        return TraceContext(self.trace_id, os.urandom(8).hex(), self.span_id, sampled)
+        span_id = os.urandom(8).hex()
+        return TraceContext(self.trace_id, span_id, self.span_id, sampled, self.tensors)
 
     @property
     def traceparent(self) -> str:
@@ -75,8 +80,9 @@ class TraceContext(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Return the form for messages: the `traceparent`, followed by the parent's id."""
-        return f"{self.traceparent}-{self.parent_id}"
+        """Return the form for messages: a `traceparent` with `tensors`, and the parent's id."""
+        flags = f"{self.tensors:d}{self.sampled:d}"
+        return f"00-{self.trace_id}-{self.span_id}-{flags}-{self.parent_id}"
 
 
 class Span(NamedTuple):
@@ -116,17 +122,44 @@ class Span(NamedTuple):
         return data
 
 
+class TracedTensor(NamedTuple):
+    """An input or an output of a request at a model, with the shape and the elements as texts."""
+
+    span_id: str
+    is_output: bool
+    name: str
+    datatype: str
+    shape: str
+    data: str
+
+    def packed(self) -> bytes:
+        """Return the encoding for `BatchFinished.spans`."""
+        data: bytes = msgpack.packb(self)
+        return data
+
+
 _KINDS = [*(str,) * 5, *(int,) * 8, str]
+_TENSOR_KINDS = [str, bool, *(str,) * 4]
 
 
-def unpack_spans(spans: bytes) -> list[Span]:
-    """Return the spans of a message up to the first invalid one. A model may have written them."""
+def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> list[Span]:
+    """Return the spans of a message up to the first invalid one. A model may have written them.
+
+    Args:
+        spans: The message's spans and tensors.
+        tensors: Receives the tensors.
+    """
     found: list[Span] = []
     unpacker = msgpack.Unpacker(max_buffer_size=len(spans) or 1)
     unpacker.feed(spans)
     try:
         for item in unpacker:
-            if list(map(type, item)) != _KINDS or len(found) == _MOST_SPANS:
+            kinds = list(map(type, item))
+            if kinds == _TENSOR_KINDS:
+                if tensors is not None:
+                    tensors.append(TracedTensor(*item))
+                continue
+            if kinds != _KINDS or len(found) == _MOST_SPANS:
                 break
             span = Span(*item)
             ids = filter(None, (span.span_id, span.parent_id))

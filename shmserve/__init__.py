@@ -32,6 +32,10 @@ def __getattr__(name: str) -> Any:
     return serve
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])  # help() shows `serve`
+
+
 # The path of an HTTP request through the packages (gateway/__init__.py has the files, and gRPC):
 #
 #     gateway/http          bytes -> route -> handler; a body -> the tensors of a request, and back

@@ -55,7 +55,7 @@ class LocalServer(sync.Server):
 
 @contextlib.contextmanager
 def serve(
-    models: Models, *, port: int = 0, timeout: float = 60.0, **flags: Any
+    models: Models, *, port: int = 0, timeout: float = 60.0, token: str = "", **flags: Any
 ) -> Iterator[LocalServer]:
     """Run a server in a `with` block, which is entered once all models are ready.
 
@@ -65,6 +65,7 @@ def serve(
             the definitions that the class uses.
         port: The port of HTTP; 0 chooses a free one.
         timeout: Seconds until all models must be ready.
+        token: The token of the client, if the server has `auth_token_file`.
         flags: Flags of `shmserve serve` with underscores: `allow_grpc=True`.
 
     Yields:
@@ -86,7 +87,7 @@ def serve(
         given |= {"http_port": port, "run_dir": run_dir}
         arguments += [_flag(name, value) for name, value in given.items()]
         with _process(arguments, folder / "log") as process:
-            server = _ready_client(process, run_dir, folder / "log", timeout)
+            server = _ready_client(process, run_dir, folder / "log", timeout, token)
             try:
                 yield server
             finally:
@@ -121,17 +122,23 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
 
 
 def _ready_client(
-    process: subprocess.Popen[bytes], run_dir: Path, log: Path, timeout: float
+    process: subprocess.Popen[bytes], run_dir: Path, log: Path, timeout: float, token: str
 ) -> LocalServer:
-    ends = time.monotonic() + timeout
+    ends, session = time.monotonic() + timeout, None
     while process.poll() is None and time.monotonic() < ends:
-        if b"the server is ready after" in log.read_bytes():
-            with contextlib.suppress(errors.Disconnected):
-                server = LocalServer(opened(run_dir, 1 << 30, ends - time.monotonic()))
-                server.url = next(iter(discovery.addresses(run_dir)), "")
+        with contextlib.suppress(errors.Disconnected):
+            # The server welcomes clients once its models are loaded, and publishes its health.
+            session = session or opened(run_dir, 1 << 30, None, token)
+            url = next(iter(discovery.addresses(run_dir)), "")
+            http_ready = not url.startswith("http") or session.ready()
+            if session.connection().models.ready and http_ready:
+                server = LocalServer(session)
+                server.url = url
                 server.run_dir, server.log = run_dir, log
                 return server
         time.sleep(_PAUSE_S)
+    if session is not None:
+        session.close()
     raise _failure(log.read_text(errors="replace"), process.poll(), timeout)
 
 

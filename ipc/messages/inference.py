@@ -323,6 +323,7 @@ class ExecutionResponded:
         written_ns: The time when its outputs were written.
         copied_out: The bytes of outputs copied.
         failed: Whether the request ended by a failure rather than an error that the model sent.
+        spans: With the last response, the traced tensors of the request (ipc/trace.py).
     """
 
     key: int
@@ -335,6 +336,7 @@ class ExecutionResponded:
     written_ns: int
     copied_out: int = 0
     failed: bool = False
+    spans: bytes = b""
 
 
 @message

@@ -94,3 +94,18 @@ def decode_bytes(
             f"'{model}', got {got}"
         )
     return items.reshape(shape)
+
+
+def as_text(datatype: str, array: np.ndarray[Any, Any]) -> str:
+    """Return the elements of an array, separated by commas, as Triton's traces have them."""
+    elements = array.reshape(-1)
+    if datatype == "BF16" and elements.dtype == np.uint16:
+        elements = (elements.astype(np.uint32) << 16).view(np.float32)
+    if datatype == "BYTES":
+        texts = (
+            each.decode(errors="replace") if isinstance(each, bytes) else str(each)
+            for each in elements.tolist()
+        )
+        return ",".join(f'"{text}"' for text in texts)
+    form = "d" if elements.dtype.kind in "biu" else "g"
+    return ",".join(f"{each:{form}}" for each in elements.tolist())

@@ -52,9 +52,9 @@ def _infer_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         required=True,
         metavar="NAME=VALUE",
-        help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE for "
-        "the content of a file as one text; a value with one dimension less than the model takes "
-        "becomes a batch of one",
+        help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE: its bytes "
+        "for a BYTES or UINT8 input, the pixels of an image for UINT8 with height and width; a "
+        "value with one dimension less than the model takes becomes a batch of one",
     )
     add_flags(parser, "infer")
 

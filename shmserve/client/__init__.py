@@ -71,6 +71,7 @@ def connect(
     *,
     memory_limit: int = 1 << 30,
     timeout: float | None = None,
+    token: str = "",
 ) -> Server:
     """Connect to a server.
 
@@ -78,10 +79,12 @@ def connect(
         run_dir: The server's run directory (`--run-dir`); by default $SHMSERVE_RUN_DIR, else that
             of this user's server.
         memory_limit: The maximum shared memory of this client in bytes.
+        token: A token for `ready`, `load`, `unload`, `metadata` and `statistics`, if the server
+            has --auth-token-file.
         timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
 
     Raises:
         Disconnected: There is no server.
         InvalidArgument: Several servers of this user run, and `run_dir` selects none.
     """
-    return Server(opened(run_dir, memory_limit, timeout))
+    return Server(opened(run_dir, memory_limit, timeout, token))

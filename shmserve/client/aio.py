@@ -389,6 +389,7 @@ def connect(
     *,
     memory_limit: int = 1 << 30,
     timeout: float | None = None,
+    token: str = "",
 ) -> _Connecting:
     """Connect to a server; see `shmserve.client.connect`."""
-    return _Connecting(run_dir, memory_limit, timeout)
+    return _Connecting(run_dir, memory_limit, timeout, token)

@@ -26,7 +26,9 @@ from shmserve.client.request.prepare import Options, PackedRequest, options_of, 
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import (
     InvalidArgument,
+    PermissionDenied,
     ShmserveError,
+    Unauthenticated,
     Unavailable,
     Unsupported,
     from_status,
@@ -120,19 +122,26 @@ def model_path(model: str, version: str = "", *rest: str) -> str:
 
 
 def opened(
-    run_dir: str | os.PathLike[str] | None, memory_limit: int, timeout_s: float | None
+    run_dir: str | os.PathLike[str] | None,
+    memory_limit: int,
+    timeout_s: float | None,
+    token: str = "",
 ) -> Session:
     """Return a session; with a timeout, wait until there is a server.
+
+    The listener of a server that is starting accepts once its models are loaded, which needs no
+    polling. Only the appearance of the run directory is polled.
 
     Raises:
         Disconnected: There is no server, also after the timeout.
     """
     if timeout_s is None:
-        return Session(run_dir, memory_limit, _WELCOME_S)
+        return Session(run_dir, memory_limit, _WELCOME_S, token)
     ends = time.monotonic() + timeout_s
     while True:
         try:
-            return Session(run_dir, memory_limit, max(_SHORTEST_S, ends - time.monotonic()))
+            left_s = max(_SHORTEST_S, ends - time.monotonic())
+            return Session(run_dir, memory_limit, left_s, token)
         except Disconnected:
             if time.monotonic() + _PAUSE_S >= ends:
                 raise
@@ -143,15 +152,20 @@ class Session:
     """The connection and memory of a client."""
 
     def __init__(
-        self, run_dir: str | os.PathLike[str] | None, memory_limit: int, timeout_s: float
+        self,
+        run_dir: str | os.PathLike[str] | None,
+        memory_limit: int,
+        timeout_s: float,
+        token: str = "",
     ) -> None:
-        """Connect to the server.
+        """Connect to the server; `token` is sent with the requests of `control`.
 
         Raises:
             Disconnected: There is no server.
             Unavailable: The process has no free descriptor.
         """
         self._run_dir = run_dir
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._found: Path | None = None
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
@@ -263,11 +277,11 @@ class Session:
             raise
 
     def ready(self, model: str = "", version: str = "") -> bool:
-        """Check whether the server, or a model, is ready."""
+        """Check whether the server, or a model, is ready. An error of the token is raised."""
         path = model_path(model, version, "ready") if model else "/v2/health/ready"
         try:
             self.control("GET", path)
-        except Disconnected:
+        except (Disconnected, Unauthenticated, PermissionDenied):
             raise
         except ShmserveError:
             return False
@@ -310,7 +324,8 @@ class Session:
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(url.hostname), url.port)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body))
+            sent = None if body is None else json.dumps(body)
+            connection.request(method, path, sent, self._headers)
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:

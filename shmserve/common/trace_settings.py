@@ -18,7 +18,7 @@ _RANGES = {
     "log_frequency": range(2**32),
 }
 TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
-OFF, TIMESTAMPS = "OFF", "TIMESTAMPS"
+OFF, TIMESTAMPS, TENSORS = LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 # The settings of --trace-config and the fields they set; the prefix is the exporter's mode.
 _NAMES = {
     "mode": "trace_mode",
@@ -44,7 +44,7 @@ class TraceSettings:
     """The trace settings of a model, or of the server.
 
     Attributes:
-        trace_level: OFF, or TIMESTAMPS to trace requests.
+        trace_level: OFF, or TIMESTAMPS and TENSORS, which select what is traced of requests.
         trace_rate: One of this number of requests is traced.
         trace_count: The number of traces; -1: unlimited.
         log_frequency: The number of traces per file; 0: all traces are in one file.
@@ -65,6 +65,11 @@ class TraceSettings:
     def on(self) -> bool:
         """Return whether requests are traced."""
         return OFF not in self.trace_level and bool(self.trace_rate) and bool(self.trace_count)
+
+    @property
+    def with_tensors(self) -> bool:
+        """Return whether the tensors of requests are traced, which OpenTelemetry does not take."""
+        return TENSORS in self.trace_level and self.trace_mode == TRITON
 
     def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
         """Return these settings with the changes returned by `read_changes`."""
@@ -109,11 +114,10 @@ def _level(values: Sequence[str]) -> tuple[str, ...]:
     if OFF in values and len(values) > 1:
         raise InvalidArgument("Expect only one trace level 'OFF' is specified")
     for value in values:
-        if value == "TENSORS":
-            raise Unsupported("trace level 'TENSORS' is not supported, but OFF and TIMESTAMPS are")
-        if value not in (OFF, TIMESTAMPS):
+        if value not in LEVELS:
+            allowed = ", ".join(LEVELS)
             raise InvalidArgument(
-                f"Unable to parse 'trace_level', got: {value} (allowed: OFF, TIMESTAMPS)"
+                f"Unable to parse 'trace_level', got: {value} (allowed: {allowed})"
             )
     return tuple(dict.fromkeys(values))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shmserve.common.trace_settings import TENSORS, TIMESTAMPS
 from shmserve.ipc.messages.inference import Failed, Responded, Response
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.trace import Span, TraceContext, explain, unpack_spans, within
+from shmserve.ipc.trace import Span, TraceContext, TracedTensor, explain, unpack_spans, within
 
 _ID_DIGITS = 13  # of 16, since not every JSON parser has integers of 64 bits
 _OF_PROTOCOL = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
@@ -30,6 +31,7 @@ class RequestTrace:
         context: The gateway's span.
         scheduler: The scheduler's span.
         spans: The scheduler's span and the spans within it, once the response has arrived.
+        tensors: The traced inputs and outputs of these spans.
         explained: Whether the response contains an explanation.
         sampled: Whether the trace is written to the file or sent to the collector.
         local: Whether a scheduler received the request from a program on this host.
@@ -50,6 +52,7 @@ class RequestTrace:
     responded_ns: int = 0
     ended_ns: int = 0
     spans: list[Span] = field(default_factory=list)
+    tensors: list[TracedTensor] = field(default_factory=list)
     error: str = ""
 
     def __post_init__(self) -> None:
@@ -61,7 +64,11 @@ class RequestTrace:
         if isinstance(message, Failed | Responded) and message.code:
             self.error = message.message
         if not isinstance(message, Failed) and message.spans:
-            self.spans = within(unpack_spans(message.spans), self.scheduler.span_id)
+            self.read_spans(message.spans)
+
+    def read_spans(self, spans: bytes) -> None:
+        """Record the spans of the last response."""
+        self.spans = within(unpack_spans(spans, self.tensors), self.scheduler.span_id)
 
     def explanation(self, now_ns: int) -> dict[str, Any]:
         """Return the durations of the phases until `now_ns`, as `ipc.trace.explain` does."""
@@ -86,11 +93,30 @@ class RequestTrace:
         self.finish("its client has gone")
 
 
-def entries_of(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
-    """Return the entries of a request that has ended.
+def entries_of(
+    trace: RequestTrace, protocol: str, level: Sequence[str] = (TIMESTAMPS,)
+) -> list[dict[str, Any]]:
+    """Return the entries of a request that has ended, which the trace `level` selects.
 
     The first and last timestamps have the names of the `protocol`; a local request has none ("").
     """
+    made = _timestamps(trace, protocol) if TIMESTAMPS in level else []
+    return [*made, *_tensors(trace)] if TENSORS in level else made
+
+
+def _tensors(trace: RequestTrace) -> Iterator[dict[str, Any]]:
+    """Yield the entries of tensors; an input is recorded with each response of a request."""
+    inputs = {(each.span_id, each.name): each for each in trace.tensors if not each.is_output}
+    outputs = [each for each in trace.tensors if each.is_output]
+    own = {span.span_id for span in trace.spans}
+    for span_id, is_output, name, datatype, shape, data in [*inputs.values(), *outputs]:
+        if span_id in own:
+            activity = "TENSOR_BACKEND_OUTPUT" if is_output else "TENSOR_QUEUE_INPUT"
+            tensor = {"name": name, "data": data, "shape": shape, "dtype": datatype}
+            yield {"id": _number(span_id), "activity": activity, "tensor": tensor}
+
+
+def _timestamps(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
     responded_ns = trace.responded_ns or trace.ended_ns
     own: list[tuple[str, int]] = []
     ends: list[tuple[str, int]] = []

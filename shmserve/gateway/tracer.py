@@ -17,13 +17,14 @@ import itertools
 import json
 import logging
 import os
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from shmserve.common.trace_settings import OPENTELEMETRY, Sampler, Samplers, TraceSettings
 from shmserve.gateway.request_trace import RequestTrace, entries_of
 from shmserve.ipc.messages.supervision import RequestTraced
-from shmserve.ipc.trace import TraceContext, unpack_spans, within
+from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)
 
@@ -109,13 +110,15 @@ class Tracer:
     ) -> RequestTrace | None:
         """Return the trace of a request that is about to be submitted, or None."""
         caller = TraceContext.of_header(traceparent) if traceparent else None
-        sampled = self._samplers.of(model).samples(None if caller is None else caller.sampled)
+        sampler = self._samplers.of(model)
+        sampled = sampler.samples(None if caller is None else caller.sampled)
         if not (explained or sampled or caller or self._slow_ns):
             return None
         if caller is None:
             context = TraceContext.new(sampled)
         else:
             context = caller.child(sampled or caller.sampled)
+        context = context._replace(tensors=sampled and sampler.settings.with_tensors)
         of_model = (model, version, request_id)
         return RequestTrace(self.finish, *of_model, context, arrived_ns, explained, sampled)
 
@@ -129,7 +132,7 @@ class Tracer:
         )
         trace.scheduler, trace.submitted_ns = own, message.arrived_ns
         trace.ended_ns, trace.error = message.ended_ns, message.error
-        trace.spans = within(unpack_spans(message.spans), own.span_id)
+        trace.read_spans(message.spans)
         self.finish(trace)
 
     def finish(self, trace: RequestTrace) -> None:
@@ -168,8 +171,10 @@ class Tracer:
         if not path:
             return
         protocols = ("" if trace.local else self._protocol for trace in traces)
-        made = map(entries_of, traces, protocols)
+        made = map(entries_of, traces, protocols, repeat(settings.trace_level))
         entries = [each for entries in made for each in entries]
+        if not entries:
+            return
         try:
             append_entries(next_file(path) if settings.log_frequency else path, entries)
         except (OSError, ValueError) as error:

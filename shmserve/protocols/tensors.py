@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def split_input(text: str) -> tuple[str, str]:
 def load(name: str, text: str) -> Any:
     """Return the value of a text: JSON, or a file named after @. Raises InvalidArgument.
 
-    A .npy file is read as an array, and any other file as one string.
+    A .npy file is read as an array, and any other file as its bytes (see `encode`).
     """
     if text.startswith("@"):
         return _load_array(name, Path(text[1:]))
@@ -85,13 +86,16 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
     """Return the shape and the wire bytes of a value (JSON or an array) for an input.
 
     A value with exactly one dimension less than the input becomes a batch of one if the first
-    dimension of the input is variable. A scalar becomes a tensor with one element.
+    dimension of the input is variable. A scalar becomes a tensor with one element. The bytes of a
+    file become one string, a vector of UINT8, or the pixels of an image.
 
     Raises:
         InvalidArgument: The elements are not of the datatype.
     """
     if tensor.datatype not in ITEM_SIZE:
         raise InvalidArgument(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
+    if isinstance(value, np.ndarray) and value.dtype == object and tensor.datatype != "BYTES":
+        value = _from_file(tensor, value.item())
     convert = _from_array if isinstance(value, np.ndarray) else _from_json
     array = convert(tensor, value)
     shape = list(array.shape)
@@ -180,6 +184,48 @@ def _leaves(tensor: ModelTensor, value: Any, shape: tuple[int, ...]) -> Iterator
         yield from _leaves(tensor, item, shape[1:])
 
 
+def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
+    """Return the content of a file for a UINT8 input: its bytes, or the pixels of an image.
+
+    The input of pixels is HWC or CHW with 1 or 3 channels, or HW, after a batch dimension if any.
+
+    Raises:
+        InvalidArgument: The input takes something else, or the file is no image of its size.
+    """
+    what = f"input '{tensor.name}' is {tensor.datatype} {list(tensor.shape)}"
+    if tensor.datatype != "UINT8":
+        raise InvalidArgument(
+            f"{what}: the bytes of a file are for BYTES and UINT8; convert an image to an array "
+            "as the model was trained (scale, mean, size), and save it with numpy.save as a .npy "
+            "file"
+        )
+    if tensor.shape in ((-1,), (-1, -1), (1, -1)):
+        return np.frombuffer(content, np.uint8)
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise InvalidArgument(
+            f"{what}: decoding an image needs Pillow (pip install pillow)"
+        ) from error
+    dims = tensor.shape[-3:]
+    first = len(dims) == 3 and dims[0] in (1, 3) and dims[2] not in (1, 3)
+    channels = dims[0 if first else -1] if len(dims) == 3 else 1
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise InvalidArgument(f"{what}, and the file is no image: {error}") from error
+    if len(dims) == 3:
+        pixels = pixels.reshape(*pixels.shape[:2], -1)
+    if first:
+        pixels = pixels.transpose(2, 0, 1)
+    pixels = pixels.reshape([1] * (len(tensor.shape) - len(dims)) + list(pixels.shape))
+    pairs = zip(tensor.shape, pixels.shape, strict=False)
+    if len(tensor.shape) != pixels.ndim or any(dim not in (-1, size) for dim, size in pairs):
+        raise InvalidArgument(f"{what}, and the image has {list(pixels.shape)}: resize it")
+    return np.ascontiguousarray(pixels)
+
+
 def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
     floating = tensor.datatype == "BF16" or NUMPY[tensor.datatype].kind == "f"
     if tensor.datatype == "BYTES":
@@ -193,5 +239,6 @@ def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
             return array.astype(NUMPY[tensor.datatype])
     elif tensor.datatype != "BF16" and np.can_cast(array.dtype, NUMPY[tensor.datatype], "safe"):
         return array.astype(NUMPY[tensor.datatype])
-    found = "what is in a file as it is" if array.dtype == object else f"an array of {array.dtype}"
-    raise InvalidArgument(f"input '{tensor.name}' is {tensor.datatype}: {found} is not")
+    raise InvalidArgument(
+        f"input '{tensor.name}' is {tensor.datatype}: an array of {array.dtype} is not"
+    )

@@ -26,7 +26,7 @@ class Generation:
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
-        self.instances = SimpleNamespace(begin_like=lambda _: None)
+        self.instances = SimpleNamespace(begin_like=lambda _: None, hangs=False)
         self.ready = False
         self.problem = ""
         self._rig = rig
@@ -140,6 +140,9 @@ class LifecycleRig:
         return spec.config
 
     def update(self, order: Order) -> None:
+        pass
+
+    def finalize(self, order: Order) -> None:
         pass
 
     def move(self, order: Order, group: Group) -> None:

@@ -24,7 +24,7 @@ from shmserve.ipc.messages.inference import ExecutionResponded, MetricsReported,
 from shmserve.ipc.tensors.inference import Packed, byte_size_of
 from shmserve.workers.batch.failures import client_error
 from shmserve.workers.batch.request import Request, Response
-from shmserve.workers.batch.scatter import Scatterer
+from shmserve.workers.batch.scatter import MOST_TRACED, Scatterer
 from shmserve.workers.context import ModelContext
 from shmserve.workers.links.scheduler import InstanceLink, Timer, WorkerRequest
 
@@ -159,7 +159,10 @@ class ResponseStream:
     If the client does not read further responses, only the final response is sent.
     """
 
-    __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request", "rescheduled")
+    __slots__ = (
+        *("_closed", "_open", "_overran", "_sent", "_traced", "_writer"),
+        *("request", "rescheduled"),
+    )
 
     def __init__(self, writer: ResponseWriter, opened: WorkerRequest, request: Request) -> None:
         self.request = request
@@ -167,6 +170,7 @@ class ResponseStream:
         self._open = opened
         self._sent = False
         self._closed = False
+        self._traced = b""  # the tensors of a traced request
         self._overran = False
         self.rescheduled = False
         opened.open_window(bool(request.memory_ranges))
@@ -304,6 +308,9 @@ class ResponseStream:
                 failed = final
         copied_out = copied.outputs - copied_before
         copied.outputs = copied_before
+        if self.request.work.trace and len(self._traced) < MOST_TRACED:
+            self._traced += b"".join(writer.context.spans)
+            writer.context.spans.clear()
         is_sent = False
         if writer.link.is_open(self._open):
             writer.metrics.before_responses()
@@ -318,6 +325,7 @@ class ResponseStream:
                     time.monotonic_ns(),
                     copied_out,
                     failed,
+                    self._traced if final else b"",
                 )
             )
             # A response with arena memory is flushed now, because its delivery must be known.

@@ -22,12 +22,13 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.arrays import STORED, encode_bytes
+from shmserve.ipc.tensors.arrays import STORED, as_text, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
-from shmserve.workers.batch.request import Array, Output, Request, Response
+from shmserve.ipc.trace import TraceContext, TracedTensor
+from shmserve.workers.batch.request import Array, Input, Output, Request, Response
 from shmserve.workers.batch.unpack import reshape
 from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.outputs import Copier
@@ -35,6 +36,7 @@ from shmserve.workers.memory.outputs import Copier
 logger = logging.getLogger(__name__)
 
 
+MOST_TRACED = 1 << 20  # characters of the traced tensors of an execution
 _MOST_KNOWN = 64  # kinds of responses to requests with equal schemas
 
 # Copying a smaller array takes less time than checking whether it is at its destination already.
@@ -114,6 +116,8 @@ class Scatterer:
         Raises:
             ShmserveError: An output does not fit the model or its range, or memory is full.
         """
+        if request.work.trace:
+            self._trace(request, response)
         if response.parameters or request.aliased:
             return self._write_new(request, response, None)
         memory_ranges, inputs = request.memory_ranges, request.inputs
@@ -148,6 +152,23 @@ class Scatterer:
                 memory_range = found
             made += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
         return schema, made
+
+    def _trace(self, request: Request, response: Response) -> None:
+        """Record the tensors of a request, if its trace asks for them; long ones without data."""
+        context = TraceContext.of(request.work.trace)
+        if not context.tensors:
+            return
+        spans = self._context.spans
+        left = MOST_TRACED - sum(map(len, spans))
+        given: list[Input | Output] = [*request.inputs.values(), *response.outputs]
+        for each in given:
+            output = each if isinstance(each, Output) else _as_output(each)
+            text = as_text(each.datatype, _host_array(output)) if output.data.nbytes < left else ""
+            text = text if len(text) < left else ""
+            left -= len(text)
+            shape = ",".join(map(str, each.shape))
+            row = (context.span_id, output is each, each.name, each.datatype, shape, text)
+            spans.append(TracedTensor(*row).packed())
 
     def _write_new(self, request: Request, response: Response, key: Any) -> Packed:
         """Write a response of any kind; with a `key`, store the destinations for its kind."""
@@ -400,6 +421,11 @@ def _any_tensor(output: Output) -> Any:
             f"{output.datatype}"
         )
     return output.data
+
+
+def _as_output(source: Input) -> Output:
+    data = source.torch() if source.on_device else source.numpy()
+    return Output(source.name, source.datatype, data)
 
 
 def _host_array(output: Output) -> Array:

@@ -35,7 +35,7 @@ from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import Fingerprint, remember, repeat, worth_preparing
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
-from shmserve.gateway.http.json.parser import LARGE, Numbers, loads, loads_large
+from shmserve.gateway.http.json.parser import LARGE, JsonFault, Numbers, loads, loads_large
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,
@@ -70,6 +70,8 @@ _BODY_TOO_LARGE = (
     "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors "
     "(--arena-byte-size)"
 )
+_JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
+_RAW_HINT = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
@@ -298,7 +300,12 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
         known = repeat(model.prepared, fingerprint, body, size)
         if known is not None:
             return known
-    infer_request = await _parse(body[:size], len(body) - size, model, limit)
+    try:
+        infer_request = await _parse(body[:size], len(body) - size, model, limit)
+    except JsonFault as error:
+        if header_length is None and body[:1] not in _JSON_STARTS:
+            raise JsonFault(error.message + _RAW_HINT) from None
+        raise
     infer_request.parameters |= extra
     if extra or not worth_preparing(model.prepared, fingerprint):
         return build(gateway, model, infer_request, body, size)

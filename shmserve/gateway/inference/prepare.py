@@ -392,7 +392,8 @@ def raw_request(signature: Signature, body: bytes) -> tuple[InferRequest, bytes]
     if dims.count(-1) > 1:
         raise InvalidArgument(
             f"{prefix}The shape of the raw input '{spec.name}' can not be deduced because "
-            "there are more than one variable-sized dimension"
+            "there are more than one variable-sized dimension (send JSON with its shape before "
+            "the bytes, and the length of the JSON in Inference-Header-Content-Length)"
         )
     if spec.datatype == "BYTES":
         if -1 in dims or fixed != 1:

@@ -258,7 +258,8 @@ class LocalTraces:
         if not sampled and not self._slow_ns:
             return submit
         if not submit.trace:
-            submit = replace(submit, trace=TraceContext.new(sampled).message)
+            tensors = sampled and self._sampler.settings.with_tensors
+            submit = replace(submit, trace=TraceContext.new(sampled, tensors).message)
         self.open[peer, submit.id] = submit, sampled
         return submit
 

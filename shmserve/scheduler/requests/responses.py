@@ -102,6 +102,8 @@ class Responses:
         request.meet(Event.FINISH)
         timing = request.timing or so_far
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
+        if spans and isinstance(last, ExecutionResponded):
+            spans += last.spans
         fields = (last.code, last.message, last.schema, last.data, True, *timing[1:4])
         request.client.post(Responded(request.id, *fields, spans=spans))
         self._forget(request)

@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _ENTRY = "shmserve.workers.main:run"
 _STOP_PATIENCE_S = 5.0
+# A load or an unload waits this long for requests in flight on the instances that it removes.
+REQUEST_PATIENCE_S = 1.0
 _MOST_FAILED_LOADS = 5
 # The consecutive crashes without an executed request after which an instance has failed. They take
 # about 5 s if the model loads immediately.
@@ -121,6 +123,11 @@ class Instances:
     def count(self) -> int:
         """Return the number of instances that serve or will serve."""
         return sum(instance.state not in _DOWN for instance in self._all)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the load of an instance has been reported to take long."""
+        return any(instance.hangs for instance in self._all)
 
     @property
     def all_serve(self) -> bool:
@@ -243,7 +250,8 @@ class Instances:
         """Wait for the response of a step that runs the model's code, which may hang."""
         limit_s = self._context.config.load_timeout_s
         response = self._response(instance, kind)
-        return await watched(response, instance, self._spec.model_dir, limit_s)
+        folder = self._spec.model_dir
+        return await watched(response, instance, folder, limit_s, self._on_change)
 
     async def _response(self, instance: Instance, kind: type[T]) -> T:
         """Return the worker's next message, which must be of this kind.
@@ -350,6 +358,16 @@ class Instances:
                 if instance.child is not None:
                     instance.child.kill()
             self._scheduler.send(m.RetireInstance(instance.index))
+
+    @staticmethod
+    async def finalized(retired: list[Instance]) -> None:
+        """Wait for the exits of retired instances, except for those with long requests."""
+        exits = {i.child.exited: i for i in retired if i.child is not None}
+        if exits:
+            await asyncio.wait(exits, timeout=REQUEST_PATIENCE_S)
+        idle = [each for each, i in exits.items() if i.state is not InstanceState.RETIRING]
+        if idle:
+            await asyncio.wait(idle)
 
     def retired(self, process: int) -> None:
         """End a retiring instance that has finished its requests."""

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -134,6 +134,7 @@ class Instance:
         crashes: The crashes since the instance last executed a request.
         checks_ready: Whether the model implements its own readiness check.
         device_byte_size: The accelerator memory that the loaded model uses.
+        hangs: Whether a load has been reported to take long.
     """
 
     index: int
@@ -152,6 +153,7 @@ class Instance:
     failed_loads: int = 0
     checks_ready: bool = False
     device_byte_size: int = 0
+    hangs: bool = False
 
     @property
     def alive(self) -> bool:
@@ -354,7 +356,13 @@ def one_line(stacks: str) -> str:
     return " | ".join(threads) or "what cannot be seen"
 
 
-async def watched(loaded: Awaitable[T], instance: Instance, folder: Path, limit_s: float) -> T:
+async def watched(
+    loaded: Awaitable[T],
+    instance: Instance,
+    folder: Path,
+    limit_s: float,
+    on_hang: Callable[[], None],
+) -> T:
     """Wait for a load; log the instance's stacks after 30 s and then at doubling intervals.
 
     Args:
@@ -362,11 +370,12 @@ async def watched(loaded: Awaitable[T], instance: Instance, folder: Path, limit_
         instance: The instance that loads.
         folder: The folder with the model's code.
         limit_s: The time limit of the load in seconds; 0 for none.
+        on_hang: Called with the first report, after `instance.hangs` is set.
 
     Raises:
         Unavailable: The limit has expired. The text names the frame that the model hangs in.
     """
-    reports = asyncio.ensure_future(_report(instance))
+    reports = asyncio.ensure_future(_report(instance, on_hang))
     try:
         async with asyncio.timeout(limit_s or None):
             return await loaded
@@ -381,9 +390,10 @@ async def watched(loaded: Awaitable[T], instance: Instance, folder: Path, limit_
         ) from None
     finally:
         reports.cancel()
+        instance.hangs = False
 
 
-async def _report(instance: Instance) -> None:
+async def _report(instance: Instance, on_hang: Callable[[], None]) -> None:
     pause_s, total_s = FIRST_REPORT_S, 0.0
     while True:
         await asyncio.sleep(pause_s)
@@ -391,3 +401,6 @@ async def _report(instance: Instance) -> None:
         stacks = one_line(await stacks_of(instance))
         text = "instance '%s' has been loading for %g s; it is in %s"
         logger.warning(text, instance.name, total_s, stacks)
+        if not instance.hangs:
+            instance.hangs = True
+            on_hang()

@@ -5,8 +5,8 @@ The state machine decides; `LifecycleActions` executes the decisions and reports
 load:    read -> the step models are loaded -> versions that differ start, or instances are added ->
          published -> every client has them as ready -> they serve, the replaced versions retire
          -> ensembles with the model reload if its shape has changed
-unload:  earlier loads are cancelled -> ensembles with the model are unloaded -> every client has
-         acknowledged the withdrawal -> the versions retire
+unload:  loads that have begun end, unless they hang -> ensembles with the model are unloaded ->
+         every client has acknowledged the withdrawal -> the versions retire, and are finalized
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Lifecycle:
         self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
             OrderPhase.WAITING: self._advance_waiting,
+            OrderPhase.STARTING: self._abandon_hanging,
             OrderPhase.OFFERED: self._take_over,
             OrderPhase.PUBLISHING: self._settle_once_known,
             OrderPhase.DROPPING: self._settle_once_known,
@@ -101,9 +102,10 @@ class Lifecycle:
         return self.load(name, pins=False)
 
     def unload(self, name: str, on_demand: bool = False) -> Order:
-        """Order a model to be unloaded, and cancel its open loads.
+        """Order a model to be unloaded after the loads that run; cancel loads that have not begun.
 
-        Ensembles that need the model are unloaded before it, until it is loaded again.
+        A load that hangs is cancelled, too. Ensembles that need the model are unloaded before it,
+        until it is loaded again.
 
         Args:
             name: The model; it may be unknown.
@@ -146,10 +148,15 @@ class Lifecycle:
         entered[model] = None
         model.on_demand = on_demand
         model.outdated = False  # the serving versions are not reloaded
+        users = dict.fromkeys(self._registry.users_of(model))
         for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
-            if order.kind is OrderKind.LOAD:
+            if order.kind is not OrderKind.LOAD:
+                continue
+            lost = order.hangs or any(step.error is not None for step in order.before)
+            if lost or order.phase is OrderPhase.QUEUED:
                 self._abandon(order)
-        users = self._registry.users_of(model)
+            elif order.model is not model:
+                users[order.model] = None  # the ensemble is unloaded once it has been loaded
         for user in users:
             if user not in entered:
                 entered[user] = self._unload(user, entered, on_demand)
@@ -203,6 +210,8 @@ class Lifecycle:
             step = self._registry.model(name)
             last = step.last_order
             if last is not None and last.kind is OrderKind.UNLOAD and last.number > order.number:
+                if {*last.before} & {*order.model.orders}:
+                    continue  # the step serves until this ensemble has been loaded and unloaded
                 return self._abandon(order)
             coming = last if last is not None and last.may_come else None
             if coming is None and (not step.serving or last is not None):
@@ -278,7 +287,14 @@ class Lifecycle:
             model.retiring.remove(version)
         model.draining.discard(version)
         self._actions.discard([version.spec])
+        for order in self._open:
+            order.ends.discard(version)
         self._publish(model)
+        self._run()
+
+    def finalized(self, order: Order) -> None:
+        """Release an order from the ends of instances that are removed, or that drain for long."""
+        order.ends = {each for each in order.ends if not isinstance(each, str) and each.drained}
         self._run()
 
     def changed(self, version: ModelVersion) -> None:
@@ -286,6 +302,7 @@ class Lifecycle:
         model = self._registry.models.get(version.spec.name)
         if model is not None and model.shown.get(version.spec.version) is version:
             self._publish(model)
+        if model is not None:
             self._run()
 
     def acknowledged(self) -> None:
@@ -320,7 +337,7 @@ class Lifecycle:
             if model.orders or model.retiring:
                 self._advance(model)
         for order in self._open[:]:
-            if order.settled and all(each.answered for each in order.after):
+            if order.settled and not order.ends and all(each.answered for each in order.after):
                 self._open.remove(order)
                 order.answered = self._news = True
                 self._registry.forget(order.model)
@@ -356,12 +373,19 @@ class Lifecycle:
 
     def _advance_waiting(self, order: Order) -> bool:
         if not all(each.settled for each in order.before):
-            return False
+            return self._abandon_hanging(order)
         if order.kind is OrderKind.LOAD:
             order.start(self._actions, self._group(order.model.name))
         else:
             self._withdraw(order)
         return True
+
+    def _abandon_hanging(self, order: Order) -> bool:
+        """Cancel a load that hangs if the model is to be unloaded."""
+        abandoned = order.kind is OrderKind.LOAD and order.model.unloads_later and order.hangs
+        if abandoned:
+            self._abandon(order)
+        return abandoned
 
     def _withdraw(self, order: Order) -> None:
         model = order.model
@@ -369,6 +393,9 @@ class Lifecycle:
         model.outcomes = dict.fromkeys({*old, *model.outcomes} - {""}, UNLOADED)
         model.fingerprint, model.loaded_of = "", None
         model.retiring += old.values()
+        order.ends.update(old.values())
+        if old:
+            self._actions.finalize(order)
         order.phase = OrderPhase.PUBLISHING
 
     def _take_over(self, order: Order) -> bool:
@@ -377,6 +404,9 @@ class Lifecycle:
             self._fail(order, order.refusal())
         elif self._actions.is_known(order.model) and all(version.ready for version in coming):
             self._load_users(order, order.take_over())
+            if any(update.removed for update in order.updates.values()):
+                order.ends.add(UPDATES)
+                self._actions.finalize(order)
             self._regroup(self._group(order.model.name))
         else:
             return False
@@ -385,9 +415,12 @@ class Lifecycle:
     def _load_users(self, order: Order, other_shape: bool) -> None:
         """Reload the ensembles that lacked a model or use it in another shape.
 
-        Loads that have not read the model yet are left alone.
+        Loads that have not read the model yet are left alone. No ensemble is reloaded if the model
+        is to be unloaded.
         """
         name = order.model.name
+        if order.model.unloads_later:
+            return
         for user in list(self._registry.models.values()):
             loads = [each for each in user.orders if each.kind is OrderKind.LOAD]
             if other_shape and loads:

@@ -27,7 +27,7 @@ from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
 from shmserve.ipc.model_settings import ENVIRONMENT
-from shmserve.ipc.model_spec import ModelSpec, class_attribute
+from shmserve.ipc.model_spec import USUAL_CLASS, ModelSpec, class_attribute, served_class
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
@@ -183,6 +183,9 @@ class LoadPlanner:
         """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
+        undecided = config.backend == "python" and not (written.backend or written.platform)
+        if undecided or config.backend == "native":
+            _select_class(config, folder)
         if self._config.on_cpu:
             for group in config.instance_group:
                 group.kind = group.KIND_CPU
@@ -282,6 +285,25 @@ def _is_sampling(given: Any) -> bool:
     return bool(given.name == "sampling_parameters")
 
 
+def _select_class(config: ModelConfig, folder: ModelFolder) -> None:
+    """Serve the class of a file without a `TritonPythonModel`, unless the configuration names one.
+
+    Raises:
+        InvalidArgument: Several classes can be served.
+    """
+    found = None if "class" in config.parameters else _class_text(config, folder)
+    if found is None:
+        return
+    text, _, file = found
+    try:
+        name = served_class(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{file}: {error.message}") from None
+    if name:
+        config.backend = "native"
+        config.parameters["class"].string_value = name
+
+
 def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
     found = _class_text(config, folder)
     return None if found is None else model_config.class_source(*found)
@@ -296,7 +318,7 @@ def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str
     except (OSError, ValueError):  # the load reports the error
         return None
     name = config.parameters["class"].string_value if "class" in config.parameters else ""
-    return text, name or "Model", f"{folder.name}/{within}"
+    return text, name or USUAL_CLASS, f"{folder.name}/{within}"
 
 
 def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:

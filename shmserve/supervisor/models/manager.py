@@ -25,6 +25,7 @@ from shmserve.ipc.messages.publications import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.models.instance_processes import REQUEST_PATIENCE_S, Instances
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -324,6 +325,15 @@ class LifecycleExecutor(LifecycleActions):
         await version.stop()
         self.lifecycle.ended(version)
 
+    @_in_background
+    async def finalize(self, order: Order) -> None:
+        if order.updates:
+            removed = [instance for each in order.updates.values() for instance in each.removed]
+            await Instances.finalized(removed)
+        else:
+            await asyncio.sleep(REQUEST_PATIENCE_S)
+        self.lifecycle.finalized(order)
+
 
 class ModelManager:
     """The operations on the models of a server."""
@@ -451,7 +461,9 @@ class ModelManager:
     async def unload(self, name: str) -> None:
         """Unload a model, which may be unknown, and the ensembles that need it before it.
 
-        Returns once every client has acknowledged that the model does not serve.
+        Loads that run are finished first, unless they hang. Returns once every client has
+        acknowledged that the model does not serve and its instances are finalized, without those
+        whose requests take long.
         """
         await self._wait_for(self._lifecycle.unload(name))
 

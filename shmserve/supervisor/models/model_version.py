@@ -112,6 +112,11 @@ class ModelVersion:
         return self.loaded and self.scheduler.serves and self.instances.any_ready
 
     @property
+    def drained(self) -> bool:
+        """Whether the version has finished its requests, so that its processes end."""
+        return self._lifetime.stopping
+
+    @property
     def hopeless(self) -> str:
         """Return the reason why this version will not become ready, or empty."""
         if self._lifetime.retiring or self._lifetime.stopping:

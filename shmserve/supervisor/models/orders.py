@@ -125,6 +125,9 @@ class LifecycleActions(Protocol):
     def retire(self, version: ModelVersion) -> None:
         """Drain a version and end it; reports `Lifecycle.ended`."""
 
+    def finalize(self, order: Order) -> None:
+        """Wait for the ends of an order, but not for long requests; reports `finalized`."""
+
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
         """Redirect requests that reached an ended version too late to its successor."""
 
@@ -160,6 +163,7 @@ class Order:
         after: Orders whose results are part of the response to this order.
         starting: The versions that have not started yet, and `UPDATES`.
         outdated: Whether a step's model has changed its shape since the order was planned.
+        ends: The versions, and `UPDATES`, that must end before the order is answered.
     """
 
     model: ModelEntry
@@ -181,6 +185,14 @@ class Order:
     error: ShmserveError | None = field(init=False, default=None)
     answered: bool = field(init=False, default=False)
     outdated: bool = field(init=False, default=False)
+    ends: set[ModelVersion | str] = field(init=False, default_factory=set)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the load has been reported to take long, or waits for such a load."""
+        if self.phase is OrderPhase.STARTING:
+            return any(version.instances.hangs for version in self.model.coming.values())
+        return self.phase is OrderPhase.WAITING and any(each.hangs for each in self.before)
 
     @property
     def settled(self) -> bool:
@@ -392,6 +404,11 @@ class ModelEntry:
     def failed(self) -> bool:
         """Return whether the model or a version could not be loaded."""
         return any(outcome != UNLOADED for outcome in self.outcomes.values())
+
+    @property
+    def unloads_later(self) -> bool:
+        """Whether an open order unloads the model."""
+        return any(order.kind is OrderKind.UNLOAD for order in self.orders)
 
     @property
     def last_order(self) -> Order | None:

@@ -1,18 +1,24 @@
 """`shmserve.serve`: a server for a script, a test or a notebook."""
 
 import asyncio
+import json
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 
 import shmserve
+from shmserve import client
 from shmserve.client import aio
-from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unauthenticated, Unavailable
 from shmserve.model import FP32
 from shmserve.testing import serve_model
+from tests.support.waiting import until
 
 __all__ = ["serve_model"]
 X = np.ones((1, 4), np.float32)
@@ -101,6 +107,93 @@ def test_models_of_a_repository_are_loaded_and_unloaded(tmp_path: Path, serve_mo
     server.unload("double")
     assert server.models() == []
     assert serve_model(tmp_path / "double").models() == [("double", "1")]
+
+
+ANY_NAME = """
+import numpy as np
+from shmserve.model import BYTES, INT32
+
+class Lengths:
+    def predict(self, image: BYTES[np.ndarray, 1]) -> INT32[np.ndarray, 1]:
+        return np.array([[len(each[0])] for each in image], np.int32)
+"""
+
+
+def test_a_class_in_a_repository_needs_no_configuration_and_takes_a_file(
+    tmp_path: Path, serve_model
+) -> None:
+    """By the shell, and by curl's `--data-binary` with one header."""
+    version = tmp_path / "models" / "lengths" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(ANY_NAME)
+    photo = tmp_path / "photo.jpg"
+    photo.write_bytes(b"\xff\xd8\xff\0" * 25)
+    server = serve_model(tmp_path / "models")
+    given = f"--run-dir={server.run_dir}", "infer", "lengths", f"--input=image=@{photo}"
+    command = [sys.executable, "-m", "shmserve", "client", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["outputs"][0]["data"] == [[100]]
+
+    url = f"{server.url}/v2/models/lengths/infer"
+    headers = {"Inference-Header-Content-Length": "0"}
+    with urlopen(Request(url, photo.read_bytes(), headers)) as response:
+        assert int.from_bytes(response.read()[-4:], "little") == 100
+    with pytest.raises(HTTPError) as refused:
+        urlopen(Request(url, photo.read_bytes()))
+    with refused.value as response:
+        assert b"a file, needs Inference-Header-Content-Length: 0" in response.read()
+
+
+def test_a_class_is_loaded_again_when_its_file_changes(tmp_path: Path, serve_model) -> None:
+    file = tmp_path / "scale.py"
+    text = (
+        "import numpy as np\nfrom shmserve.model import FP32\nclass Scale:\n"
+        "    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:\n"
+        "        return x * 2\n"
+    )
+    file.write_text(text)
+    server = serve_model(f"{file}:Scale", reload=True)
+    assert server.infer("scale", x=X)["output"][0, 0] == 2
+    file.write_text(text.replace("x * 2", "x * 33"))
+    until("it is loaded", lambda: server.infer("scale", x=X)["output"][0, 0] == 33)
+
+
+def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("M3hP9dJs6gVc1uAe\n")
+    tokens.chmod(0o600)
+    server = serve_model(Double, auth_token_file=tokens, token="M3hP9dJs6gVc1uAe")
+    assert server.ready("double") and server.metadata("double")["name"] == "double"
+
+    async def ask(token: str) -> object:
+        async with aio.connect(server.run_dir, token=token) as other:
+            return (await other.metadata("double"))["name"]
+
+    assert asyncio.run(ask("M3hP9dJs6gVc1uAe")) == "double"
+    with pytest.raises(Unauthenticated):
+        asyncio.run(ask(""))
+    with client.connect(server.run_dir, token="wrong") as other:
+        assert other.infer("double", x=X)["output"][0, 0] == 2
+        with pytest.raises(Unauthenticated):
+            other.statistics()
+
+
+def test_inputs_with_the_names_of_options_are_given_as_a_mapping(serve_model) -> None:
+    class Add:
+        def predict(
+            self, timeout: FP32[np.ndarray, 4], version: FP32[np.ndarray, 4]
+        ) -> FP32[np.ndarray, 4]:
+            return timeout + version
+
+    server = serve_model(Add)
+    assert server.infer("add", {"timeout": X, "version": X}, timeout=9)["output"][0, 0] == 2
+
+
+def test_help_shows_what_a_user_imports() -> None:
+    text = pydoc.plain(pydoc.render_doc(shmserve))
+    assert "serve(models:" in text
+    for name in ("model", "client", "client.aio", "errors", "testing", "workers.backends"):
+        assert f"shmserve.{name} " in text
 
 
 def test_a_class_of_a_script_is_served(tmp_path: Path) -> None:

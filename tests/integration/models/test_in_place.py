@@ -84,6 +84,34 @@ def add_simple(repository: Path) -> Path:
     return folder
 
 
+def test_who_removes_instances_is_answered_when_they_are_finalized(
+    explicit: Explicit, tmp_path: Path
+) -> None:
+    """By a reload in place, and by an unload."""
+    server, repository = explicit
+    finalized = tmp_path / "finalized"
+    code = f"""\
+import time
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+    def finalize(self):
+        time.sleep(0.3)
+        open({str(finalized)!r}, "a").write("x")
+"""
+    folder = repositories.write(repository, "counted", 'backend: "python"', code)
+    with server.http() as http:
+        for count, ended in ((4, 0), (1, 3), (2, 3), (1, 4)):
+            set_count(folder, count)
+            http.load("counted").ok()
+            assert len(finalized.read_text() if ended else "") == ended
+        set_count(folder, 3)
+        http.load("counted").ok()
+        http.unload("counted").ok()
+        assert len(finalized.read_text()) == 7
+        assert workers(server, "counted") == set()
+
+
 def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
     """More and fewer instances, from the repository and by an override: the scheduler and the
     instance that stays are the same processes, the statistics go on, no request fails."""

@@ -346,11 +346,50 @@ def test_settings_are_changed_and_given_back(traced: Server, tmp_path: Path) -> 
         assert given["trace_rate"] == {"value": ["1"]}
 
 
+def entries_in(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file, which another process may be writing."""
+    try:
+        return list(json.loads(path.read_text()))
+    except ValueError:
+        return []
+
+
+@pytest.mark.parametrize("level", [["TENSORS"], ["TIMESTAMPS", "TENSORS"]])
+def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> None:
+    """Those of a model, of the steps of an ensemble, and of a model that others call."""
+    path = tmp_path / "traces.json"
+    flags = [f"level={each}" for each in level]
+    flags = [f"--trace-config={each}" for each in (*flags, "rate=1", f"triton,file={path}")]
+    with running(models, *flags) as server, server.http() as http:
+
+        def traced(model: str) -> list[tuple[str, ...]]:
+            """What is written of the tensors of a request."""
+            before = len(entries_in(path)) if path.exists() else 0
+            row = ROW if model in ("one", "both") else ROW[0]
+            name = "IN" if model == "both" else "X"
+            accept = {"Accept": "application/x-ndjson"}
+            body = {"inputs": [json_input(name, row)]}
+            http.post(f"/v2/models/{model}/infer", body, accept if model == "many" else {}).ok()
+            until("it is written", lambda: path.exists() and len(entries_in(path)) > before)
+            entries = entries_in(path)[before:]
+            assert any("timestamps" in each for each in entries) == (len(level) == 2)
+            tensors = [(each["activity"], each["tensor"]) for each in entries if "tensor" in each]
+            return [(activity, *tensor.values()) for activity, tensor in tensors]
+
+        assert traced("one") == [
+            ("TENSOR_QUEUE_INPUT", "X", "1", "1,1", "FP32"),
+            ("TENSOR_BACKEND_OUTPUT", "Y", "2", "1,1", "FP32"),
+        ]
+        assert len(traced("both")) == len(traced("calls")) == 4
+        assert [activity for activity, *_ in traced("many")] == [
+            *("TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT", "TENSOR_BACKEND_OUTPUT")
+        ]
+
+
 @pytest.mark.parametrize(
     ("settings", "status", "says"),
     [
         ({"trace_level": ["OFF", "TIMESTAMPS"]}, 400, "Expect only one trace level 'OFF'"),
-        ({"trace_level": ["TENSORS"]}, 501, "trace level 'TENSORS' is not supported"),
         ({"trace_level": "SOME"}, 400, "Unable to parse 'trace_level', got: SOME"),
         ({"trace_rate": "x"}, 400, "Unable to parse 'trace_rate', got: x"),
         ({"trace_rate": "-1"}, 400, "Unable to parse 'trace_rate', value is out of range"),

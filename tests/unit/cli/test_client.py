@@ -1,6 +1,8 @@
 """The shell's client: values to tensors and back, and whole exchanges with a made-up server."""
 
 import json
+import math
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -243,7 +245,7 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=hello"], 2, """a text has quotes: --input 'X="..."'"""),
         (["m", f"--input=X={'[' * 100_000}"], 2, "input 'X': the lists are nested too deeply"),
         (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
-        (["m", "--input=X=@/dev/null"], 2, "is INT32: what is in a file as it is is not"),
+        (["m", "--input=X=@/dev/null"], 2, "of a file are for BYTES and UINT8"),
         (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url takes"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url takes"),
@@ -294,3 +296,71 @@ def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
     np.savez(path, a=np.zeros(1), b=np.zeros(1))
     with pytest.raises(InvalidArgument, match="holds several arrays, not one"):
         load("X", f"@{path}")
+
+
+def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", size, (10, 20, 30)).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ((-1, -1, 3), [3, 4, 3]),
+        ((-1, -1, -1, 3), [1, 3, 4, 3]),
+        ((-1, 3, 3, 4), [1, 3, 3, 4]),
+        ((1, 3, -1, -1), [1, 3, 3, 4]),
+        ((3, 4), [3, 4]),
+        ((-1, 3, 4, 1), [1, 3, 4, 1]),
+    ],
+)
+def test_the_pixels_of_a_file(tmp_path: Path, shape: tuple[int, ...], found: list[int]) -> None:
+    value = load("X", f"@{picture(tmp_path / 'photo.png')}")
+    got, raw = encode(ModelTensor("X", "UINT8", shape), value)
+    assert got == found and len(raw) == math.prod(found)
+    if 1 not in shape and shape[-1] == 3:
+        assert raw[:3] == bytes((10, 20, 30))
+    if found == [1, 3, 3, 4]:
+        assert raw == bytes((10,) * 12 + (20,) * 12 + (30,) * 12)
+
+
+def test_the_bytes_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "photo.jpg"
+    file.write_bytes(b"\xff\xd8\0")
+    value = load("X", f"@{file}")
+    assert encode(ModelTensor("X", "UINT8", (-1,)), value) == ([3], b"\xff\xd8\0")
+    assert encode(ModelTensor("X", "UINT8", (-1, -1)), value) == ([1, 3], b"\xff\xd8\0")
+    assert encode(ModelTensor("X", "BYTES", (-1, 1)), value) == ([1, 1], b"\3\0\0\0\xff\xd8\0")
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "text"),
+    [
+        ("FP32", (-1, 3, 3, 4), "as the model was trained"),
+        (
+            "UINT8",
+            (-1, 224, 224, 3),
+            r"\[-1, 224, 224, 3\], and the image has \[1, 3, 4, 3\]",
+        ),
+        ("UINT8", (2, 2, 2, 3, 4), "resize it"),
+    ],
+)
+def test_what_a_file_lacks_is_said(
+    tmp_path: Path, datatype: str, shape: tuple[int, ...], text: str
+) -> None:
+    value = load("X", f"@{picture(tmp_path / 'photo.png')}")
+    with pytest.raises(InvalidArgument, match=text):
+        encode(ModelTensor("X", datatype, shape), value)
+
+
+def test_a_file_that_is_no_image_and_a_host_without_pillow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "photo.jpg"
+    file.write_bytes(b"text")
+    with pytest.raises(InvalidArgument, match=r"the file is no image|pip install pillow"):
+        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load("X", f"@{file}"))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(InvalidArgument, match="pip install pillow"):
+        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load("X", f"@{file}"))

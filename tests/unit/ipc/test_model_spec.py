@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec, served_class
 from shmserve.model_config import from_json, to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig
 
@@ -87,3 +90,39 @@ def test_a_configuration_is_read_at_every_depth() -> None:
     assert (config.parameters, config.decoupled, config.cached) == ({"a": "b"}, True, True)
     assert config.source == source
     assert "instance_group" not in config.immutable_config
+
+
+PREDICTS = "    def predict(self, x): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (f"class Whatever:\n{PREDICTS}", "Whatever"),
+        (f"@dataclass\nclass A(Generic[T]):\n    async {PREDICTS.strip()}\n", "A"),
+        (f"class Base:\n{PREDICTS}\nclass Mine(Base):\n    size = 1\n", "Mine"),
+        (f"class Out(NamedTuple):\n    y: int\nclass Mine:\n{PREDICTS}", "Mine"),
+        (f"class Net(nn.Module):\n    pass\nclass Mine:\n{PREDICTS}", "Mine"),
+        (f"class A:\n{PREDICTS}\nclass Model:\n{PREDICTS}", "Model"),
+        (f"class A:\n{PREDICTS}\nclass B:\n    a = A\n{PREDICTS}", "B"),
+        ("class Block(nn.Module):\n    pass\nclass Net(nn.Module):\n    block = Block()\n", "Net"),
+        ("from library import Base\nclass Mine(Base):\n    pass\n", "Mine"),
+        ("from library import Net as Model\n", "Model"),
+        ("Model = make()\n", "Model"),
+        (f"class TritonPythonModel:\n    pass\nclass A:\n{PREDICTS}", ""),
+        (f"from a import TritonPythonModel\nclass A:\n{PREDICTS}", ""),
+        (f"if a:\n    class TritonPythonModel: ...\nclass A:\n{PREDICTS}", ""),
+        ("class Mine:\n    def execute(self, requests): ...\n", ""),
+        ("class A(nn.Module): ...\nclass B(nn.Module): ...\n", ""),
+        ("from library import *\nclass Helper(nn.Module): ...\n", ""),
+        (f"from library import *\nclass Mine:\n{PREDICTS}", "Mine"),
+        ("x = (\n", ""),
+    ],
+)
+def test_the_class_of_a_file_that_is_served(text: str, name: str) -> None:
+    assert served_class(text) == name
+
+
+def test_several_classes_need_a_choice() -> None:
+    with pytest.raises(InvalidArgument, match=r'classes A, B have .* string_value: "A"'):
+        served_class(f"class A:\n{PREDICTS}\nclass B:\n{PREDICTS}")

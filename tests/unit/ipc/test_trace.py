@@ -3,9 +3,18 @@
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 
-from shmserve.ipc.trace import Span, TraceContext, explain, is_trace, unpack_spans
+from shmserve.ipc.tensors.arrays import as_text
+from shmserve.ipc.trace import (
+    Span,
+    TraceContext,
+    TracedTensor,
+    explain,
+    is_trace,
+    unpack_spans,
+)
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -19,7 +28,7 @@ def span(span_id: str, parent_id: str, began_us: int = 0, **more: Any) -> Span:
 
 def test_a_header_is_read_and_passed_on() -> None:
     caller = TraceContext.of_header(f" 00-{TRACE}-{CALLER}-01 ")
-    assert caller == (TRACE, CALLER, "", True)
+    assert caller == (TRACE, CALLER, "", True, False)
     own = caller.child()
     assert own.traceparent == f"00-{TRACE}-{own.span_id}-01"
     assert (own.trace_id, own.parent_id) == (TRACE, CALLER)
@@ -114,3 +123,33 @@ def test_an_ensemble_has_steps() -> None:
     assert [step["model"] for step in told["steps"]] == ["step"]
     assert "queue_us" not in told
     assert explain([], "a", 0, 1000, 2000) == {"total_us": 2, "receive_us": 1}
+
+
+def test_tensors_travel_beside_the_spans() -> None:
+    given = TracedTensor("ab", True, "Y", "FP32", "1,2", "0.5,1")
+    found: list[TracedTensor] = []
+    packed = span("ab", "").packed()
+    assert unpack_spans(packed + given.packed() + packed, found) == [span("ab", ""), span("ab", "")]
+    assert found == [given]
+    context = TraceContext.new(sampled=True, tensors=True)
+    assert is_trace(context.message)
+    assert TraceContext.of(context.child().message).tensors
+    assert not TraceContext.of(TraceContext.new(sampled=True).message).tensors
+    assert context.traceparent.endswith("-01")
+
+
+@pytest.mark.parametrize(
+    ("datatype", "array", "text"),
+    [
+        ("FP32", np.array([[0.1, 2.0], [1e10, -3.25]], np.float32), "0.1,2,1e+10,-3.25"),
+        ("FP16", np.array([1.5], np.float16), "1.5"),
+        ("BF16", np.array([0x3FC0], np.uint16), "1.5"),
+        ("INT8", np.array([-1, 65], np.int8), "-1,65"),
+        ("UINT64", np.array([2**64 - 1], np.uint64), "18446744073709551615"),
+        ("BOOL", np.array([True, False]), "1,0"),
+        ("BYTES", np.array([b"a", "b", b"\xff"], np.object_), '"a","b","\ufffd"'),
+        ("FP32", np.zeros((0, 3), np.float32), ""),
+    ],
+)
+def test_elements_as_in_triton_s_traces(datatype: str, array: Any, text: str) -> None:
+    assert as_text(datatype, array) == text

@@ -436,3 +436,32 @@ def test_results_that_are_not_what_was_said(
     (reply,) = worker.batch(inference(tensor("x", np.zeros((1, 1), F32))))
     assert reply.code == "INTERNAL"
     assert shown in reply.message
+
+
+def test_an_annotated_module_is_called(worker: Rig) -> None:
+    write(
+        worker,
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x: FP32[Tensor, 2]) -> FP32[Tensor, 2]:\n"
+        "        return -x\n",
+    )
+    serve(worker)
+    (reply,) = worker.batch(inference(tensor("x", np.array([[1, 2]], F32))))
+    assert reply.array("output").tolist() == [[-1, -2]]
+
+
+def test_a_module_without_annotations_gets_the_lines_that_it_needs(worker: Rig) -> None:
+    write(
+        worker,
+        "class Model(torch.nn.Module):\n    def forward(self, image: Tensor, size): return image\n",
+    )
+    with pytest.raises(InvalidArgument) as found:
+        complete(worker)
+    first, *lines = found.value.message.split("\n")
+    assert 'write backend: "pytorch", runtime: "model.py"' in first
+    assert [line.strip() for line in lines] == [
+        "from shmserve.model import FP32",
+        "def predict(self, image: FP32[torch.Tensor, -1], size: FP32[torch.Tensor, -1]) -> "
+        "FP32[torch.Tensor, -1]:",
+        "return self(image, size)",
+    ]

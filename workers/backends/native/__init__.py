@@ -9,7 +9,7 @@ The class may have these attributes: `max_batch_size` (32; 0: no batch dimension
 `instances` (a number) or `instance_group`. The supervisor reads `environment`. The class may have
 the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which
 is called between two batches. A `torch.nn.Module` is moved to the device and set to evaluation
-mode.
+mode; without `predict`, its annotated `forward` is used.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
@@ -26,7 +26,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, suggestion
 from shmserve.ipc.model_settings import ENVIRONMENT, MAX_STREAMS
-from shmserve.ipc.model_spec import ModelSpec, TensorSpec, source_positions
+from shmserve.ipc.model_spec import USUAL_CLASS, ModelSpec, TensorSpec, source_positions
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.model import Context, TensorType
@@ -195,13 +195,14 @@ class NativeBackend(Backend):
         if self._class is None:
             file = config.default_model_filename or "model.py"
             path = self.context.model_file([file], file)
-            name = config.parameters.get("class") or "Model"
+            name = config.parameters.get("class") or USUAL_CLASS
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             found = getattr(module, name, None)
             if not isinstance(found, type):
                 classes = [each for each, thing in vars(module).items() if isinstance(thing, type)]
                 near = suggestion(name, classes)
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{near}")
+            declaration.adopt_forward(found)
             self._class = found
             self._file = file
             self._positions = source_positions(path.read_text(encoding="utf-8"), name)

@@ -10,11 +10,12 @@ import dataclasses
 import inspect
 import json
 import logging
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -115,6 +116,37 @@ def _placed(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs:
         return make(*args, **kwargs)
     except InvalidArgument as error:
         raise InvalidArgument(f"{at(name)}{error.message}") from error
+
+
+def adopt_forward(model: Any) -> None:
+    """Give an `nn.Module` without `predict` one that calls the module.
+
+    Raises:
+        InvalidArgument: The annotations of `forward` are no tensors of the server; the message has
+            the missing lines.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(model, torch.nn.Module) or hasattr(model, "predict"):
+        return
+
+    @wraps(model.forward)
+    def predict(module: Any, *inputs: Any, **named: Any) -> Any:
+        return module(*inputs, **named)
+
+    model.predict = predict
+    try:
+        read(model)
+    except InvalidArgument as error:
+        names = list(inspect.signature(model.forward).parameters)[1:]
+        takes = ", ".join(f"{name}: FP32[torch.Tensor, -1]" for name in names)
+        raise InvalidArgument(
+            f"class '{model.__name__}' is an nn.Module, and its 'forward' is not annotated with "
+            'tensors: write backend: "pytorch", runtime: "model.py", and the inputs and outputs '
+            "into config.pbtxt, or three lines into the file, with your datatypes and shapes:\n"
+            "    from shmserve.model import FP32\n"
+            f"        def predict(self, {takes}) -> FP32[torch.Tensor, -1]:\n"
+            f"            return self({', '.join(names)})"
+        ) from error
 
 
 def _hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from shmserve.ipc.messages.publications import (
     ReadinessChanged,
 )
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models import instances
 from shmserve.supervisor.models.instances import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import ModelManager, News, Publications
 from shmserve.supervisor.models.registry import ModelRegistry
@@ -75,8 +76,8 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
 
 
 @pytest.mark.parametrize("moment", ["reading", "waiting"])
-async def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
-    """One whose configuration is being read, and one that waits for another to end."""
+async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
+    """It comes when the configuration is read, or when a second load waits, which is given up."""
     processes, repository = Processes(), Repository()
     processes.hanging = True
     served = models(processes, repository)
@@ -92,24 +93,47 @@ async def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
     loads = [asyncio.ensure_future(served.load("m"))]
     if moment == "reading":
         repository.reading = once
-    else:
-        await until_async(lambda: len(processes.started) == 2)
+    await until_async(lambda: processes._held)
+    if moment == "waiting":
         loads.append(asyncio.ensure_future(served.load("m")))
         await turns()
         unload()
+    await turns()
+    assert not (loads[0].done() or asked[0].done())
+    processes.load_held()
     async with asyncio.timeout(10):
-        outcomes = await asyncio.gather(*loads, return_exceptions=True)
-        await asyncio.gather(*asked)
+        outcomes = await asyncio.gather(*loads, *asked, return_exceptions=True)
     await until_async(lambda: repository.discarded == repository.planned == 1)
-    processes.hanging = False
+    assert not any(child.alive for child in processes.started)
     await served.load("m")
     assert [row["state"] for row in await served.index(ready=False)] == ["READY"]
     await served.stop()
     await processes.end()
-    assert outcomes
-    for outcome in outcomes:
-        assert isinstance(outcome, InvalidArgument)
-        assert outcome.message == "failed to load 'm', no version is available"
+    given_up = "failed to load 'm', no version is available"
+    expected = [None, *([given_up] if moment == "waiting" else []), None]
+    assert [getattr(outcome, "message", None) for outcome in outcomes] == expected
+
+
+@pytest.mark.parametrize("reported", [True, False])
+async def test_a_load_that_hangs_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, reported: bool
+) -> None:
+    """The unload comes before the hang is reported, or after it."""
+    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
+    processes = Processes()
+    processes.hanging = True
+    served = models(processes, Repository())
+    load = asyncio.ensure_future(served.load("m"))
+    await until_async(lambda: processes._held)
+    if reported:
+        await asyncio.sleep(0.1)
+        assert not load.done()
+    async with asyncio.timeout(10):
+        await served.unload("m")
+    with pytest.raises(InvalidArgument, match="failed to load 'm', no version is available"):
+        await load
+    assert not any(child.alive for child in processes.started)
+    await processes.end()
 
 
 async def test_a_file_that_changes_while_its_model_is_read() -> None:
@@ -131,8 +155,9 @@ async def test_a_file_that_changes_while_its_model_is_read() -> None:
     assert len(readings) == 2
 
 
-async def test_a_model_that_hangs_is_removed() -> None:
+async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given up, and comes back when its files do."""
+    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
     processes, repository = Processes(), Repository()
     served, poller = server(processes, repository)
     object.__setattr__(processes.context.config, "repository_poll_s", 0.001)

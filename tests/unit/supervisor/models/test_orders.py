@@ -14,7 +14,7 @@ import pytest
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models import instance_processes
+from shmserve.supervisor.models import instance_processes, instances
 from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
 from shmserve.supervisor.models.manager import ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry
@@ -195,8 +195,8 @@ def test_a_step_that_goes_while_its_ensemble_loads_takes_it_along() -> None:
     live(story)
 
 
-def test_an_unload_gives_up_the_loads_of_ensembles_that_wait_for_another_step() -> None:
-    """Its step is unloaded while it still serves, for another ensemble is to go before it."""
+def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step() -> None:
+    """Both ensembles that use the model are unloaded before it."""
 
     async def story() -> None:
         server = Server(s=[], t=[], e=["s"], f=["s", "t"])
@@ -204,17 +204,14 @@ def test_an_unload_gives_up_the_loads_of_ensembles_that_wait_for_another_step() 
         server.hanging = True
         load = asyncio.ensure_future(server.load("f"))
         await until_async(lambda: server.registry.model("t").coming)
-        server.deaf = True
         unload = asyncio.ensure_future(server.unload("s"))
-        await turns()
-        server.deaf = False  # it has not acknowledged the end of e
-        server.load_held()
         await as_far_as_they_come()
-        server.hears_again()
+        assert not (load.done() or unload.done())
+        server.load_held()
+        await load
         await unload
-        with pytest.raises(InvalidArgument, match=r"failed to load 'f', no version is available$"):
-            await load
-        await until_async(lambda: not server.registry.live)
+        assert [server.state(name)[0] for name in "sef"] == ["UNAVAILABLE"] * 3
+        assert server.state("t") == ("READY", "")
         await server.end()
 
     live(story)
@@ -565,8 +562,11 @@ def test_equal_loads_that_wait_are_one() -> None:
 
 
 @pytest.mark.parametrize("others", [[], ["f"], ["s"]])
-def test_a_load_that_is_given_up_leaves_no_steps_load_for_nobody(others: list[str]) -> None:
+def test_a_load_that_is_given_up_leaves_no_steps_load_for_nobody(
+    others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where another ensemble, or a request, waits for the step, too, it goes on."""
+    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
 
     async def story() -> None:
         server = Server(s=[], e=["s"], f=["s"])
@@ -589,7 +589,7 @@ def test_a_load_that_is_given_up_leaves_no_steps_load_for_nobody(others: list[st
     live(story)
 
 
-def test_an_unload_gives_up_all_loads_before_it_and_none_after_it() -> None:
+def test_an_unload_gives_up_the_loads_that_have_not_begun_and_none_after_it() -> None:
     async def story() -> None:
         server = Server(s=[])
         server.hanging = True
@@ -597,11 +597,11 @@ def test_an_unload_gives_up_all_loads_before_it_and_none_after_it() -> None:
         await until_async(lambda: server._held)
         unload = asyncio.ensure_future(server.unload("s"))
         after = asyncio.ensure_future(server.load("s", [], "c"))
-        await until_async(lambda: len(server.started) == 4)
+        await as_far_as_they_come()
         server.load_held()
         outcomes = await asyncio.gather(*before, unload, after, return_exceptions=True)
         text = "failed to load 's', no version is available"
-        assert [getattr(each, "message", None) for each in outcomes] == [text, text, None, None]
+        assert [getattr(each, "message", None) for each in outcomes] == [None, text, None, None]
         assert server.note("s") == "c"
         await server.end()
 
