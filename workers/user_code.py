@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import shmserve
 from shmserve import model as tensor_types
 from shmserve.errors import Internal, how_to_install, suggestion
 
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 _LAST_S = 5.0
 _IMPORTLIB = f"{Path(importlib.__file__).parent}/"
-_PACKAGE = f"{Path(shmserve.__file__).parent}/"
+_PACKAGE = f"{Path(str(tensor_types.__file__)).parent}/"
 
 
 def import_file(path: Path, name: str) -> ModuleType:
