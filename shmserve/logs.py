@@ -29,6 +29,8 @@ _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL":
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 _MAX_LINE = 8192
 _MOST_ROWS = 100  # of a traceback, which may contain a client's text
+_MOST_ONCE = 1000
+_warned: set[tuple[str, str]] = set()  # messages and names of `warn_once`
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,13 @@ def _indented(lines: list[str]) -> str:
     if len(lines) > _MOST_ROWS:
         lines = [*lines[: _MOST_ROWS // 2], "...", *lines[-_MOST_ROWS // 2 :]]
     return "".join(f"\n    {clean(line)}" for line in lines)
+
+
+def warn_once(log: logging.Logger, message: str, name: str) -> None:
+    """Log a warning with a client's name once in this process, for at most 1000 names."""
+    if (message, name) not in _warned and len(_warned) < _MOST_ONCE:
+        _warned.add((message, name))
+        log.warning(message, name)
 
 
 class LineFormatter(logging.Formatter):

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 import shutil
 import signal
 import sys
@@ -26,6 +27,10 @@ if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
 from tests.support import certificates, leaks, servers, tokens
 from tests.support.crowd import Crowd, crowd
 from tests.support.wire.raw_http import Http
+
+# The name of a unix socket has at most 107 bytes, of which a long temporary folder leaves too few.
+if len(tempfile.gettempdir()) > 32:
+    tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
 
 # How long an example takes is the machine's affair, and who else is busy on it.
 hypothesis.settings.register_profile(

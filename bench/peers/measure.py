@@ -33,7 +33,8 @@ _SIMPLE = (list(range(16)), [1] * 16)
 _REGION = "bench-peers"
 
 
-def _post(path: str, body: bytes, headers: str = "") -> bytes:
+def post(path: str, body: bytes, headers: str = "") -> bytes:
+    """Return an HTTP request with a body."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
     )
@@ -43,16 +44,16 @@ def _post(path: str, body: bytes, headers: str = "") -> bytes:
 def _plain(model: str) -> bytes:
     a, b = _SIMPLE
     body = json.dumps({"a": a, "b": b}).encode() if model == "simple" else _IMAGE.tobytes()
-    return _post("/infer", body, "Content-Type: application/octet-stream\r\n")
+    return post("/infer", body, "Content-Type: application/octet-stream\r\n")
 
 
 def _bentoml(model: str) -> bytes:
     if model == "simple":
         body = json.dumps({"rows": [_SIMPLE]}).encode()
-        return _post("/infer", body, "Content-Type: application/json\r\n")
+        return post("/infer", body, "Content-Type: application/json\r\n")
     part = b'--b\r\nContent-Disposition: form-data; name="files"; filename="i"\r\n\r\n'
     body = part + _IMAGE.tobytes() + b"\r\n--b--\r\n"
-    return _post("/infer", body, "Content-Type: multipart/form-data; boundary=b\r\n")
+    return post("/infer", body, "Content-Type: multipart/form-data; boundary=b\r\n")
 
 
 def _shmserve(model: str) -> bytes:
@@ -61,7 +62,7 @@ def _shmserve(model: str) -> bytes:
             {"name": name, "datatype": "INT32", "shape": [1, 16], "data": data}
             for name, data in zip("ab", _SIMPLE, strict=True)
         ]
-        return _post("/v2/models/simple/infer", json.dumps({"inputs": inputs}).encode())
+        return post("/v2/models/simple/infer", json.dumps({"inputs": inputs}).encode())
     return _image({"binary_data_size": _IMAGE.nbytes}, _IMAGE.tobytes())
 
 
@@ -76,7 +77,7 @@ def _image(parameters: dict[str, object], tensor: bytes = b"") -> bytes:
     inputs = [{**given, "parameters": parameters}]
     head = json.dumps({"inputs": inputs, "outputs": outputs}).encode()
     header = f"Inference-Header-Content-Length: {len(head)}\r\n"
-    return _post("/v2/models/image/infer", head + tensor, header)
+    return post("/v2/models/image/infer", head + tensor, header)
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, request: bytes, log:
         ServerFailed: The server has ended, or does not answer in time.
     """
     body = json.dumps({"key": f"/{_REGION}", "offset": 0, "byte_size": _IMAGE.nbytes}).encode()
-    register = _post(f"/v2/systemsharedmemory/region/{_REGION}/register", body)
+    register = post(f"/v2/systemsharedmemory/region/{_REGION}/register", body)
     failure: Exception | None = None
     ends = time.monotonic() + _READY_S
     while process.poll() is None and time.monotonic() < ends:

@@ -23,6 +23,7 @@ from shmserve.ipc.messages.control_requests import (
     LoadRequest,
     RegionRequest,
     RegionUse,
+    ResourcesHeld,
     ShareDeviceMemory,
     ShareMemory,
     TicketGranted,
@@ -125,7 +126,7 @@ GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
 SupervisorToScheduler = (Ending | ProcessExited | BaseCounters | SnapshotStatistics) | (
     ResizeCache | SetTracing
 )
-SupervisorToBatching = PoolNews | TicketGranted
+SupervisorToBatching = PoolNews | TicketGranted | ResourcesHeld
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Ping | Stop
 HostToSupervisor = Started | SchedulerClosed | Acknowledged

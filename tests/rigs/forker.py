@@ -8,6 +8,7 @@ point runs beside each pytest process that asks for one.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import os
@@ -97,7 +98,8 @@ def forker(entry: str = GATEWAY) -> Forker:
 def main(link_fd: int, entry: str) -> None:
     """Import, then do what is asked until the socket ends; what was forked ends then, too."""
     if entry == WORKER:
-        importlib.import_module("torch")  # for models that need it, as a zygote
+        with contextlib.suppress(ModuleNotFoundError):  # for models that need it, as a zygote
+            importlib.import_module("torch")
     module, _, function = entry.partition(":")
     run = getattr(importlib.import_module(module), function)
     link = socket.socket(fileno=link_fd)

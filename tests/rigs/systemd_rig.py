@@ -15,13 +15,14 @@ from tests.support.servers import ROOT
 from tests.support.waiting import until
 
 _SYSTEMD = "/lib/systemd/systemd"
+_EMPTY = ("/run/", "/tmp/", "/var/tmp/", "/dev/shm/", "/var/lib/")
 # Nothing of this system may be cleaned or changed by the manager: what it mounts and makes is in
 # its own namespaces, and it knows no units but those that are installed there, and empty targets.
 _INNER = f"""
 set -e
 mount --make-rprivate /
 mount --make-rshared /
-for folder in /run /tmp /var/tmp /dev/shm /var/lib; do mount -t tmpfs tmpfs $folder; done
+for folder in {" ".join(_EMPTY)}; do mount -t tmpfs tmpfs $folder; done
 mkdir /run/layers
 mount -t tmpfs tmpfs /run/layers
 mkdir /run/layers/upper /run/layers/work
@@ -117,18 +118,22 @@ def _check() -> None:
         raise Unavailable("namespaces with a systemd are for root to make")
     if not Path(_SYSTEMD).exists() or not all(map(shutil.which, _TOOLS)):
         raise Unavailable(f"there is no {_SYSTEMD} here, or not all of {', '.join(_TOOLS)}")
-    asked = subprocess.run(
-        [sys.executable, "-c", "import shmserve"],
-        cwd="/",
-        env=_ENVIRONMENT,
-        user=65534,
-        group=65534,
-        extra_groups=[],
-        capture_output=True,
-        check=False,
-    )
-    if asked.returncode:
-        raise Unavailable("a user of the system could not read this checkout")
+    if hidden := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY)]:
+        raise Unavailable(f"{hidden[0]} is in a folder that is empty there")
+    try:
+        subprocess.run(
+            [sys.executable, "-c", "import shmserve"],
+            cwd="/",
+            env=_ENVIRONMENT,
+            user=65534,
+            group=65534,
+            extra_groups=[],
+            capture_output=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = "a user of the system could not read this checkout, or not run its Python"
+        raise Unavailable(reason) from error
 
 
 _TOOLS = ("unshare", "nsenter", "setpriv", "ip", "curl", "systemctl", "systemd-sysusers")

@@ -145,6 +145,7 @@ _CUDA_UNREGISTER = partial(handlers.unregister, cuda=True)
 def _route(method: str, path: str, scope: str, handler: Handler) -> Route:
     is_openai = path.startswith(("/v1/", "/tokenize", "/detokenize"))
     form = openai_error if is_openai else triton_error
+    form = responses.response_error if path == "/v1/responses" else form
     return Route(method, path, scope, handler, form, is_openai)
 
 

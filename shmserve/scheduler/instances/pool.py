@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -167,7 +167,7 @@ class InstanceTickets:
         for slot in itertools.islice(slots, most):
             if slot.index not in self._asked and slot.index not in self._granted:
                 ticket = self._asked[slot.index] = next(self._numbers)
-                self._control.post(AskTicket(ticket, slot.index))
+                self._control.post(AskTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
         """Record that the instance executes."""
@@ -408,6 +408,24 @@ class Pool:
 
     def _may_take(self, slot: Slot) -> bool:
         return not slot.retiring and (not self._most_open or len(slot.requests) < self._most_open)
+
+    def are_held(
+        self, callers: Container[tuple[int, int]], slots: Iterable[Slot] = (), some: bool = False
+    ) -> bool:
+        """Check whether instances execute callers, which wait for a request in the queue.
+
+        Args:
+            callers: The process of each caller, and the key of one of its requests.
+            slots: The instances that the request may run on; empty: all of them.
+            some: Whether one such instance is sufficient.
+        """
+        coming = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
+        held = [
+            bool(slot.executions)
+            and any((slot.pid, each.key) in callers for each in slot.executions[0].requests)
+            for slot in coming
+        ]
+        return any(held) if some else bool(held) and all(held)
 
     def ready(self) -> list[Slot]:
         """Return the instances with a worker."""

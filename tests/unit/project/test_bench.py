@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import os
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
 from bench.cases.figures import Figure, Target
 from bench.load import perf
+from bench.peers.load import LoadFailed, latencies
+from bench.peers.measure import PEERS, post
 from bench.report import text as report
 from bench.report.results import MACHINE, NotRun, Results, Row, load, spread
 from bench.soak import quantile
@@ -200,3 +205,36 @@ def test_what_this_process_has() -> None:
 )
 def test_quantile(values: list[float], share: float, found: float) -> None:
     assert quantile(values, share) == found
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200 if body else 400)
+        self.send_header("Content-Length", "3")
+        self.end_headers()
+        self.wfile.write(b"yes")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_load_of_the_peers_has_requests_of_any_size_in_flight() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    with contextlib.closing(server.socket):
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        for size in (1, 1_000_000):
+            request = post("/", bytes(size))
+            found = latencies(server.server_port, request, in_flight=3, seconds=0.05)
+            assert len(found) >= 3 and min(found) > 0
+        with pytest.raises(LoadFailed, match="400"):
+            latencies(server.server_port, post("/", b""), in_flight=1, seconds=0.05)
+        server.shutdown()
+
+
+def test_each_peer_has_a_request_of_each_model_and_a_program() -> None:
+    for name, peer in PEERS.items():
+        assert peer.request("image").startswith(b"POST ")
+        assert bool(peer.request("simple")) == (name != "shmserve, shared memory")

@@ -19,9 +19,9 @@ from shmserve.ipc.engine_settings import PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
+from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
-from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 from shmserve.workers.backends.llm.tools import MessageFormats, take
@@ -101,7 +101,7 @@ class PromptReader:
         # Tokenizers may have more tokens than the model.
         largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
         Thread(target=self._start_threads).start()
-        self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
+        self._grammars = Grammars(texts, largest, checkpoint.ends)
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
         widest = max(map(len, pieces), default=1)
@@ -219,7 +219,9 @@ class PromptReader:
         Raises:
             InvalidArgument: It is no grammar, or one that allows no text.
         """
-        prompt.grammar = self._grammars.matcher(prompt.parameters.grammar, prompt.frame)
+        parameters = prompt.parameters
+        given = parameters.grammar, prompt.frame, parameters.grammar_name
+        prompt.grammar = self._grammars.matcher(*given)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""

@@ -88,8 +88,6 @@ class PythonBackend(Backend):
         else:
             self._execution = PythonExecution(context, self._model, iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
-        groups = config.instance_group
-        self._server.alone = sum(group.count * max(1, len(group.gpus)) for group in groups) <= 1
         self._server.running = True
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -110,11 +108,8 @@ class PythonBackend(Backend):
         Errors of the model are passed on.
         """
         assert self._decoupled is not None
-        self._server.executing = [stream.request for stream in streams]
-        try:
+        with self._server.decoupled_execution([stream.request for stream in streams]):
             self._decoupled.execute(streams)
-        finally:
-            self._server.executing = ()
 
     def is_ready(self) -> bool:
         """Call the model's `is_ready`, plain or a coroutine.

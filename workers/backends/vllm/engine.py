@@ -299,7 +299,8 @@ class VllmEngine:
         if request.tools and request.tool_choice != "none" and kind is None:
             raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOLS}")
         _, (prompt,) = _accepted(await self._renderer.render_chat(request))
-        limit = request.max_completion_tokens or request.max_tokens
+        limit = request.max_completion_tokens
+        limit = request.max_tokens if limit is None else limit
         call = self._call(prompt, request, limit, self._defaults)
         call.top = (request.logprobs and request.top_logprobs) or 0
         if kind is not None:

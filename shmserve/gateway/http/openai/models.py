@@ -26,9 +26,7 @@ from shmserve.gateway.http.openai.names import (
     only_one,
     own_name,
 )
-from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.prepare import build
-from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
+from shmserve.gateway.inference.request import InferInput
 from shmserve.gateway.model_table import GatewayModel
 
 _STARTED_S = int(time.time())
@@ -146,11 +144,4 @@ async def _converted(
     """
     if not model.converts:
         raise Unsupported(f"model '{model.name}': only backend 'llm' converts texts and tokens")
-    wanted = [InferOutput(name, binary=True) for name in outputs]
-    asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
-    built = build(gateway, model, asked)
-    queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
-    try:
-        return await bodies.arrays(gateway, model, queue)
-    finally:
-        queue.close()
+    return await bodies.infer(gateway, request, model, given, outputs, parameters)
