@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 import shmserve
-from shmserve.common.model_names import check_model_name
+from shmserve.common.model_names import check_model_name, is_traversal
 from shmserve.common.trace_settings import read_changes
 from shmserve.errors import (
     InvalidArgument,
@@ -227,15 +227,18 @@ async def unload(gateway: Gateway, name: str, *, dependents: bool) -> None:
     await gateway.supervisor.ask(UnloadModel, name, dependents)
 
 
-def check_names(repository: str | None, name: str) -> None:
+def check_names(repository: str | None, name: str, *, unload: bool = False) -> None:
     """Check the names of a repository and of a model.
+
+    A name with path traversal is that of an unknown model to an `unload`, as in Triton.
 
     Raises:
         Unsupported: A repository is named, which Triton does not support either.
         InvalidArgument: The name is not a valid name of a model.
     """
     check_repository(repository)
-    check_model_name(name)
+    if not (unload and is_traversal(name)):
+        check_model_name(name)
 
 
 def check_repository(repository: str | None) -> None:

@@ -87,7 +87,12 @@ Check = Callable[[list[bytes]], Awaitable[None]]
 
 
 async def read_json(
-    gateway: Gateway, request: HttpRequest, *, required: bool = False, check: Check | None = None
+    gateway: Gateway,
+    request: HttpRequest,
+    *,
+    required: bool = False,
+    check: Check | None = None,
+    parse: Callable[[bytes], Any] = loads,
 ) -> Any:
     """Return the body of a request as JSON; an empty body is {} unless a body is `required`.
 
@@ -99,7 +104,7 @@ async def read_json(
         raw = await body.inflate()
     else:
         raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE, check)
-    return loads(raw) if raw or required else {}
+    return parse(raw) if raw or required else {}
 
 
 class Body:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
-from shmserve.common.model_names import check_model_name
+from shmserve.common.model_names import check_model_name, is_traversal
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import (
     LoadRefused,
@@ -410,6 +410,8 @@ class ModelManager:
             dependents: Whether the models that were loaded only for this ensemble are unloaded.
         """
         self._require_explicit()
+        if is_traversal(name):
+            return  # an unknown model
         check_model_name(name)
         alone = self._registry.loaded_for(name) if dependents else []
         await self.unload(name)

@@ -23,6 +23,9 @@ from shmserve.workers.user_code import says_ready
 
 # The modules that models import; the second one is internal to Triton, but some models use it.
 _MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
+# Triton's Python backend refuses them, since it passes names to a shell.
+_FORBIDDEN_CHARACTERS = ";|&$`<>()[]{}\\\"'*?~#!"
+_FORBIDDEN = frozenset(_FORBIDDEN_CHARACTERS)
 
 
 class PythonBackend(Backend):
@@ -143,6 +146,12 @@ class PythonBackend(Backend):
 
     def _find(self, config: ModelSpec) -> Any:
         if self._class is None:
+            name = self.context.model_name
+            if _FORBIDDEN.intersection(name):
+                raise InvalidArgument(
+                    f"invalid model name '{name}', the name of a Python model must not contain any "
+                    f"of {' '.join(_FORBIDDEN_CHARACTERS)}"
+                )
             self._class = model_class(config, self.context.model_dir, self.context.version_dir)
         return self._class
 
