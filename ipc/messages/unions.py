@@ -88,6 +88,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceNews,
     Loaded,
     Loading,
+    LoadsFailed,
     MemoryChecked,
     OpenScheduler,
     Ping,
@@ -116,7 +117,7 @@ WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
 SupervisorToGateway = (ModelNews | ReadinessChanged | Losses | RegionNews) | (
-    (HealthChanged | SetLogging | SetTokens | SetTracing | RequestTraced)
+    (HealthChanged | LoadsFailed | SetLogging | SetTokens | SetTracing | RequestTraced)
     | (Ping | Answer | Accept | Ending)
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (

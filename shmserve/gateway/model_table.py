@@ -53,6 +53,7 @@ class GatewayModel:
             for key, value in published.config.metric_tags.items()
         }
         self.decoupled = published.config.decoupled
+        self.backend = published.config.backend
         # The settings of an engine that generates text.
         engine = EngineSettings()
         with suppress(ValueError, InvalidArgument):  # other models may have such a parameter

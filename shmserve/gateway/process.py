@@ -231,6 +231,8 @@ class _Process:
                 gateway.health = message
                 self._front.health_changed()
                 self._informed.set()
+            case m.LoadsFailed():
+                gateway.failures = message
             case ProcessExited(process=pid):
                 # Received responses of the process may be unread, and lie in its memory.
                 later = asyncio.get_running_loop().call_later

@@ -78,6 +78,11 @@ async def model_config(
     return HttpResponse(200, (await management.model_config(gateway, name, version or ""),), JSON)
 
 
+async def examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET /docs/models, the requests that the page /docs offers."""
+    return json_response(management.examples(gateway))
+
+
 async def statistics(
     gateway: Gateway, request: HttpRequest, name: str = "", version: str | None = None
 ) -> HttpResponse:

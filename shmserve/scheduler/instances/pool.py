@@ -250,8 +250,8 @@ class Pool:
             return self._take_offer(slot)
         return None
 
-    def process_exited(self, pid: int) -> Lost:
-        """Record the exit of a process; return the work of the instance that it was, if any.
+    def process_exited(self, pid: int) -> Lost | None:
+        """Record the exit of a process; return the work of its instance, None if it had none.
 
         A successor is expected.
         """
@@ -263,7 +263,7 @@ class Pool:
                 slot.awaited = 0
             if slot.pid == pid:
                 return self._remove(slot)
-        return Lost([], [])
+        return None
 
     def retire(self, index: int) -> None:
         """Mark an instance to be removed when it has nothing to do."""

@@ -36,6 +36,7 @@ from shmserve.supervisor.models.orders import (
     LifecycleActions,
     LoadPlan,
     LoadSource,
+    LoggedFailure,
     ModelEntry,
     Order,
     OrderKind,
@@ -185,6 +186,7 @@ class LifecycleExecutor(LifecycleActions):
 
     def answer(self, order: Order) -> None:
         if order.kind is OrderKind.LOAD and order.error is not None:
+            self._registry.failed_loads += 1
             self.context.events.publish(LoadRefused(order.model.name, order.error.message))
         event = self._answers.pop(order, None)
         if event is not None:
@@ -396,7 +398,8 @@ class ModelManager:
         try:
             await self.load(name, LoadSource(config, files or {}))
         except ShmserveError as error:
-            logger.error("model %s: %s", name, error.message.rstrip("; \n"))
+            if not isinstance(error, LoggedFailure):
+                logger.error("model %s: %s", name, error.message.rstrip("; \n"))
             raise
 
     async def unload_on_request(self, name: str, dependents: bool) -> None:

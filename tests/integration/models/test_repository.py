@@ -144,8 +144,10 @@ def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
         server.wait_log("successfully loaded 'good'")
         assert http.load("bad").status == 400
         server.wait_log("failed to load 'bad' version 1: Internal: ")
-        server.wait_log("failed to load 'bad'\n")
-        server.wait_log("model bad: load failed for model 'bad': version 1 is at UNAVAILABLE")
+        server.wait_log("    Traceback (most recent call last):\n      File ")
+        assert server.log().count("version 1: Internal: ") == 1  # told once
+        assert f'File "{repository}/bad/1/model.py"' in server.log()
+        assert "workers/" not in server.log(), "frames of the server"
         http.unload("good").ok()
         server.wait_log("successfully unloaded 'good' version 1")
 
@@ -275,8 +277,9 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
     server = Server([repository], ["--exit-on-error=false", "--log-info=false"])
     try:
         server.wait_ready("/v2/models/identity/ready")
+        server.wait_log(" model constant: failed (")
+        assert server.log().count("broken on purpose (model.py:1)") == 1  # in the line of the load
         for name, reason in (
-            ("constant", "broken on purpose"),
             ("versionless", "at least one version must be available under the version policy of"),
             ("unreadable", "nonsense: no such field"),
         ):
