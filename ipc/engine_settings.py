@@ -17,6 +17,10 @@ GENERATIVE = "llm"  # the name of the backend
 PARAMETER = "engine"
 # Part of the error about a prompt that does not fit, for which OpenAI's API has a code.
 PROMPT_TOO_LONG = "the prompt is longer than the model's context"
+# Parameters of requests that have no effect on a text.
+WITHOUT_EFFECT = (
+    *("user", "metadata", "request_id", "spaces_between_special_tokens", "guided_decoding_backend"),
+)
 POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION = ("swap", "recompute", "auto")
 

@@ -18,6 +18,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MARK = "SHMSERVE_SERVER"
+# Python starts this process for a program that has semaphores or shared memory. It removes those
+# that are left once all processes of the program have exited, and then exits itself.
+_RESOURCE_TRACKER = b"resource_tracker import main"
 
 # The number of exits for which a process is known to have exited. Its frames may arrive after the
 # report of its exit, and its memory may still be mapped.
@@ -62,10 +65,18 @@ def children(pid: int) -> Iterator[int]:
 def kill_tree(pid: int, spared: Container[int] = ()) -> None:
     """Kill a process and its descendants, except the `spared` ones and their descendants."""
     below = [child for child in children(pid) if child not in spared]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    _kill(pid)
     for child in below:
         kill_tree(child, spared)
+
+
+def _kill(pid: int) -> None:
+    """Kill a process, but let a resource tracker remove the shared memory of its program."""
+    with contextlib.suppress(OSError):  # it has exited
+        if _RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def marked(environment: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:
@@ -81,7 +92,7 @@ def kill_marked(supervisor_pid: int, run_dir: object) -> None:
         pid = int(environ.parent.name)
         with contextlib.suppress(OSError):  # another user's process, or it has exited
             if pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
 
 
 def renounce_privileges() -> None:

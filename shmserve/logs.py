@@ -29,6 +29,8 @@ _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL":
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 _MAX_LINE = 8192
 _MOST_ROWS = 100  # of a traceback, which may contain a client's text
+_MOST_ONCE = 1000
+_warned: set[tuple[str, str]] = set()  # messages and names of `warn_once`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,30 @@ def clean(text: str) -> str:
     """Escape control characters and cap the length, so that a client cannot forge log lines."""
     shown = text[: _MAX_LINE + 1]
     if not shown.isprintable():
-        shown = shown.encode("unicode_escape").decode("ascii")
+        shown = "".join(c if c.isprintable() else _escape(c) for c in shown)
     return shown if len(shown) <= _MAX_LINE else shown[:_MAX_LINE] + "..."
 
 
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _indented(lines: list[str]) -> str:
+    """Return the lines of a text after its first line, which no record can be mistaken for."""
+    if len(lines) > _MOST_ROWS:
+        lines = [*lines[: _MOST_ROWS // 2], "...", *lines[-_MOST_ROWS // 2 :]]
+    return "".join(f"\n    {clean(line)}" for line in lines)
+
+
+def warn_once(log: logging.Logger, message: str, name: str) -> None:
+    """Log a warning with a client's name once in this process, for at most 1000 names."""
+    if (message, name) not in _warned and len(_warned) < _MOST_ONCE:
+        _warned.add((message, name))
+        log.warning(message, name)
+
+
 class LineFormatter(logging.Formatter):
-    """A formatter of one line per record.
+    """A formatter of one line per record; further lines of its text are indented.
 
         I 2026-01-31T12:00:00.123Z role[pid] text key=value
         2026-01-31T12:00:00.123Z I pid role] text key=value      ISO8601, Triton's format
@@ -85,25 +105,26 @@ class LineFormatter(logging.Formatter):
         self.log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as one line, followed by its indented traceback."""
-        line = f"{self._start(record)} {clean(record.getMessage())}"
+        """Return a record as one line, followed by the rest of its text and its traceback."""
+        first, *rest = record.getMessage().split("\n")
+        line = f"{self._start(record)} {clean(first)}"
         request_id = getattr(record, "request_id", None)
         if request_id:
             line += f" request={clean(str(request_id))}"
         trace_id = getattr(record, "trace_id", None)
         if trace_id:
             line += f" trace={clean(str(trace_id))}"
-        return line + self.traceback(record)
+        return line + _indented(rest) + self._traceback(record)
 
-    def traceback(self, record: logging.LogRecord) -> str:
-        """Return the traceback of a record as indented lines, each after a newline."""
-        line = ""
-        if record.exc_info:
-            rows = self.formatException(record.exc_info).splitlines()
-            if len(rows) > _MOST_ROWS:
-                rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = ["..."]
-            line += "".join(f"\n    {clean(row)}" for row in rows)
-        return line
+    def message(self, record: logging.LogRecord) -> str:
+        """Return the text of a record and its traceback."""
+        first, *rest = record.getMessage().split("\n")
+        return clean(first) + _indented(rest) + self._traceback(record)
+
+    def _traceback(self, record: logging.LogRecord) -> str:
+        if not record.exc_info:
+            return ""
+        return _indented(self.formatException(record.exc_info).splitlines())
 
     def _start(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -150,7 +171,7 @@ class Journal:
         level = record.levelno
         fields: dict[str, object] = {
             **self._own,
-            "MESSAGE": clean(record.getMessage()) + self._formatter.traceback(record),
+            "MESSAGE": self._formatter.message(record),
             "PRIORITY": next((number for least, number in _PRIORITIES if level >= least), 7),
             "CODE_FILE": record.pathname,
             "CODE_LINE": record.lineno,

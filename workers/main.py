@@ -50,7 +50,7 @@ from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences.inputs import read_states
-from shmserve.workers.user_code import in_words, source_location
+from shmserve.workers.user_code import in_words, own_frames, own_place, source_location
 
 logger = logging.getLogger(__name__)
 
@@ -174,11 +174,15 @@ class _Worker:
         try:
             step()
         except ShmserveError as error:
-            self._control.send(LoadFailed(error.code, error.message))
+            context = self._context
+            place = own_place(error.message, context.model_name, context.version_dir)
+            self._control.send(LoadFailed(error.code, error.message, place))
         except BaseException as error:  # SystemExit too: it is the model's, not ours
-            logger.exception("model '%s' failed to load", self._context.model_name)
-            where = source_location(error, self._context.version_dir)
-            self._control.send(LoadFailed("INTERNAL", in_words(error) + where))
+            # The supervisor logs the failure, once for all instances.
+            logger.debug("model '%s' failed to load", self._context.model_name, exc_info=True)
+            folder = self._context.version_dir
+            text = in_words(error) + source_location(error, folder)
+            self._control.send(LoadFailed("INTERNAL", text, own_frames(error, folder)))
         else:
             return True
         return False

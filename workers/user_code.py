@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
+import os
+import re
 import sys
 import threading
 import traceback
@@ -20,6 +23,8 @@ from shmserve.errors import Internal, how_to_install, suggestion
 T = TypeVar("T")
 
 _LAST_S = 5.0
+_IMPORTLIB = f"{Path(importlib.__file__).parent}/"
+_PACKAGE = f"{Path(str(tensor_types.__file__)).parent}/"
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -63,6 +68,42 @@ def source_location(error: BaseException, folder: Path) -> str:
         if roots.intersection(file.parents):
             return f" ({file.name}:{frame.lineno})"
     return ""
+
+
+def own_frames(error: BaseException, folder: Path) -> str:
+    """Return the traceback of an exception without its last line and without the server's frames.
+
+    Frames of the import system are left out, too. The folder of a model given by its file is a link
+    in the run directory: the user's own path is shown.
+    """
+    own = _own_path(folder)
+    whole = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = whole
+    while part is not None:
+        kept = itertools.dropwhile(_is_ours, part.stack)
+        part.stack[:] = [each for each in kept if not each.filename.startswith("<frozen")]
+        for frame in part.stack:
+            frame.filename = frame.filename.replace(f"{folder}/", f"{own}/")
+        part = part.__cause__ or part.__context__
+    if not whole.stack:
+        return ""
+    lines = "".join(whole.format()).splitlines()
+    last = "".join(whole.format_exception_only()).splitlines()
+    return "\n".join(lines[: -len(last)])
+
+
+def own_place(text: str, model: str, folder: Path) -> str:
+    """Return the line of a traceback for the first place that an error names, or ""."""
+    found = re.search(rf"\b{re.escape(f'{model}/{folder.name}')}/([^\s:]+):(\d+)", text)
+    return f'  File "{_own_path(folder)}/{found[1]}", line {found[2]}' if found else ""
+
+
+def _own_path(folder: Path) -> str:
+    return os.readlink(folder) if folder.is_symlink() else str(folder)
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith((_PACKAGE, _IMPORTLIB, "<frozen"))
 
 
 def in_words(error: BaseException) -> str:

@@ -5,6 +5,7 @@ A request with an `id` is answered by `Answered` or `Refused` with the same id.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from shmserve.errors import ShmserveError
@@ -239,13 +240,32 @@ class ReturnWorkspace:
 
 @message
 class AskTicket:
-    """Request the rate limiter's resources for an execution on instance `index`.
+    """Request the rate limiter's resources for an execution on instance `index`, process `pid`.
 
     `TicketGranted` follows once the resources are free.
     """
 
     ticket: int
     index: int
+    pid: int = field(default=0, compare=False)
+
+
+@message
+class CheckHolders:
+    """Respond with `ResourcesHeld` if every instance needs resources that these processes hold.
+
+    The processes wait for a call of the sender's model, its request `key`.
+    """
+
+    key: int
+    pids: list[int]
+
+
+@message
+class ResourcesHeld:
+    """Sent when a request can never have its resources, because its callers hold them."""
+
+    key: int
 
 
 @message
@@ -325,4 +345,4 @@ AdminRequest = LoadRequest | IndexRepository | NameModels | ChangeLogging | Chan
 RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
 RegionUse = RegionInUse | RegionReleased | RegionAbandoned
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace
-TicketRequest = AskTicket | TicketReturned
+TicketRequest = AskTicket | CheckHolders | TicketReturned

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from shmserve.ipc.transport.frames import message
 from shmserve.ipc.transport.records import record
 
 # The code of a reply by which a model reschedules a request (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"
+_CALLER = re.compile(r"^([0-9]{1,19})/([0-9]{1,19})/(.+)$", re.MULTILINE)
 
 
 @message
@@ -31,6 +33,7 @@ class Submit:
         source: A number that distinguishes clients of one gateway; only for requests of sequences.
         trace: The trace context (ipc/trace.py) if the response should contain spans, or "".
         limit: The origin of the deadline, for the message of an expired request; "": the caller.
+        callers: The executions that wait for the response, as `Caller` lines; "": none.
     """
 
     id: int
@@ -47,6 +50,31 @@ class Submit:
     source: int = 0
     trace: str = ""
     limit: str = ""
+    callers: str = ""
+
+
+class Caller(NamedTuple):
+    """An execution that waits for a call of another model.
+
+    Attributes:
+        pid: The process of the instance.
+        key: The key of one of its requests.
+        model: The name of the model.
+    """
+
+    pid: int
+    key: int
+    model: str
+
+    @property
+    def line(self) -> str:
+        """Return the caller as a line of `Submit.callers`."""
+        return f"{self.pid}/{self.key}/{self.model}"
+
+    @classmethod
+    def read(cls, lines: str) -> list[Caller]:
+        """Return the callers in `Submit.callers`, the first one first."""
+        return [cls(int(pid), int(key), model) for pid, key, model in _CALLER.findall(lines)]
 
 
 @message
@@ -178,6 +206,7 @@ class Work:
     priority: int = 0
     deadline_ns: int = 0
     trace: str = ""
+    callers: str = ""
 
     @property
     def sequence(self) -> int | str:
@@ -372,6 +401,7 @@ def make_submit(
     correlation_id: int | str = 0,
     source: int = 0,
     trace: str = "",
+    callers: str = "",
 ) -> Submit:
     """Return the message that submits a request, of this schema and these data.
 
@@ -403,6 +433,7 @@ def make_submit(
         source,
         trace,
         limit,
+        callers,
     )
 
 

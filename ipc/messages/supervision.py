@@ -185,6 +185,18 @@ class Ping:
 
 
 @message
+class LoadsFailed:
+    """Sent to gateways for their metrics: the models that do not serve since their load failed.
+
+    `models` are pairs of name and version ("": none was found); `count` is that of all failed
+    loads so far.
+    """
+
+    models: list[list[str]]
+    count: int
+
+
+@message
 class SetLogging:
     """Apply log settings: the fields of shmserve.logs.LogSettings by name."""
 
@@ -417,10 +429,11 @@ class InstanceLoaded:
 
 @message
 class LoadFailed:
-    """Sent when the model could not be loaded."""
+    """Sent when the model could not be loaded. `frames`: the traceback of the model's own code."""
 
     code: str
     message: str
+    frames: str = ""
 
 
 @message

@@ -23,6 +23,7 @@ from shmserve.ipc.messages.control_requests import (
     LoadRequest,
     RegionRequest,
     RegionUse,
+    ResourcesHeld,
     ShareDeviceMemory,
     ShareMemory,
     TicketGranted,
@@ -87,6 +88,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceNews,
     Loaded,
     Loading,
+    LoadsFailed,
     MemoryChecked,
     OpenScheduler,
     Ping,
@@ -115,7 +117,7 @@ WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
 SupervisorToGateway = (ModelNews | ReadinessChanged | Losses | RegionNews) | (
-    (HealthChanged | SetLogging | SetTokens | SetTracing | RequestTraced)
+    (HealthChanged | LoadsFailed | SetLogging | SetTokens | SetTracing | RequestTraced)
     | (Ping | Answer | Accept | Ending)
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
@@ -124,7 +126,7 @@ GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
 SupervisorToScheduler = (Ending | ProcessExited | BaseCounters | SnapshotStatistics) | (
     ResizeCache | SetTracing
 )
-SupervisorToBatching = PoolNews | TicketGranted
+SupervisorToBatching = PoolNews | TicketGranted | ResourcesHeld
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Ping | Stop
 HostToSupervisor = Started | SchedulerClosed | Acknowledged

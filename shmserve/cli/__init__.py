@@ -31,6 +31,8 @@ from shmserve.errors import InvalidArgument, ShmserveError
 if TYPE_CHECKING:
     from shmserve.config.server import ServerConfig
 
+_TRITON = "tritonserver"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: success. 1: failure. 2: invalid command line. 130: interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and os.path.basename(sys.argv[0]) == _TRITON:  # a link to this program
+        arguments.insert(0, _TRITON)
     fd_limits.fill_standard_streams()
     try:
         status = _run(arguments)
@@ -63,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     verb = arguments.pop(0) if arguments else ""
+    if os.path.basename(verb) == _TRITON:  # the first word of a container's arguments
+        verb = "serve"
     match verb:
         case "--version":
             print(f"shmserve {__version__}")

@@ -61,8 +61,8 @@ Validates the repository DIR (or a path/model.py:Class), loads each model, sends
 compares its outputs with its configuration, and prints one line per model. Each sample of a model's
 model_warmup is a request; a model without samples receives zeros and empty texts. --input sets the
 value of an input in every model that has one of this name: a JSON number, text or list, @FILE.npy,
-or @FILE for the content of a file as one text. --on-cpu loads instances of KIND_GPU on the CPU;
---json prints one JSON object.
+or @FILE: its bytes for a BYTES or UINT8 input, or the pixels of an image. --on-cpu loads instances
+of KIND_GPU on the CPU; --json prints one JSON object.
 Exit status: 0 all models respond, or reject made-up inputs; 1 outputs differ from a configuration;
 2 a model does not load, or fails with the inputs of --input or model_warmup."""
 

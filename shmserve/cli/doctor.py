@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterable
 
@@ -14,6 +15,7 @@ from shmserve.supervisor.checks import OK, WARNING, WRONG, Verdict, table
 from shmserve.supervisor.checks.places import gather_peer, judge_peer
 
 _WIDTH = 80
+_CLAUSE = re.compile(r"(?<=[,;]) |(?<=\)) | (?=or )")  # where a fix may be broken, outside commands
 _STATUS = {OK: 0, WARNING: 1, WRONG: 2}
 
 
@@ -60,18 +62,19 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
 
 
 def text(name: str, verdict: Verdict) -> str:
-    """Return a verdict in lines of 80 columns (pure)."""
+    """Return a verdict in lines of 80 columns, which only a longer command exceeds (pure)."""
     first = f"{verdict.state:8}{name:16}"
-    lines = [(first, verdict.found)]
-    if verdict.fix:
-        lines.append((f"{'->':>{len(first) - 1}} ", verdict.fix))
-    return "\n".join(
-        textwrap.fill(
-            "".join(c if c.isprintable() else " " for c in verdicts),
-            _WIDTH,
-            initial_indent=start,
-            subsequent_indent=" " * len(first),
-            break_on_hyphens=False,
-        )
-        for start, verdicts in lines
+    found, fix = (
+        "".join(c if c.isprintable() else " " for c in part)
+        for part in (verdict.found, verdict.fix)
     )
+    room = _WIDTH - len(first)
+    lines = textwrap.wrap(found, room, break_on_hyphens=False, break_long_words=False) or [""]
+    shown = [first + lines[0], *(" " * len(first) + line for line in lines[1:])]
+    start, line = f"{'->':>{len(first) - 1}} ", ""
+    for clause in filter(None, _CLAUSE.split(fix)):
+        if line and len(f"{line} {clause}") > room:
+            shown.append(start + line)
+            start, line = " " * len(first), ""
+        line = f"{line} {clause}".lstrip()
+    return "\n".join([*shown, *([start + line] if line else [])])

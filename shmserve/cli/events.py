@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=TOPICS,
         metavar="TOPIC",
-        help=f"of these alone (repeatable): {', '.join(TOPICS)} (once a second) [all]",
+        help=f"of these alone (repeatable): {', '.join(TOPICS)} (once a second) [all but counters]",
     )
 
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         Disconnected: There is no server, or it has exited.
     """
     show = _as_json if args.json else _as_text
-    topics = tuple(args.topic or TOPICS)
+    topics = tuple(args.topic or (topic for topic in TOPICS if topic != m.COUNTERS))
     with EventReader(args.run_dir, topics if args.follow else ()) as reader:
         for received in reader.snapshot():
             if m.TOPICS[type(received.event)] in topics:

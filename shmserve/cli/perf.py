@@ -8,7 +8,6 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from shmserve import __version__
 from shmserve.cli.arguments import add_flags, write_file
@@ -29,8 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the load given on the command line, and print and write the report.
 
+    Ctrl-C ends the measurement; the report has the loads so far.
+
     Returns:
-        0, or 1 if no request succeeded.
+        0, 1 if no request succeeded, or 130 if the measurement was interrupted.
 
     Raises:
         InvalidArgument: A flag, a file or the model is invalid.
@@ -42,12 +43,22 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         poller = stack.enter_context(contextlib.closing(Poller()))
         target = targets.target(args, poller, stack)
-        measured = partial(_measured, args, plan, poller, target, kind)
-        found = list(map(measured, values))
+        found: list[measure.Point] = []
+        try:
+            for value in values:
+                found.append(_measured(args, plan, poller, target, kind, value))
+                if interrupted := found[-1].interrupted:
+                    break
+        except KeyboardInterrupt:  # between two loads
+            interrupted = True
+    if not found:
+        return 130
     print(f"{args.model} at {target.where}\n{report.table(found)}")
     if old is not None:
         print(f"\n{report.comparison(old, found)}")
     _write(args, target.where, found)
+    if interrupted:
+        return 130
     return 0 if all(point.requests for point in found) else 1
 
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(f"--seconds: {args.seconds:g} is not more than 0")
     profile = watch(args.metrics_url, args.token, args.model, args.seconds)
     print(table(args.model, profile))
-    if args.plot:
+    if args.plot and profile.steps:
         plot(args.plot, args.model, profile)
     return 0
 
@@ -125,8 +125,14 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
 
 
 def table(model: str, profile: Profile) -> str:
-    """Return the profile as a table with a bar for each phase."""
-    steps = max(profile.steps, 1)
+    """Return the profile as a table with a bar for each phase, or one line if no step ran."""
+    if not profile.steps:
+        return (
+            f"{model}: 0 steps in {profile.seconds:.1f} s: the model generated nothing meanwhile. "
+            f"Send it prompts while it is profiled, for example by\n"
+            f"    shmserve perf {model} --openai chat --concurrency 4"
+        )
+    steps = profile.steps
     rates = sorted(profile.throughput)
     lines = [
         f"{model}: {profile.steps:,.0f} steps in {profile.seconds:.1f} s, "

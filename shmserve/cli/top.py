@@ -189,7 +189,7 @@ class Top:
                 "bold",
             ),
             Text(
-                f"{server['processes']} processes {_gib(server['resident_bytes'])} GiB  {died} died"
+                f"{server['processes']} processes {_gib(server['pss_bytes'])} GiB PSS  {died} died"
                 f"  {server['regions']} regions {_gib(server['region_bytes'])} GiB"
                 f"  arena {_gib(server['arena_used'])}/{_gib(server['arena_size'])}"
                 f"  {sequences} sequences"

@@ -43,8 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search, print and write the best configuration.
 
+    Ctrl-C ends the search; the best configuration so far is printed, but not applied.
+
     Returns:
-        0, or 1 if no configuration meets the target.
+        0, 1 if no configuration meets the target, or 130 if the search was interrupted.
 
     Raises:
         InvalidArgument: A flag or the model is invalid.
@@ -83,24 +85,33 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
     target = targets.target(args, poller, stack)
     runs = _Runs(args, server, poller, target, config, target_ms)
     attempt = Search(runs.measured, target_ms, space, args.runs)
+    interrupted = False
     with _restored(server, args.model, config):
-        best = attempt.run(start)
+        try:
+            best = attempt.run(start)
+        except KeyboardInterrupt:
+            best, interrupted = attempt.best, True
+            print("interrupted: the model gets its configuration back", file=sys.stderr)
     trials = list(attempt.trials.values())
+    if not trials:
+        return 130
     if args.plot:
         title = f"{args.model} at {target.where}, p99 within {target_ms:g} ms"
         write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best is None:
         print(search.table(trials, target_ms))
         print(f"no configuration that was tried has a p99 within {target_ms:g} ms", file=sys.stderr)
-        return 1
-    if args.apply:
+        return 130 if interrupted else 1
+    if args.apply and not interrupted:
         server.load(args.model, search.configured(config, best.candidate, target_ms))
     text = search.recommendation(config, trials, best, target_ms)
+    if interrupted:
+        text = f"# interrupted after {len(trials)} runs: the best so far, measured once\n{text}"
     if args.write:
         write_file("write", args.write, text)
     else:
         print(text, end="")
-    return 0
+    return 130 if interrupted else 0
 
 
 @contextlib.contextmanager
@@ -142,6 +153,8 @@ class _Runs:
             print(f"{search.described(candidate)}: {error}", file=sys.stderr)
             return Trial(candidate, 0.0, math.inf, 1)
         point = self._point(candidate.in_flight)
+        if point.interrupted:
+            raise KeyboardInterrupt
         trial = Trial(candidate, point.per_second, point.latency["p99"], point.errors)
         print(
             f"{self.count}. {search.described(candidate)}, {candidate.in_flight} in flight: "

@@ -32,6 +32,9 @@ RESTRICTABLE = (
     *("statistics", "trace", "logging"),
 )
 METRICS = "metrics"
+# The inputs and outputs of a model, which clients of the inference API may read, too: a request is
+# made from them. For restrictions it is the metadata API.
+SIGNATURE = "metadata of models"
 SCOPES = (*RESTRICTABLE, METRICS)
 # Health probes need no token, because the server's health is not confidential.
 OPEN = frozenset({"health"})
@@ -74,9 +77,12 @@ class Authorisation:
         self, tokens: Tokens | None, restrictions: Restrictions, noun: str = "API"
     ) -> None:
         self._tokens = [
-            (bytes.fromhex(digest), frozenset(scopes)) for digest, scopes in (tokens or {}).items()
+            (bytes.fromhex(digest), frozenset((*scopes, *_implied(scopes))))
+            for digest, scopes in (tokens or {}).items()
         ]
         self.asks_for_tokens = bool(self._tokens)
+        if "metadata" in restrictions:
+            restrictions = {**restrictions, SIGNATURE: restrictions["metadata"]}
         self.restrictions = restrictions
         self._noun = noun
 
@@ -130,6 +136,10 @@ class Authorisation:
         if hmac.compare_digest(_raw(given), _raw(rule.value)):
             return None
         return Restricted(f"This {self._noun} is restricted, expecting header '{rule.header}'")
+
+
+def _implied(scopes: Iterable[str]) -> tuple[str, ...]:
+    return (SIGNATURE,) if not {"metadata", "inference"}.isdisjoint(scopes) else ()
 
 
 def _raw(text: str) -> bytes:

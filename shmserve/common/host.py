@@ -6,6 +6,7 @@ control plane never loads a driver.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -100,16 +101,36 @@ def _number(file: Path) -> int | None:
 _TITLE = "shmserve: "
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_PSS = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
     """A process of the server as `ps` shows it."""
 
+    pid: int
     title: str
     resident_bytes: int
     open_fds: int
     cpu_seconds: float
+
+
+def proportional_bytes(supervisor: int) -> tuple[int, int]:
+    """Return the number of the server's processes, and their memory as proportional set size.
+
+    A page that several processes share counts in each of them by its share (PSS), so that the sum
+    is what the server uses. Where the kernel does not report it, resident memory is counted.
+    """
+    found = list(processes(supervisor))
+    return len(found), sum(_proportional_bytes(each) for each in found)
+
+
+def _proportional_bytes(process: Process) -> int:
+    with contextlib.suppress(OSError):
+        pss = _PSS.search(Path(f"/proc/{process.pid}/smaps_rollup").read_text())
+        if pss is not None:
+            return int(pss[1]) * 1024
+    return process.resident_bytes
 
 
 def processes(supervisor: int) -> Iterator[Process]:
@@ -138,6 +159,7 @@ def _process(folder: Path) -> Process:
     # The command name in parentheses may contain any character, so fields are split after it.
     fields = (folder / "stat").read_text().rpartition(")")[2].split()
     return Process(
+        pid=int(folder.name),
         title=title.removeprefix(_TITLE).strip(),
         resident_bytes=int(fields[21]) * _PAGE,
         open_fds=len(os.listdir(folder / "fd")),

@@ -16,7 +16,7 @@ def check_model_name(name: str) -> None:
     if not name.strip():
         raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
     shown = clip(name, 128)
-    if name in (".", "..") or any(mark in name for mark in "/\\\0"):
+    if is_traversal(name):
         raise InvalidArgument(
             f"invalid model name '{shown}', model name must not contain path traversal characters"
         )
@@ -26,6 +26,11 @@ def check_model_name(name: str) -> None:
             f"invalid model name '{shown}', model name must be 1 to {_MOST_BYTES} bytes of "
             "printable UTF-8 text"
         )
+
+
+def is_traversal(name: str) -> bool:
+    """Check whether a name names another folder than one in the repository."""
+    return name.strip() in (".", "..") or any(mark in name for mark in "/\\\0")
 
 
 def is_inline(text: str) -> bool:

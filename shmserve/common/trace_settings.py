@@ -36,7 +36,16 @@ _NAMES = {
     },
 }
 _DIGITS = re.compile(r"[1-9][0-9]{0,8}")
-_FORMS = {"url": re.compile(r"https?://\S+"), "resource": re.compile(r"[^=]+=.+")}
+# As in Triton, a URL may lack its scheme (collector:4318/v1/traces).
+_FORMS = {
+    "url": re.compile(r"(https?://\S+)|[^\s/:=]+(:[0-9]+)?(/\S*)?"),
+    "resource": re.compile(r"[^=]+=.+"),
+}
+# Triton's words for a level of --trace-config and of --trace-level, in any case.
+_LEVELS = {
+    **dict.fromkeys(("off", "false"), OFF),
+    **dict.fromkeys(("timestamps", "true", "on", "min", "max"), TIMESTAMPS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,11 @@ class TraceSettings:
     def on(self) -> bool:
         """Return whether requests are traced."""
         return OFF not in self.trace_level and bool(self.trace_rate) and bool(self.trace_count)
+
+    @property
+    def discarded(self) -> bool:
+        """Return whether requests are traced and no file is given for the traces."""
+        return self.on and self.trace_mode == TRITON and not self.trace_file
 
     @property
     def with_tensors(self) -> bool:
@@ -141,6 +155,8 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     given: dict[str, list[str]] = {}
     for text in texts:
         name, equals, value = text.partition("=")
+        mode, comma, setting = name.partition(",")
+        name = f"{mode.lower()}{comma}{setting}"
         if not equals or not value or name not in _NAMES:
             raise InvalidArgument(
                 f"{_FLAG}: '{text}' is not SETTING=VALUE, where SETTING is one of "
@@ -148,20 +164,24 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
             )
         given.setdefault(name, []).append(value)
     last = {name: [values[-1]] for name, values in given.items()}
-    mode = last.get("mode", [TRITON])[0]
+    mode = last.get("mode", [TRITON])[0].lower()
     if mode not in MODES:
         raise InvalidArgument(f"{_FLAG}: mode={mode} is not one of {', '.join(MODES)}")
     if mode == OPENTELEMETRY and find_spec("opentelemetry") is None:
         needed = how_to_install("opentelemetry-sdk", "otel")
         raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {needed}")
-    named = {"trace_level": given.get("level", [])}
+    levels = [_LEVELS.get(level.lower(), level.upper()) for level in given.get("level", [])]
+    named = {"trace_level": [OFF] if OFF in levels else levels}
     named |= {_NAMES[name]: value for name, value in last.items() if _NAMES[name] in _RANGES}
     try:
         settings = TraceSettings().changed(read_changes(named))
     except (InvalidArgument, Unsupported) as error:
         raise InvalidArgument(f"{_FLAG}: {error.message}") from None
     exporter = tuple(
-        (_NAMES[name], value)
+        (
+            _NAMES[name],
+            value if name != f"{OPENTELEMETRY},url" or "://" in value else f"http://{value}",
+        )
         for name, values in given.items()
         if name.startswith(f"{OPENTELEMETRY},")
         for value in values
@@ -171,8 +191,6 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
             what = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(name, "a number")
             raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {what}")
     file = last.get("triton,file", [""])[0]
-    if settings.on and mode == TRITON and not file:
-        raise InvalidArgument(f"{_FLAG}: triton,file=PATH is missing: the file for the traces")
     return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)
 
 

@@ -1,8 +1,8 @@
 """The parsers of the command line of `shmserve serve` and of its configuration file.
 
 `--flag=value` and `--flag value` are equivalent. A boolean flag without a value means true, as in
-Triton. A flag on the command line overrides the same flag in the file. The file is YAML, with the
-names of flags as keys:
+Triton. On the command line, a flag may be abbreviated while only one flag begins so. A flag on the
+command line overrides the same flag in the file. The file is YAML, with the names of flags as keys:
 
     http-port: 8000
     model-repository: [/srv/models, /srv/more]     # a repeatable flag: one value, or a list
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from shmserve.config.options import ACTED_ON, FLAGS, Flag, Value
+from shmserve.config.options import ACTED_ON, FLAGS, Flag, Value, named
 from shmserve.errors import Collected, InvalidArgument, Problems, clip, nearest, refused
 
 _NULL = "tag:yaml.org,2002:null"
@@ -41,12 +41,12 @@ class FlagValues:
     without_effect: list[str] = field(default_factory=list)
     positions: dict[str, str] = field(default_factory=dict)
 
-    def add(self, flag: Flag, name: str, value: Value) -> None:
-        """Store a value of `flag`, which was given under the name `name`."""
+    def add(self, flag: Flag, value: Value) -> None:
+        """Store a value of `flag`."""
         if not flag.effect:
-            self.without_effect.append(name)
+            self.without_effect.append(flag.name)
         elif flag.repeat:
-            self.repeated.setdefault(flag.name, []).append(str(value))
+            self.repeated.setdefault(flag.name, []).append(f"{flag.prefix}{value}")
         else:
             self.values[flag.name] = value
 
@@ -95,21 +95,24 @@ def parse(arguments: Sequence[str]) -> Parsed:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
+            if word.rpartition("/")[2] == "tritonserver" and not Path(word).is_dir():
+                continue  # the first word of a chart's arguments, which follow an entry point
             positional.append(word)
             if alone:
                 behind[word] = alone
             alone = ""
             continue
         name, equals, text = word.removeprefix("--").partition("=")
-        flag = FLAGS.get(name) if word.startswith("--") else None
-        if flag is None:
-            wrong.problems.append(_unknown(word.partition("=")[0]))
+        flags = named(name) if word.startswith("--") and name else []
+        if len(flags) != 1:
+            wrong.problems.append(_unknown(word.partition("=")[0], flags))
             continue
+        flag = flags[0]
         count = len(rest)
         value = wrong(_value, flag, text if equals else None, rest)
         alone = flag.name if not equals and len(rest) == count else ""
         if value is not None:
-            given.add(flag, name, value)
+            given.add(flag, value)
     file = given.values.get("config")
     written = FlagValues() if file is None else wrong(read, str(file))
     wrong.check()
@@ -137,7 +140,9 @@ def _check_text(word: str) -> None:
         raise InvalidArgument(f"{word.partition('=')[0]}: '{word}' is not UTF-8 text") from None
 
 
-def _unknown(word: str) -> str:
+def _unknown(word: str, flags: list[Flag]) -> str:
+    if flags:
+        return f"{word[:80]} is the beginning of --{', --'.join(flag.name for flag in flags)}"
     near = nearest(word.lstrip("-"), FLAGS)
     hint = f", did you mean --{near}?" if near else "; see shmserve serve --help"
     return f"unknown flag {word[:80]}{hint}"
@@ -180,7 +185,7 @@ def parse_file(text: str, path: str) -> FlagValues:
             lines[name] = key.start_mark.line + 1
             flag = _flag_of(name)
             for text in _texts(flag, value):
-                settings.add(flag, name, flag.parse(text))
+                settings.add(flag, flag.parse(text))
             settings.positions[flag.name] = position
         except InvalidArgument as error:
             reason = error.message.removeprefix(f"--{name}: ")

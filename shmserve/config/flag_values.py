@@ -44,7 +44,7 @@ def _cache_size(text: str) -> int:
     if not (name and comma and key and equals):
         raise InvalidArgument(f"{_CACHE}: '{text}' is not CACHE,SETTING=VALUE (local,size=BYTES)")
     if name != "local":
-        raise InvalidArgument(f"{_CACHE}: there is no cache '{name}' (there is: local)")
+        raise InvalidArgument(f"{_CACHE}: there is no cache '{name}' (there is: local,size=BYTES)")
     if key != "size":
         raise InvalidArgument(f"{_CACHE}: the local cache has no setting '{key}' (there is: size)")
     size = _CACHE_SIZE.parse(value)
@@ -107,7 +107,7 @@ def _resource(text: str) -> tuple[str, int | None, int]:
     number = int(_COUNT.parse(count))
     if not device:
         return name, None, number
-    return name, _GLOBAL if device == "global" else int(_COUNT.parse(device)), number
+    return name, _GLOBAL if device.lower() == "global" else int(_COUNT.parse(device)), number
 
 
 _METRICS = "--metrics-config"

@@ -37,6 +37,7 @@ class Flag:
         words: Whether true and false stand for 1 and 0.
         metavar: The name of the value in help texts of client commands.
         exclusive: Whether only one flag of its group may be set (client commands).
+        prefix: The text before each value of a repeatable flag that is an older name.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Flag:
     words: bool = False
     metavar: str = ""
     exclusive: bool = False
+    prefix: str = ""
 
     def parse(self, text: str) -> Value:
         """Return the value of `text`; raise InvalidArgument naming the flag."""
@@ -59,11 +61,12 @@ class Flag:
                 return text.lower() in _TRUE
             raise InvalidArgument(f"--{self.name}: '{text}' is not a boolean (true or false)")
         if self.kind is str:
-            if self.choices and text not in self.choices:
+            known = {choice.lower(): choice for choice in self.choices}
+            if known and text.lower() not in known:
                 allowed = ", ".join(self.choices)
                 near = suggestion(text, self.choices)
                 raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}{near}")
-            return text
+            return known.get(text.lower(), text)
         if self.words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
         if not _NUMBER[self.kind].fullmatch(text):
@@ -153,8 +156,6 @@ _WITHOUT_EFFECT = {
         allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model""",
     "GET /metrics says what is so when it is asked, of this server's processes": """
         metrics-interval-ms allow-gpu-metrics:bool allow-cpu-metrics:bool""",
-    "--trace-config says so (level=, rate=, count=, triton,file=, triton,log-frequency=)": """
-        trace-file trace-level trace-rate trace-count trace-log-frequency""",
     "backends are Python packages (pip install), and there are no agents": """
         backend-directory repoagent-directory""",
     "the cache is the server's own, --cache-config": "cache-directory",
@@ -165,6 +166,14 @@ _WITHOUT_EFFECT = {
     "taskset and numactl place the server's processes": "host-policy",
     "names are those of all repositories": "model-namespacing:bool",
 }
+# Triton's settings of --backend-config that no backend here reads.
+IDLE_BACKEND_SETTINGS = frozenset(
+    [
+        *("shm-default-byte-size", "shm-growth-byte-size", "shm-region-prefix-name"),
+        *("stub-timeout-seconds", "python-runtime", "version", "gpu-memory-fraction"),
+        *("allow-soft-placement", "coalesce-request-input", "plugins", "version-compatible"),
+    ]
+)
 IDLE: dict[str, tuple[Flag, ...]] = {
     instead: tuple(
         Flag(name, instead, bool if kind else str, repeat=True, effect=False)
@@ -174,4 +183,18 @@ IDLE: dict[str, tuple[Flag, ...]] = {
 }
 ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
-FLAGS["model-store"] = FLAGS["model-repository"]  # Triton's older name
+# Triton's older names of flags, with the text before their values.
+_OLDER_NAMES = {
+    "model-store": ("model-repository", ""),
+    "trace-file": ("trace-config", "triton,file="),
+    "trace-log-frequency": ("trace-config", "triton,log-frequency="),
+    **{f"trace-{name}": ("trace-config", f"{name}=") for name in ("level", "rate", "count")},
+}
+FLAGS |= {old: replace(FLAGS[new], prefix=text) for old, (new, text) in _OLDER_NAMES.items()}
+
+
+def named(name: str) -> list[Flag]:
+    """Return the flag with this name, or all flags whose names begin with it (getopt_long)."""
+    if name in FLAGS:
+        return [FLAGS[name]]
+    return list(dict.fromkeys(flag for full, flag in FLAGS.items() if full.startswith(name)))

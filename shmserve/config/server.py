@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,7 +190,7 @@ def _from_flags(
     repositories, files = _models(parsed, models_needed, wrong)
     return ServerConfig(
         **_as_given(value, *_AS_GIVEN),
-        model_repositories=tuple(repositories),
+        model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
         class_settings=wrong(_class_settings, parsed.repeated["set"], files),
         load_models=wrong(_load_models, parsed),
@@ -320,6 +321,8 @@ def _group(name: str | None) -> int:
 
 
 def _models(parsed: Parsed, needed: bool, wrong: Collected) -> tuple[list[Path], list[str]]:
+    for text in (*parsed.repeated["model-repository"], *parsed.positional):
+        wrong(_check_local, text)
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
     files: list[str] = []
     if "" in (*parsed.repeated["model-repository"], *parsed.positional):
@@ -331,11 +334,28 @@ def _models(parsed: Parsed, needed: bool, wrong: Collected) -> tuple[list[Path],
         else:
             repositories.append(Path(word))
     for path in repositories:
-        wrong(_check_folder, path, parsed)
+        if not _URL.match(str(path)):
+            wrong(_check_folder, path, parsed)
     if needed and not repositories and not files:
         text = "--model-repository: at least one is needed (or a path/model.py:Class)"
         wrong.problems.append(text)
     return repositories, files
+
+
+# How the models of an object store are copied to a folder, by the scheme of its URLs.
+_COPIES = {"s3": "aws s3 sync", "gs": "gcloud storage rsync -r", "as": "azcopy sync"}
+_URL = re.compile(r"([a-z][a-z0-9+.-]*):/")  # also of a Path, which has lost a slash
+
+
+def _check_local(text: str) -> None:
+    found = _URL.match(text)
+    if found and "://" in text:
+        copy = _COPIES.get(found[1])
+        how = f"copy its models ({copy} {text} FOLDER)" if copy else "copy its models"
+        raise InvalidArgument(
+            f"--model-repository: '{text}' is not a folder of this host: {how} or mount it, in a "
+            "pod with an init container or a volume, and give the folder"
+        )
 
 
 def _check_folder(path: Path, parsed: Parsed) -> None:

@@ -58,12 +58,11 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
         """Return the loop's time since which the rest of a request is missing, or None."""
 
     @abstractmethod
-    def shut_down(self, after_calls: bool = False) -> None:
-        """Close the connection once its requests are answered.
+    def shut_down(self, *, refuses: bool = False) -> None:
+        """Notify the client, and close the connection once its requests are answered.
 
         The connection reports to its acceptor (`settled`) when no further request can arrive. With
-        `after_calls`, even the protocol's notification of the client is delayed until then, if
-        there is one.
+        `refuses`, requests that cross the notification are refused, if the protocol has a way.
         """
 
     @abstractmethod
@@ -125,20 +124,18 @@ class Acceptor:
         self._connections.discard(connection)
         self.settled(connection)
 
-    def drain(
-        self, on_drained: Callable[[], None], *, idle_only: bool = False, after_calls: bool = False
-    ) -> None:
+    def drain(self, on_drained: Callable[[], None], *, refuses: bool = False) -> None:
         """Ask clients to disconnect, and call `on_drained` when they are settled.
 
         Args:
             on_drained: The callback.
-            idle_only: Whether only idle connections are drained.
-            after_calls: See `LimitedConnection.shut_down`.
+            refuses: Whether further requests are refused at once. The callback then waits only for
+                the connections that are idle now.
         """
-        draining = [c for c in self.connections if not idle_only or c.idle_since is not None]
-        self._draining = set(draining)
-        for connection in draining:
-            connection.shut_down(after_calls)
+        connections = self.connections
+        self._draining = {c for c in connections if not refuses or c.idle_since is not None}
+        for connection in connections:
+            connection.shut_down(refuses=refuses)
         self._on_drained = on_drained
         self._check_drained()
 

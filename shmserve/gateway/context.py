@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
@@ -15,6 +16,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.control_requests import WantModel
 from shmserve.ipc.messages.publications import HealthChanged
+from shmserve.ipc.messages.supervision import LoadsFailed
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +28,7 @@ class Gateway:
         body_budget: The accounting of bodies that are arriving.
         mappings: The mappings of workers' arenas, but not of clients' regions.
         health: The health that the supervisor has published.
+        failures: The models that failed to load.
         draining: Whether connections end with their next response.
         refusing: Whether every client was notified of the drain. Requests of open streams are then
             refused.
@@ -43,6 +46,7 @@ class Gateway:
     health: HealthChanged
     draining: bool = False
     refusing: bool = False
+    failures: LoadsFailed = field(default_factory=partial(LoadsFailed, [], 0))
     tracer: Tracer = field(default_factory=Tracer)
 
 

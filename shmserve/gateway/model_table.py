@@ -53,16 +53,20 @@ class GatewayModel:
             for key, value in published.config.metric_tags.items()
         }
         self.decoupled = published.config.decoupled
+        self.backend = published.config.backend
         # The settings of an engine that generates text.
         engine = EngineSettings()
         with suppress(ValueError, InvalidArgument):  # other models may have such a parameter
             engine = EngineSettings.of(json.loads(published.config.parameters.get(PARAMETER, "{}")))
         self.max_model_len = engine.max_model_len or None
         self.aliases = list(engine.aliases)
-        self.converts = published.config.backend == GENERATIVE  # texts and tokens, by `task`
+        vllm = published.config.backend == "vllm"
+        if vllm:
+            longest = published.config.parameters.get("max_model_len", "")
+            self.max_model_len = int(longest) if longest.isdecimal() else None
+        self.converts = vllm or published.config.backend == GENERATIVE  # by the parameter `task`
         # Texts may have reasoning to split. An engine of vLLM has the output only with a parser.
-        reasons = engine.reasoning_parser not in ("", "none")
-        self.reasons = reasons or published.config.backend == "vllm"
+        self.reasons = vllm or engine.reasoning_parser not in ("", "none")
 
 
 _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors

@@ -63,8 +63,8 @@ class Frontend(ABC):
     """The protocol server of a gateway: its listeners and connections.
 
     Attributes:
-        keeps_busy: Whether, without a successor, connections with calls in flight stay open and
-            refuse further calls.
+        keeps_busy: Whether, without a successor, requests are refused although connections have
+            calls in flight.
     """
 
     keeps_busy: ClassVar[bool] = False
@@ -114,7 +114,7 @@ class Frontend(ABC):
         def disconnect() -> None:
             listeners.active = len(self._acceptors)  # Counted late: listeners may just be opening.
             for acceptor in self._acceptors:
-                acceptor.drain(listeners.decrement, idle_only=self.keeps_busy and not followed)
+                acceptor.drain(listeners.decrement, refuses=self.keeps_busy and not followed)
             listeners.when_idle(on_notified)
 
         # Connections that were accepted already are created in this turn of the loop.
@@ -235,6 +235,8 @@ class _Process:
                 gateway.health = message
                 self._front.health_changed()
                 self._informed.set()
+            case m.LoadsFailed():
+                gateway.failures = message
             case ProcessExited(process=pid):
                 # Received responses of the process may be unread, and lie in its memory.
                 later = asyncio.get_running_loop().call_later

@@ -68,8 +68,11 @@ _COMPLETABLE = (
     "batch_output",
     "instance_group",
 )
-# The parameters that a model class may set by an attribute.
-_PARAMETERS = (STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING, ENGINE)
+# The parameters that a model or its backend may set.
+_PARAMETERS = (
+    *(STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING, ENGINE),
+    "max_model_len",
+)
 
 
 @dataclass(frozen=True, slots=True)

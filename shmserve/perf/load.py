@@ -219,8 +219,9 @@ class LoadGenerator:
     def mark(self) -> Mark:
         """Return the current counts."""
         records = self.records
+        # Each column of a row that an interrupt has cut short is left out.
         return Mark(
-            *(_clock(), len(records.ended), len(records.gaps), records.failed()),
+            *(_clock(), len(records.responses), len(records.gaps), records.failed()),
             time.process_time(),
         )
 
@@ -234,7 +235,9 @@ class LoadGenerator:
             self._check_alive()
 
     def close(self) -> None:
-        """Close the lanes."""
+        """Close the lanes; requests in flight after an interrupt have no successors."""
+        self._running = False
+        self._waiting.clear()
         for lane in self._lanes:
             lane.close()
 

@@ -112,6 +112,7 @@ class Point:
         kind: "concurrency" or "rate".
         value: The concurrency or the rate.
         settled: Whether the last windows agreed.
+        interrupted: Whether the user ended the measurement.
     """
 
     kind: str
@@ -133,6 +134,7 @@ class Point:
     per_response: dict[str, float] = field(default_factory=dict)
     responses_per_second: float = 0.0
     server: dict[str, dict[str, float]] = field(default_factory=dict)
+    interrupted: bool = False
 
     @property
     def name(self) -> str:
@@ -148,28 +150,40 @@ def measured(
     streams: bool,
     statistics: Callable[[], dict[str, Statistics]],
 ) -> Point:
-    """Run a load and return its result. Raises Unavailable if the server exits."""
+    """Run a load and return its result. Raises Unavailable if the server exits.
+
+    KeyboardInterrupt ends the load: the result is that of the complete windows, or of the requests
+    so far if there is no such window.
+    """
     marks: list[Mark] = []
     asked: list[Future[dict[str, Statistics]]] = []
     with ThreadPoolExecutor(1) as asking:  # in a thread, so that queries do not delay the load
 
         def mark() -> None:
-            marks.append(load.mark())
             asked.append(asking.submit(_quietly, statistics))
+            marks.append(load.mark())
 
+        settled = interrupted = False
         load.begin()
-        load.run(plan.warm_up_s)
-        mark()
-        settled = False
-        while len(marks) <= plan.most_windows and not settled:
-            load.run(plan.window_s)
+        mark()  # replaced after the warm-up
+        try:
+            load.run(plan.warm_up_s)
             mark()
-            figures = rates(marks), means(load.records, marks)
-            settled = all(agree(each, plan.within) for each in figures)
-        load.finish()
+            del marks[0]
+            while len(marks) <= plan.most_windows and not settled:
+                load.run(plan.window_s)
+                mark()
+                figures = rates(marks), means(load.records, marks)
+                settled = all(agree(each, plan.within) for each in figures)
+            load.finish()
+        except KeyboardInterrupt:
+            interrupted = True
+            if len(marks) < 2:
+                mark()
         found = [each.result() for each in (asked[-1 - min(AGREEING, len(marks) - 1)], asked[-1])]
     marks = marks[-1 - AGREEING :]
     point = _point(load.records, marks, kind, value, settled)
+    point.interrupted = interrupted
     if streams:
         _add_responses(point, load.records, marks[0], marks[-1])
     point.server = {model: grown(found[0].get(model, {}), now) for model, now in found[1].items()}

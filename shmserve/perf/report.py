@@ -91,7 +91,9 @@ def _servers(points: Sequence[Point]) -> Iterator[str]:
 def notes(point: Point) -> list[str]:
     """Return the reasons to doubt a point's figures."""
     found = []
-    if not point.settled:
+    if point.interrupted:
+        found.append(f"interrupted after {point.seconds:.1f} s of measurement")
+    elif not point.settled:
         found.append("the last windows do not agree: measure longer, or with less beside it")
     if point.errors:
         found.append(f"{point.errors} requests failed; mostly: {point.error}")

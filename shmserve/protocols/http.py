@@ -44,6 +44,7 @@ _closes = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
 _CHUNKED = -1
 _LONGEST_ERROR = 300
 OPENAI = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_DECOUPLED = "models with decoupled transaction policy"  # in the error of a request without lines
 _JSON = {"Content-Type": "application/json"}
 
 # Non-empty text: the first chunk of a chat has only the role.
@@ -86,17 +87,14 @@ class HttpTransport:
             raise TransportError("the server did not answer with a model's metadata") from error
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """POST /v2/models/NAME/infer, for lines of JSON where the model is decoupled."""
-        path = model_path(request.model, request.version)
-        config = self._json(f"{path}/config")
-        lines = bool((config.get("model_transaction_policy") or {}).get("decoupled"))
-        header = json.dumps(inference_header(request, binary=not lines)).encode()
-        body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
-        asked = ("POST", f"{path}/infer", body, len(header))
-        if not lines:
-            yield _response(*self._exchange(*asked))
+        """POST /v2/models/NAME/infer, and again for lines of JSON if the model is decoupled."""
+        try:
+            yield _response(*self._exchange(*_inference(request, binary=True)))
             return
-        with self._requested(*asked, accept=_LINES) as found:
+        except TransportError as error:
+            if _DECOUPLED not in error.message:
+                raise
+        with self._requested(*_inference(request, binary=False), accept=_LINES) as found:
             for line in found:
                 yield _response(line, None)
 
@@ -203,6 +201,14 @@ class HttpTransport:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise TransportError(f"no answer: {reason}") from error
+
+
+def _inference(request: OutgoingRequest, binary: bool) -> tuple[str, str, bytes, int]:
+    """Return method, path, body and header length of a request."""
+    header = json.dumps(inference_header(request, binary)).encode()
+    body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
+    path = f"{model_path(request.model, request.version)}/infer"
+    return "POST", path, body, len(header)
 
 
 def _region_path(kind: str, name: str) -> str:

@@ -14,8 +14,12 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError, Unavailable
-from shmserve.ipc.messages.control_requests import TicketGranted
-from shmserve.ipc.messages.inference import Release, Submit
+from shmserve.ipc.messages.control_requests import (
+    CheckHolders,
+    ResourcesHeld,
+    TicketGranted,
+)
+from shmserve.ipc.messages.inference import Caller, Release, Submit
 from shmserve.ipc.messages.supervision import (
     CountChange,
     InstanceExpected,
@@ -132,6 +136,32 @@ class BatchingCore(Core[ScheduledRequest]):
         self._responses.enqueued(request)
         if dispatch.follows:
             dispatch.enqueued(request, sequence_key)
+        if submit.callers:
+            self._check_callers(request, now_ns)
+
+    def _check_callers(self, request: ScheduledRequest, now_ns: int) -> None:
+        """Fail a model's call that can never run, because its callers wait for it.
+
+        All waiting calls count: two callers may hold two instances and wait for a third one.
+        """
+        calls = [Caller.read(each.submit.callers) for each in self._queue.calls()]
+        callers = {(each.pid, each.key) for chain in calls for each in chain}
+        home = getattr(request.sequence, "home", None)
+        slot = None if home is None else self._pool.by_peer(home.peer)
+        if self._pool.are_held(callers, [] if slot is None else [slot], self._ordered):
+            self._fail_call(request, "its instances", now_ns)
+        elif self._tickets is not None:
+            pids = sorted({pid for pid, _ in callers})
+            self._to_control.post(CheckHolders(request.key, pids))
+
+    def _fail_call(self, request: ScheduledRequest, held: str, now_ns: int) -> None:
+        callers = [each.model for each in Caller.read(request.submit.callers)]
+        text = (
+            f"deadlock: the call of model '{self._name}' waits for {held}, which its callers hold "
+            f"({' -> '.join([*callers, self._name])})"
+        )
+        self._withdraw(request, now_ns)
+        self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
 
     def _learn(self, message: Submit) -> BatchFit:
         """Return how requests of a new schema batch. Raises InvalidArgument or Internal."""
@@ -226,6 +256,10 @@ class BatchingCore(Core[ScheduledRequest]):
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.granted(message.ticket)
+            case ResourcesHeld():
+                for request in self._queue.calls():
+                    if request.key == message.key:
+                        self._fail_call(request, "resources of the rate limiter", now_ns)
             case _:
                 assert_never(message)
 

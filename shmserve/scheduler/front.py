@@ -43,6 +43,7 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.ipc.messages.unions import ClientToScheduler
 from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.tensors.signature import stopping
+from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.router import last_number
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
@@ -359,6 +360,15 @@ class Front(Generic[R]):
             if lookup is not None:
                 lookup.cancel()
             self._refuse(client, submit, error, now_ns)
+
+    def ids_of(self, peer: bytes, number: int) -> dict[str, str]:
+        """Return the ids of a client's request for a log record; {} if the request has ended."""
+        client = self._clients.get(peer)
+        request: Any = None if client is None else client.requests.get(number)
+        if request is None:
+            return {}
+        trace_id = TraceContext.of(request.submit.trace).trace_id
+        return {"request_id": request.submit.request_id, "trace_id": trace_id}
 
     def _refuse(self, client: Client[R], submit: Submit, error: ShmserveError, now_ns: int) -> None:
         if not isinstance(error, InvalidArgument):

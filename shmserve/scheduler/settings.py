@@ -124,6 +124,12 @@ class Settings:
     cached: bool = False  # its responses may be cached
     engine: EngineSettings | None = None  # of a model that generates text
 
+    @property
+    def queue_delay_ns(self) -> int:
+        """The longest time that a request waits by configuration, so that its batch grows."""
+        batchings = (self.batching, self.sequences, self.sequences and self.sequences.oldest)
+        return max((each.delay_ns for each in batchings if each), default=0)
+
     @classmethod
     def read(cls, config: ModelSpec, version: str, limits: SchedulingLimits) -> Settings:
         """Read the settings from a model's configuration and the server's limits."""

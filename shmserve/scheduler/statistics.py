@@ -20,7 +20,7 @@ replaced (its base), and current values:
                     one more than bounds (+Inf), "sum", "count"}
     instance_changes {"more" | "fewer": how often an instance was added or removed between the
                     bounds of their number}
-    workers_lost    instances that died or were killed while they had requests
+    workers_lost    instances whose process ended while they served, with requests or without
     retried         requests that ran again, alone, after their worker died
     overruns        executions that exceeded the limit
     malformed       frames and messages that were dropped
@@ -32,6 +32,7 @@ replaced (its base), and current values:
     executing       requests at workers
     live            requests that have not ended
     open_sequences  sequences that have begun and not ended
+    queue_delay_ns  the longest time for which a request waits by configuration
     quantiles       {"request" | "queue" | "compute_input" | "compute_infer" | "compute_output":
                     [[quantile, µs or None], ...]} of the last minute, one observation a success;
                     empty unless they are configured
@@ -105,6 +106,7 @@ class Statistics(Table):
 
     def __init__(self, settings: Settings) -> None:
         self._model = settings.name, settings.version
+        self._queue_delay_ns = settings.queue_delay_ns
         self.executions = ExecutionStats()
         self.inference_count = 0
         self.success = 0
@@ -298,6 +300,7 @@ class Statistics(Table):
                     name: each.report(self._shown_quantiles, now_ns)
                     for name, each in self._quantiles.items()
                 },
+                "queue_delay_ns": self._queue_delay_ns,
                 **gauges,
             },
         }

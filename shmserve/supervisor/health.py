@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmserve.ipc.messages.publications import HealthChanged
-from shmserve.ipc.messages.supervision import Ping
+from shmserve.ipc.messages.supervision import LoadsFailed, Ping
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.local_clients.memory import LocalMemory
@@ -44,6 +44,7 @@ class Health:
         self.failed = False  # the start failed
         self.exiting = False
         self._current = HealthChanged(live=True, ready=False, exiting=False)
+        self.failures = LoadsFailed([], 0)
 
     def start(self) -> None:
         """Record that the models of the start are loaded."""
@@ -69,6 +70,11 @@ class Health:
         self._current = HealthChanged(live=not self.failed, ready=ready, exiting=self.exiting)
         return self._current != before
 
+    def update_failures(self) -> bool:
+        """Look up the models that failed to load, and return whether there is news."""
+        before, self.failures = self.failures, self._registry.failures()
+        return self.failures != before
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -84,6 +90,7 @@ class Snapshot:
         yield from self._publications.snapshot()
         yield from self._regions.published()
         yield from self._memory.published()
+        yield self._health.failures
         yield self._health.current()
 
     def regions(self) -> list[OpenRegion]:
@@ -101,6 +108,8 @@ def announce(context: SupervisorContext, health: Health) -> None:
     if health.update():
         context.broadcast(health.current(), "gateway", LOCAL_CLIENT)
         context.events.publish(health.current())
+    if health.update_failures():
+        context.broadcast(health.failures, "gateway")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from shmserve.supervisor.processes.zygote import BOOT_FAILED
 logger = logging.getLogger(__name__)
 
 
-_GRPC = "grpc"
+GRPC = "grpc"
 _HTTP_ENTRY = "shmserve.gateway.http.main:run"
 _GRPC_ENTRY = "shmserve.gateway.grpc.main:run"
 _ENTRY = "shmserve.supervisor.resources.workspaces:run"
@@ -131,7 +131,7 @@ class Gateways(KeptProcesses):
     ) -> None:
         config = context.config
         workers = config.grpc.workers if listeners.grpc and config.grpc is not None else 0
-        grpc = [f"{_GRPC}{number or ''}" for number in range(workers)]
+        grpc = [f"{GRPC}{number or ''}" for number in range(workers)]
         super().__init__(context, [*map(str, range(config.gateways)), *grpc])
         self._listeners = listeners
         self._snapshot = snapshot
@@ -140,7 +140,7 @@ class Gateways(KeptProcesses):
 
     async def _spawn(self, name: str, title: str) -> Child:
         config, listeners = self._context.config, self._listeners
-        is_grpc = name.startswith(_GRPC)
+        is_grpc = name.startswith(GRPC)
         sockets = listeners.grpc if is_grpc else [*listeners.http, *listeners.metrics]
         start = GatewayStart(
             name=name,
@@ -184,23 +184,29 @@ class Gateways(KeptProcesses):
         self._held = False
         self._context.control.broadcast(m.Accept(), "gateway")
 
-    async def drain(self, followed: bool) -> None:
-        """Drain all gateways, and wait until they have finished or exited.
+    def begin_drain(self, *, followed: bool, names: str = "") -> None:
+        """Drain gateways that are not draining yet.
 
         Args:
             followed: Whether another server serves at the sockets, now or soon.
+            names: The start of the gateways' names.
         """
         self._stopping = True
-        self._listeners.close()  # each gateway closes its own
-        loop = asyncio.get_running_loop()
-        waits: list[asyncio.Future[Any]] = []
-        for child in self._children():
-            if child.alive and self._context.control.connected(child.pid):
-                drained = self._drained[child.pid] = loop.create_future()
+        self._listeners.close(grpc_only=names == GRPC)  # each gateway closes its own
+        for kept in self._kept:
+            child = kept.child
+            if child is None or not child.alive or not kept.name.startswith(names):
+                continue
+            if child.pid not in self._drained and self._context.control.connected(child.pid):
+                self._drained[child.pid] = asyncio.get_running_loop().create_future()
                 self._context.control.send(child.pid, m.Drain(followed=followed))
-                waits.append(asyncio.ensure_future(either(drained, child.exited)))
-        if waits:
-            await asyncio.wait(waits)
+
+    async def drain(self, *, followed: bool) -> None:
+        """Drain all gateways, and wait until they have finished or exited."""
+        self.begin_drain(followed=followed)
+        for child in self._children():
+            if (drained := self._drained.get(child.pid)) is not None:
+                await either(drained, child.exited)
 
     async def stop(self) -> None:
         """Stop all gateways and close the sockets."""

@@ -20,7 +20,7 @@ from shmserve.common import fd_limits, host
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
-from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, CheckHolders, TicketReturned
 from shmserve.ipc.messages.publications import ProcessExited, ProcessStarted
 from shmserve.ipc.processes import marked, name_process, with_large_copies
 from shmserve.supervisor.checks import table
@@ -352,5 +352,5 @@ def _worker_environment(given: Mapping[str, str], run_dir: Path) -> dict[str, st
 def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
     tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
-    control.serve((AskTicket, TicketReturned), tickets.handle)
+    control.serve((AskTicket, CheckHolders, TicketReturned), tickets.handle)
     return tickets

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 
 from shmserve.common.tasks import end_all
-from shmserve.config.options import FLAGS
+from shmserve.config.options import FLAGS, IDLE_BACKEND_SETTINGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.publications import ProcessEnded, ProcessExited
@@ -31,7 +31,7 @@ from shmserve.supervisor.host.console import (
 )
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
-from shmserve.supervisor.kept import Gateways, WorkspaceHolders
+from shmserve.supervisor.kept import GRPC, Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.manager import ModelManager
@@ -157,6 +157,12 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
             logger.warning("--%s is without effect here: %s", name, FLAGS[name].help)
+        for backend, setting, value in context.config.backend_config:
+            if setting in IDLE_BACKEND_SETTINGS:
+                given = f"{backend},{setting}={value}"
+                logger.warning("--backend-config=%s is without effect here", given)
+        if context.config.trace.discarded:
+            logger.warning("--trace-config: traces are discarded: triton,file=PATH is missing")
         context.worker_zygote.start()  # first: torch takes longest
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)
@@ -326,6 +332,8 @@ class Supervisor:
 
     async def _drain(self, sequences_s: float) -> None:
         """Wait at most `sequences_s` for open sequences, then drain everything."""
+        if not self._is_followed:
+            self.gateways.begin_drain(followed=False, names=GRPC)  # GOAWAY at once, as in Triton
         try:
             async with asyncio.timeout(sequences_s):
                 await self.models.finish_sequences()
@@ -336,8 +344,12 @@ class Supervisor:
         await self.models.stop()
         await self.gateways.stop()
 
+    @property
+    def _is_followed(self) -> bool:
+        return self.handover.is_followed or bool(self.listeners.lent)
+
     async def _drain_gateways(self) -> None:
-        await self.gateways.drain(self.handover.is_followed or bool(self.listeners.lent))
+        await self.gateways.drain(followed=self._is_followed)
 
     async def _kill_rest(self) -> None:
         self.listeners.close()

@@ -53,6 +53,7 @@ class Server:
         run_dir: Path | None = None,
         ports: tuple[int, int] | None = None,
         prefix: Sequence[str] = (),
+        program: Sequence[str | Path] = (sys.executable, "-m", "shmserve", "serve"),
         grpc: bool = False,
         gpu: bool = False,
     ) -> None:
@@ -75,7 +76,7 @@ class Server:
         }
         self.command = [
             *prefix,
-            *(sys.executable, "-m", "shmserve", "serve"),
+            *map(str, program),
             *(f"--model-repository={repository}" for repository in repositories),
             *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
@@ -380,12 +381,12 @@ def running(
     environment: Mapping[str, str] | None = None,
     grpc: bool = False,
     gpu: bool = False,
-    prefix: Sequence[str] = (),
+    **options: Any,
 ) -> Iterator[Server]:
     """A ready server, stopped at the end of the with block; with `grpc`, that listener is open too,
     and with `gpu` it may use the host's."""
     repositories = [repository] if isinstance(repository, Path) else repository
-    server = Server(repositories, flags, environment=environment, grpc=grpc, gpu=gpu, prefix=prefix)
+    server = Server(repositories, flags, environment=environment, grpc=grpc, gpu=gpu, **options)
     try:
         server.wait_ready()
         if grpc:

@@ -100,8 +100,9 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("refused: %s", EVIL, extra={"request_id": EVIL})
     shown = capsys.readouterr().err
-    assert len(shown.splitlines()) == 1
-    assert shown.rstrip("\n").isprintable()
+    first, second = shown.rstrip("\n").split("\n")
+    assert first.isprintable() and "] refused: x request=x\\nE 2026 forged" in first
+    assert second.isprintable() and second.startswith("    E 2026 forged\\x1b[31m\\u2028\\x00\\r")
     assert len(shown) < 40_000
     try:
         raise ValueError(EVIL + "\nE forged" * 100_000)
@@ -113,6 +114,23 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     assert all(row.startswith("    ") and row.isprintable() for row in rows)
     assert len(rows) < 110
     assert len(shown) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Grüße ☃ 你好", ["Grüße ☃ 你好"]),
+        ("one\ntwo\n  three", ["one", "    two", "      three"]),
+        ("zwölf\x1b[31m\u202eé", ["zwölf\\x1b[31m\\u202eé"]),
+    ],
+)
+def test_lines_and_letters_are_printed_as_they_are(
+    capsys: Capture, text: str, shown: list[str]
+) -> None:
+    logs.configure("role", LogSettings())
+    logging.getLogger("shmserve.somewhere").error("%s", text)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert [first.partition("] ")[2], *rest] == shown
 
 
 def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
@@ -194,7 +212,7 @@ def test_a_journal_has_fields(journal: socket.socket, capfd: pytest.CaptureFixtu
         "SHMSERVE_PROCESS": "worker a.b.1",
         "SHMSERVE_MODEL": "a.b",
         "SHMSERVE_INSTANCE": "a.b.1",
-        "MESSAGE": "hello\\nworld",
+        "MESSAGE": "hello\n    world",
         "PRIORITY": "4",
         "CODE_FUNC": "test_a_journal_has_fields",
         "REQUEST_ID": "r\\n7",

@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.batch.request import Input
+from shmserve.workers.batch.request import Input, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class CallRequest:
         deadline_ns: The deadline of the caller by the monotonic clock; 0 for none.
         priority: The priority.
         trace: The trace context, as in `Submit`; "" if the call is not traced.
+        origins: The requests for which the model calls.
+        callers: The executions that wait for the response, as in `Submit`.
     """
 
     model: str
@@ -70,6 +72,13 @@ class CallRequest:
     deadline_ns: int = 0
     priority: int = 0
     trace: str = ""
+    origins: Sequence[Request] = ()
+    callers: str = ""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether all requests for which the model calls are cancelled."""
+        return bool(self.origins) and all(each.is_cancelled() for each in self.origins)
 
     @property
     def limit_us(self) -> int:

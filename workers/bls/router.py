@@ -188,9 +188,10 @@ class CallRouter:
         self._losses = 0
         self._unresolved: list[tuple[Call, ShmserveError]] = []
         self._cancellations: deque[tuple[Call, bool]] = deque()
+        self._look_for_cancelled = False
         self._responses = Schemas(ResponseSchema)
-        self.waiting.add(control.dealer.fd)
-        control.follow_models(self._models_changed)
+        self.add, self.remove = self.waiting.add, self.waiting.remove
+        control.follow_models(self._models_changed, self)
 
     def close(self) -> None:
         """Close every socket. Calls in flight receive no response."""
@@ -310,6 +311,7 @@ class CallRouter:
             flags=request.flags,
             correlation_id=request.correlation_id,
             trace=request.trace,
+            callers=request.callers,
         )
         self.schedulers.submit(call, target.endpoint, message_size(call.submit))
 
@@ -343,12 +345,21 @@ class CallRouter:
         else:
             self.waiting.notify()
 
+    def cancelled(self) -> None:
+        """Cancel the calls whose executing requests are all cancelled; in any thread."""
+        self._look_for_cancelled = True
+        self.waiting.notify()
+
     # --- receiving
 
     def _take(self) -> None:
         """Handle all received messages."""
-        self._control.pump()
+        self._control.pump_all()
         with self._lock:
+            if self._look_for_cancelled:
+                self._look_for_cancelled = False
+                calls = tuple(self.schedulers.pending.values())
+                self._cancellations += [(each, False) for each in calls if each.request.cancelled]
             for link in self._links:
                 for message in link.receive():
                     if isinstance(message, Finished | Responded) and message.spans:

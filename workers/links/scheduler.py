@@ -194,7 +194,7 @@ class InstanceLink:
                 self._dealer.close()
                 self._disconnect()
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
-            self._control.watch(self._dealer.fd)
+            self._control.watch(self._dealer.fd, self.pump)
             self._dealer.post(InstanceReady(self._index, self._pid))
 
     @property
@@ -276,6 +276,7 @@ class InstanceLink:
                 if request is not None:
                     request.cancel(listening)
                     self._wake(request)
+                    self._control.cancelled()
             case CreditExecution(key=key, responses=responses):
                 request = self._open.get(key)
                 if request is not None:
@@ -294,6 +295,7 @@ class InstanceLink:
         for request in self._open.values():
             request.cancel()
         self._open.clear()
+        self._control.cancelled()
         for waiting in self._waiting:
             os.eventfd_write(waiting, 1)
 

@@ -10,7 +10,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve import logs
 from shmserve.errors import Unavailable, from_code
@@ -18,6 +18,19 @@ from shmserve.ipc.messages.control_requests import Answer, Answered, Refused
 from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import SetLogging
 from shmserve.ipc.transport.dealer import Dealer
+
+
+class Follower(Protocol):
+    """The wait of a model's threads for calls of other models."""
+
+    def add(self, fd: int) -> None:
+        """Add a descriptor."""
+
+    def remove(self, fd: int) -> None:
+        """Remove a descriptor."""
+
+    def cancelled(self) -> None:
+        """Handle that a request of this instance was cancelled."""
 
 
 class SupervisorLink:
@@ -31,6 +44,8 @@ class SupervisorLink:
         self.dealer = dealer
         self.inbox: deque[Any] = deque()
         self._on_models_changed: Callable[[Losses], None] = _ignore
+        self._follower: Follower | None = None
+        self._sources: dict[int, Callable[[], None]] = {}  # by descriptor
         self._lock = threading.RLock()
         self._next = 1
         self._waiting: dict[int, int] = {}  # request -> eventfd of its response
@@ -51,13 +66,22 @@ class SupervisorLink:
         if always or threading.get_ident() != self._loop_thread:
             os.eventfd_write(self._wake, 1)
 
-    def watch(self, fd: int) -> None:
-        """Add a descriptor for which `wait` returns."""
+    def watch(self, fd: int, read: Callable[[], None] | None = None) -> None:
+        """Add a descriptor for which `wait` returns.
+
+        Threads that wait for calls of other models read it with `read`, if that is given.
+        """
         self._poll.register(fd, select.EPOLLIN)
+        if read is not None:
+            self._sources[fd] = read
+            if self._follower is not None:
+                self._follower.add(fd)
 
     def unwatch(self, fd: int) -> None:
         """Remove a descriptor. Must be called before the descriptor is closed."""
         self._poll.unregister(fd)
+        if self._sources.pop(fd, None) is not None and self._follower is not None:
+            self._follower.remove(fd)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there is work or the time has expired; only for the loop's thread.
@@ -78,12 +102,30 @@ class SupervisorLink:
                     os.eventfd_read(fd)
         return others
 
-    def follow_models(self, on_change: Callable[[Losses], None] | None) -> None:
+    def follow_models(
+        self, on_change: Callable[[Losses], None] | None, follower: Follower | None = None
+    ) -> None:
         """Set the callback for changes of other models, or remove it with None.
 
-        The callback runs in the thread that reads the message, with the lock held.
+        The callback runs in the thread that reads the message, with the lock held. The `follower`
+        waits for the descriptors of this link and is notified of cancelled requests.
         """
         self._on_models_changed = on_change or _ignore
+        self._follower = follower
+        if follower is not None:
+            for fd in (self.dealer.fd, *self._sources):
+                follower.add(fd)
+
+    def cancelled(self) -> None:
+        """Notify the follower that a request of this instance was cancelled."""
+        if self._follower is not None:
+            self._follower.cancelled()
+
+    def pump_all(self) -> None:
+        """Handle all received messages, including those of the scheduler."""
+        self.pump()
+        for read in tuple(self._sources.values()):
+            read()
 
     def close(self, linger_s: float) -> None:
         """Close the socket after at most `linger_s` for the delivery of sent messages."""

@@ -15,6 +15,7 @@ never run at the same time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from shmserve.ipc.tensors.signature import Signature
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _MB = 1_000_000
 
@@ -83,6 +86,11 @@ class MemoryPlan:
     def total(self) -> int:
         """Return the total bytes; an unmeasured workspace counts as 0."""
         return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
+
+    def log(self, model: str) -> None:
+        """Log the plan in MB; at debug level if it is too small to matter."""
+        level = logging.INFO if self.total >= _MB else logging.DEBUG
+        logger.log(level, "model '%s' is planned at %s", model, self.text())
 
     def text(self) -> str:
         """Return the plan for the log, in MB."""

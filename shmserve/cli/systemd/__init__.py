@@ -144,7 +144,8 @@ class _Change:
             self._remove_folders()
         blocked = any(verb == "remove" or not file.own for file in self._kept)
         if blocked:
-            print("Changed files were kept; --force does not keep them.")
+            kept = "would be" if self._dry else "were"
+            print(f"Changed files {kept} kept; --force does not keep them.")
         self._finish(verb)
         return int(blocked or self._failed)
 
@@ -160,9 +161,14 @@ class _Change:
             self._keep(file, path)
             self._show_difference(path, there, file.text)
         else:
-            print(f"{'written' if there is None else 'updated'}    {path}: {file.purpose}")
+            self._report("written" if there is None else "updated", f"{path}: {file.purpose}")
             self._show_difference(path, there, file.text)
             self._write(path, file.text)
+
+    def _report(self, done: str, what: str) -> None:
+        """Print a change; with --dry-run, what it would be."""
+        verb = {"written": "write", "updated": "update", "removed": "remove", "run": "run"}[done]
+        print(f"{f'would {verb}' if self._dry else done:<10} {what}", flush=True)
 
     def _write(self, path: Path, text: str) -> None:
         if not self._dry:
@@ -180,7 +186,8 @@ class _Change:
 
     def _keep(self, file: File, path: Path) -> None:
         self._kept.append(file)
-        print(f"kept       {path}: changed since it was written")
+        kept = "would keep" if self._dry else "kept"
+        print(f"{kept:<10} {path}: changed since it was written")
 
     def _remove(self, file: File) -> None:
         path = _below(self._root, file.path)
@@ -190,7 +197,7 @@ class _Change:
         if not (units.untouched(there) or self._force):
             self._keep(file, path)
             return
-        print(f"removed    {path}")
+        self._report("removed", str(path))
         if not self._dry:
             path.unlink()
             if "shmserve" in path.parent.name and not any(path.parent.iterdir()):
@@ -200,7 +207,7 @@ class _Change:
         # Links made by `systemctl enable`, including those of shmserve@NAME.
         for link in sorted(_below(self._root, self._host.units).glob("*.wants/shmserve[.@-]*")):
             if link.is_symlink():
-                print(f"removed    {link}")
+                self._report("removed", str(link))
                 if not self._dry:
                     link.unlink()
 
@@ -210,7 +217,7 @@ class _Change:
         for folder in (models, models.parent, *(() if self._host.home else (_RUN,))):
             path = _below(self._root, folder)
             if not self._dry and path.is_dir() and not any(path.iterdir()):
-                print(f"removed    {path}")
+                self._report("removed", str(path))
                 path.rmdir()
 
     def _finish(self, verb: str) -> None:
@@ -224,7 +231,7 @@ class _Change:
         else:
             self._command("systemd-tmpfiles", "--user", "--create", str(self._host.tmpfiles))
         self._command(*self._manager, "daemon-reload")
-        if verb == "install":
+        if verb == "install" and not self._dry:
             manager = " ".join(self._manager)
             print(
                 f"Models go to {self._host.models}. Then: {manager} enable --now shmserve.service"
@@ -239,7 +246,7 @@ class _Change:
     def _command(self, *words: str, may_fail: bool = False) -> None:
         # Without a running manager, as in an image, the next boot applies the change.
         if self._live:
-            print(f"run        {' '.join(words)}", flush=True)
+            self._report("run", " ".join(words))
             if not self._dry and subprocess.run(words, check=False).returncode and not may_fail:
                 self._failed = True
 

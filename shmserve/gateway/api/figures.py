@@ -13,6 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 WINDOW_S = 10.0
+HISTORY_S = 600.0
+HISTORY_EVERY_S = 5.0
+DEATHS_S = 3600.0  # for which dead workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
 _TOTALS = (
     *("success", "fail", "inference_count", "execution_count", "workers_lost", "retried"),
@@ -25,10 +28,13 @@ _GENERATION_TIMES = {
     "first_token_ms": "first_token_seconds",
     "inter_token_ms": "inter_token_seconds",
 }
+_DEATH, _EARLIER_DEATH = 3000, 1500  # ranks; that of failing requests is 2000 and more
 _LONG_MS = 1.0  # mean queueing time below which a model is healthy
 
 Report = Mapping[str, Any]
 Row = dict[str, Any]
+Point = tuple[float | None, ...]
+_IDLE: Point = (0, 0, None, None, 0, 0)
 
 
 class Figures:
@@ -36,6 +42,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, dict[str, Report]]] = deque()
+        self._deaths: dict[str, deque[tuple[float, int]]] = {}  # times and numbers, by model
 
     def rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
         """Return the rows of the schedulers' reports at `now_s` (monotonic)."""
@@ -43,12 +50,68 @@ class Figures:
         while len(self._looks) > 1 and self._looks[1][0] <= now_s - WINDOW_S:
             self._looks.popleft()
         at_s, before = self._looks[0] if self._looks else (now_s, {})
+        last = self._looks[-1][1] if self._looks else {}
         self._looks.append((now_s, found))
-        return {key: row(now, before.get(key), now_s - at_s) for key, now in found.items()}
+        for key, now in found.items():
+            if key in last and (lost := now["workers_lost"] - last[key]["workers_lost"]) > 0:
+                self._deaths.setdefault(key, deque()).append((now_s, lost))
+        return {
+            key: row(now, before.get(key), now_s - at_s, self._died(key, now_s))
+            for key, now in found.items()
+        }
+
+    def _died(self, key: str, now_s: float) -> int:
+        deaths = self._deaths.get(key, deque())
+        while deaths and deaths[0][0] <= now_s - DEATHS_S:
+            deaths.popleft()
+        return sum(lost for _, lost in deaths)
 
 
-def row(now: Report, before: Report | None, seconds: float) -> Row:
-    """Return a model's row; without an earlier report it has no `recent`."""
+class History:
+    """The figures of the last ten minutes, for charts (pure).
+
+    A point of a model has its rate, failures, p50, p99, and requests waiting and at workers.
+    """
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, dict[str, Point]]] = deque()
+
+    def add(self, at_s: float, rows: Mapping[str, Row]) -> None:
+        """Add the rows at a time (of the wall clock), unless the last ones are recent."""
+        looks = self._looks
+        if looks and 0 <= at_s - looks[-1][0] < HISTORY_EVERY_S * 0.9:
+            return
+        looks.append((at_s, {key: _point(row) for key, row in rows.items() if "success" in row}))
+        while not at_s - HISTORY_S <= looks[0][0] <= at_s:  # the clock may be set back, too
+            looks.popleft()
+
+    def shown(self) -> dict[str, Any]:
+        """Return the times and, by model, a point for each time: None if unknown, 0 if idle."""
+        keys = dict.fromkeys(key for _, points in self._looks for key in points)
+        series = {
+            key: [0 if points.get(key) == _IDLE else points.get(key) for _, points in self._looks]
+            for key in keys
+        }
+        return {"at": [at_s for at_s, _ in self._looks], "models": series}
+
+
+def _point(row: Row) -> Point:
+    recent = row.get("recent", {})
+    ms = recent.get("ms") or (None, None, None)
+    found = (recent.get("rate", 0), recent.get("fail_rate", 0), ms[0], ms[2])
+    point = (*found, row["pending"], row["executing"])
+    return _IDLE if point == _IDLE else point
+
+
+def row(now: Report, before: Report | None, seconds: float, died: int = 0) -> Row:
+    """Return a model's row; without an earlier report it has no `recent`.
+
+    Args:
+        now: The current report.
+        before: The report of `seconds` ago.
+        seconds: The length of the interval.
+        died: The number of workers that died within an hour.
+    """
     made: Row = {name: now[name] for name in _TOTALS}
     made |= {name: _but_zeros(now[key]) for name, key in _COUNTS.items()}
     made["sequences"] = now["open_sequences"]
@@ -59,7 +122,12 @@ def row(now: Report, before: Report | None, seconds: float) -> Row:
         made["generation"]["preemptions"] = sum(now["preemptions"].values())
     if before is not None and seconds > 0:
         made["recent"] = _recent(now, before, seconds)
-    made["hurts"], made["because"] = _pain(made, now, before)
+    made["hurts"], made["because"] = _pain(made, now)
+    if died:
+        text = f"{died} worker{'s' * (died > 1)} died within an hour"
+        made["because"] = f"{made['because']}; {text}".removeprefix("; ")
+        just = before is not None and now["workers_lost"] > before["workers_lost"]
+        made["hurts"] = max(made["hurts"], (_DEATH if just else _EARLIER_DEATH) + died)
     return made
 
 
@@ -137,20 +205,24 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
     return bounds[-1]
 
 
-def _pain(made: Row, now: Report, before: Report | None) -> tuple[float, str]:
-    """Return the rank and the problem of a model: dead workers, then failures, then queueing."""
+def _pain(made: Row, now: Report) -> tuple[float, str]:
+    """Return the rank and the problem of a model: failures, then queueing.
+
+    A configured delay of requests, in which batches grow, is no problem.
+    """
     recent = made.get("recent", {})
-    lost = now["workers_lost"] - before["workers_lost"] if before else 0
     fail_rate, rate = recent.get("fail_rate", 0), recent.get("rate", 0)
-    if lost > 0:
-        return 3000 + lost, f"{lost} worker{'s' * (lost > 1)} died"
     if fail_rate:
         share = fail_rate / (fail_rate + rate)
         return _short(2000 + 100 * share), f"{share:.0%} of requests fail"
     phases = recent.get("phases", {})
-    waited, whole = phases.get("queue", 0), sum(phases.values())
-    if waited >= _LONG_MS and waited > whole / 2:
-        return _short(1000 + 100 * waited / whole), f"{waited:.3g} of {whole:.3g} ms in the queue"
+    delay_ms = now["queue_delay_ns"] / 1e6
+    waited = max(0.0, phases.get("queue", 0) - delay_ms)
+    whole = waited + sum(ms for phase, ms in phases.items() if phase != "queue")
+    if waited >= max(_LONG_MS, delay_ms / 2) and waited > whole / 2:
+        besides = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
+        text = f"{waited:.3g} of {whole:.3g} ms in the queue{besides}"
+        return _short(1000 + 100 * waited / whole), text
     if recent and not rate and (inside := made["pending"] + made["executing"]):
         return 1000, f"{inside} inside, and none is answered"
     return max(recent.get("ms", ()), default=0), ""

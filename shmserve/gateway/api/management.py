@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import shmserve
-from shmserve.common.model_names import check_model_name
+from shmserve.common.model_names import check_model_name, is_traversal
 from shmserve.common.trace_settings import read_changes
 from shmserve.errors import (
     InvalidArgument,
@@ -34,11 +36,15 @@ from shmserve.ipc.messages.control_requests import (
     LoadModel,
     UnloadModel,
 )
+from shmserve.ipc.model_spec import TensorSpec
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 logger = logging.getLogger(__name__)
 
 # Schedulers whose report takes longer are omitted.
 _REPORT_S = 2.0
+_EMPTY_TEXT = 4  # bytes of an empty text: its length
+_MOST_SHOWN = 64  # elements of an input in an example
 
 EXTENSIONS = (
     *("classification", "sequence", "model_repository", "model_repository(unload_dependents)"),
@@ -96,6 +102,53 @@ async def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
     """
     found = await loaded(gateway, name, version)
     return describe(found, [found.version] if version else gateway.models.versions(name))
+
+
+def examples(gateway: Gateway) -> list[dict[str, Any]]:
+    """Return a request to try for each model: its path, headers and body.
+
+    An input of many elements has `fill`, a value, and `count` in place of `data`. Tensors that JSON
+    cannot express are binary: `zeros` bytes follow the body. A model on demand that is not loaded
+    has the request that loads it, which has no body.
+    """
+    models = gateway.models
+    names = sorted({*models.on_demand, *(model.name for model in models.all())})
+    return [_example(name, models.find(name, "")) for name in names]
+
+
+def _example(name: str, model: GatewayModel | None) -> dict[str, Any]:
+    path = f"/v2/models/{quote(name, safe='')}"
+    if model is None:
+        return {"model": name, "path": path, "headers": {}}
+    if model.converts or model.backend == "vllm":
+        body = {"model": name, "prompt": "Once upon a time", "max_tokens": 16}
+        return {"model": name, "path": "/v1/completions", "headers": {}, "body": body}
+    signature = model.signature
+    specs = [spec for spec in signature.inputs.values() if not spec.optional]
+    used = {spec.datatype for spec in (*specs, *signature.outputs.values())}
+    binary = not used.isdisjoint(("FP16", "BF16"))
+    inputs = [_example_input(each, signature.max_batch_size, binary) for each in specs]
+    parameters: dict[str, Any] = {"binary_data_output": True} if binary else {}
+    if model.stateful:
+        parameters |= {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
+    body = {"inputs": inputs, **({"parameters": parameters} if parameters else {})}
+    zeros = sum(each["parameters"]["binary_data_size"] for each in inputs) if binary else 0
+    headers = {"Accept": "application/x-ndjson"} if model.decoupled else {}
+    made = {"model": name, "path": f"{path}/infer", "headers": headers, "body": body}
+    return made | ({"zeros": zeros} if binary else {})
+
+
+def _example_input(spec: TensorSpec, max_batch_size: int, binary: bool) -> dict[str, Any]:
+    shape = [*([1] if max_batch_size else []), *(abs(dim) for dim in spec.dims)]
+    value = {"BYTES": "text", "BOOL": True}.get(spec.datatype, 1)
+    count = math.prod(shape)
+    data: dict[str, Any] = {"data": [value] * min(count, _MOST_SHOWN)}
+    if binary:
+        size = ITEM_SIZE[spec.datatype] or _EMPTY_TEXT
+        data = {"parameters": {"binary_data_size": size * count}}
+    elif count > _MOST_SHOWN:
+        data = {"fill": value, "count": count}
+    return {"name": spec.name, "datatype": spec.datatype, "shape": shape, **data}
 
 
 async def model_config(gateway: Gateway, name: str, version: str) -> bytes:
@@ -174,15 +227,18 @@ async def unload(gateway: Gateway, name: str, *, dependents: bool) -> None:
     await gateway.supervisor.ask(UnloadModel, name, dependents)
 
 
-def check_names(repository: str | None, name: str) -> None:
+def check_names(repository: str | None, name: str, *, unload: bool = False) -> None:
     """Check the names of a repository and of a model.
+
+    A name with path traversal is that of an unknown model to an `unload`, as in Triton.
 
     Raises:
         Unsupported: A repository is named, which Triton does not support either.
         InvalidArgument: The name is not a valid name of a model.
     """
     check_repository(repository)
-    check_model_name(name)
+    if not (unload and is_traversal(name)):
+        check_model_name(name)
 
 
 def check_repository(repository: str | None) -> None:

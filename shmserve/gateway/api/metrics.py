@@ -150,7 +150,7 @@ _OURS = _families(
     *(
         ("counter", f"shmserve_{name}", name, text)
         for name, text in (
-            ("workers_lost", "Instances that died or were killed while they were in use"),
+            ("workers_lost", "Instances whose process died or was killed while they served"),
             ("retried", "Requests that ran again, alone, after their worker died"),
             ("overruns", "Executions that passed their time limit"),
             ("malformed", "Messages that were dropped because they were malformed"),
@@ -437,6 +437,7 @@ class _Families:
         if settings.summary_latencies:
             yield from summaries(tagged)
         yield self._load_seconds()
+        yield from self._failed_loads()
         yield from ours(self._reports)
         yield from generative(self._reports)
         yield from self._regions()
@@ -453,6 +454,20 @@ class _Families:
             labels = {"model": model.name, "version": model.version, **model.tags}
             family.add(labels, model.load_seconds)
         return family
+
+    def _failed_loads(self) -> Iterator[MetricFamily]:
+        failures, ready = self._gateway.failures, self._gateway.models.all()
+        failed = MetricFamily(
+            "shmserve_model_failed", "Model versions that do not serve: their load failed", "gauge"
+        )
+        for name, version in failures.models:
+            failed.add({"model": name, "version": version}, 1)
+        models = MetricFamily("shmserve_models", "Model versions by state", "gauge")
+        models.add({"state": "failed"}, len(failures.models))
+        models.add({"state": "ready"}, sum(model.ready for model in ready))
+        loads = MetricFamily("shmserve_load_failures_total", "Loads that failed", "counter")
+        loads.add({}, failures.count)
+        yield from (failed, models, loads)
 
     def _regions(self) -> Iterator[MetricFamily]:
         table = self._gateway.regions

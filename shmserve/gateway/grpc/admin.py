@@ -133,7 +133,7 @@ class AdminCall:
 
     async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> None:
         """Handle RepositoryModelUnload."""
-        management.check_names(request.repository_name, request.model_name)
+        management.check_names(request.repository_name, request.model_name, unload=True)
         dependents = False
         for key, parameter in request.parameters.items():
             if key == "unload_dependents":

@@ -119,9 +119,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def shut_down(self, after_calls: bool = False) -> None:
+    def shut_down(self, *, refuses: bool = False) -> None:
         """Notify the client that the connection is closed after its calls."""
-        self.lifetime.shut_down(after_calls)
+        self.lifetime.shut_down(refuses=refuses)
 
     def settled(self) -> None:
         """Report that the client was notified, and that no unary call is open."""

@@ -34,8 +34,6 @@ class ConnectionLifetime:
         self._last_ping = float("-inf")
         self._strikes = 0
         self.shutting_down = False
-        self._last_served = 0  # The first GOAWAY follows the end of this stream.
-        self._is_notified = False
         self.needs_received = bool(self._settings.max_ping_strikes)  # Call `received`.
 
     def begin(self) -> None:
@@ -89,8 +87,8 @@ class ConnectionLifetime:
             pong.cancel()
         if self._settings.max_ping_strikes:
             self._count_pings()
-        if self._is_notified and not self._connection.http2.streams and "ping" not in self._timers:
-            self._refuse_streams()
+        if not self._connection.http2.streams:
+            self.call_ended()
 
     def _count_pings(self) -> None:
         http2, settings = self._connection.http2, self._settings
@@ -115,26 +113,20 @@ class ConnectionLifetime:
         if grace_ms:
             self._later("grace", grace_ms / 1000, self._connection.abort)
 
-    def shut_down(self, after_calls: bool = False) -> None:
-        """Close the connection after its calls, including those in flight.
+    def shut_down(self, *, refuses: bool = False) -> None:
+        """Notify the client, and close the connection after its calls.
 
-        With `after_calls`, the client is notified once the calls that are open now have ended.
+        With `refuses`, calls that cross the GOAWAY are refused (REFUSED_STREAM), which clients
+        repeat on another connection.
         """
-        if not self.shutting_down:
-            self.shutting_down = True
-            self._last_served = self._connection.http2.last if after_calls else 0
-            self._notify()
-        else:
+        if self.shutting_down:
             self.call_ended()
-
-    def _notify(self) -> None:
-        http2 = self._connection.http2
-        calls = [each.call for each in http2.streams.values() if each.id <= self._last_served]
-        if self._is_notified or any(call is not None and call.awaited for call in calls):
             return
-        self._is_notified = self.needs_received = True
-        http2.refuse_more(finally_=False)
-        http2.ping(_SHUTTING_DOWN)
+        self.shutting_down = self.needs_received = True
+        self._connection.http2.refuse_more(finally_=False)
+        if refuses:
+            self._connection.http2.refuse_more(finally_=True)
+        self._connection.http2.ping(_SHUTTING_DOWN)
         self._later("ping", _PING_LIMIT_S, self._refuse_streams)
         self._connection.flush()
 
@@ -156,7 +148,5 @@ class ConnectionLifetime:
 
     def call_ended(self) -> None:
         """Handle the end of a call."""
-        if self.shutting_down and not self._is_notified:
-            self._notify()
-        elif self._is_notified and "ping" not in self._timers:
+        if self.shutting_down and "ping" not in self._timers:
             self._refuse_streams()

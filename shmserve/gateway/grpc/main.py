@@ -84,10 +84,9 @@ class GrpcFrontend(process.Frontend):
         self._service.health_changed()
 
     def when_idle(self, drained: Callable[[], None]) -> None:
-        # Requests in streams count; a stream without requests, or a Watch, does not. Clients with
-        # open calls receive a GOAWAY once their calls have ended.
+        # Requests in streams count; a stream without requests, or a Watch, does not.
         listeners = ActiveCount()
         listeners.active = len(self._acceptors)
         for acceptor in self._acceptors:
-            acceptor.drain(listeners.decrement, after_calls=True)
+            acceptor.drain(listeners.decrement)
         listeners.when_idle(partial(self._inferences.when_idle, drained))

@@ -14,6 +14,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
+from shmserve.common.auth_tokens import SIGNATURE
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
@@ -58,7 +59,7 @@ _PLAIN: tuple[tuple[str, type[Message], Handler], ...] = (
     ("health", pb.ServerReadyRequest, AdminCall.server_ready),
     ("health", pb.ModelReadyRequest, AdminCall.model_ready),
     ("metadata", pb.ServerMetadataRequest, AdminCall.server_metadata),
-    ("metadata", pb.ModelMetadataRequest, AdminCall.model_metadata),
+    (SIGNATURE, pb.ModelMetadataRequest, AdminCall.model_metadata),
     ("model-config", pb.ModelConfigRequest, AdminCall.model_config),
     ("statistics", pb.ModelStatisticsRequest, AdminCall.model_statistics),
     ("model-repository", pb.RepositoryIndexRequest, AdminCall.repository_index),

@@ -87,7 +87,12 @@ Check = Callable[[list[bytes]], Awaitable[None]]
 
 
 async def read_json(
-    gateway: Gateway, request: HttpRequest, *, required: bool = False, check: Check | None = None
+    gateway: Gateway,
+    request: HttpRequest,
+    *,
+    required: bool = False,
+    check: Check | None = None,
+    parse: Callable[[bytes], Any] = loads,
 ) -> Any:
     """Return the body of a request as JSON; an empty body is {} unless a body is `required`.
 
@@ -97,9 +102,11 @@ async def read_json(
     body = Body(request, gateway.settings, gateway.body_budget)
     if body.compressed():
         raw = await body.inflate()
+        if check is not None and len(raw) > LARGE:
+            await check([raw])
     else:
         raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE, check)
-    return loads(raw) if raw or required else {}
+    return parse(raw) if raw or required else {}
 
 
 class Body:

@@ -95,7 +95,7 @@ class HttpConnection(Incoming):
         else:
             self.force_close()
 
-    def shut_down(self, after_calls: bool = False) -> None:
+    def shut_down(self, *, refuses: bool = False) -> None:
         """Close the connection with its next response, or soon if it is idle."""
         self._idle_s = _LAST_REQUEST_S
         if self._idle_timer is not None:
@@ -186,6 +186,7 @@ class HttpConnection(Incoming):
         self._busy = True
         self._dequeued(len(self._messages))
         request = HttpRequest(*first, self)
+        request.closes |= self.last
         if first[0].upgrade:
             # aiohttp's parser drops bytes behind an offer of another protocol. The connection is
             # kept only if these bytes can be found.

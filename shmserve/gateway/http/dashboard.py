@@ -1,8 +1,9 @@
 """The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
 
 GET /live sends the server's figures as server-sent events, one a second, to any number of viewers.
-The first event for a viewer contains all figures; later events contain the models that changed.
-While no viewer is connected, no scheduler is queried and no timer runs.
+The first event for a viewer contains all figures and their history of ten minutes; later events
+contain the models that changed. While no viewer is connected, the schedulers are queried only every
+five seconds, for the history.
 
 GET / returns the page (pages/dashboard.html) with a policy by which a browser runs nothing else. A
 browser sends no token with a typed address. It therefore receives the page with the status of a
@@ -30,10 +31,10 @@ import orjson
 
 from shmserve import __version__
 from shmserve.common.auth_tokens import METRICS
-from shmserve.common.host import CpuUtilization, memory_bytes, processes
+from shmserve.common.host import CpuUtilization, memory_bytes, proportional_bytes
 from shmserve.errors import PermissionDenied, QueueFull, Unauthenticated
 from shmserve.gateway.api import management
-from shmserve.gateway.api.figures import Figures, Row
+from shmserve.gateway.api.figures import HISTORY_EVERY_S, Figures, History, Row
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import (
     FETCH_SITE,
@@ -67,11 +68,29 @@ class LiveFigures:
         self._gateway = gateway
         self._run_dir = run_dir
         self._viewers = 0
+        self._figures, self._history = Figures(), History()
+        self._recorder: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._ended = False
         self._number = 0  # of the last look
         self._whole = self._change = b""
         self._looked = asyncio.Event()
+
+    def begin(self) -> None:
+        """Record the history until the server exits."""
+        self._recorder = asyncio.get_running_loop().create_task(self._record())
+
+    async def _record(self) -> None:
+        while True:
+            await asyncio.sleep(HISTORY_EVERY_S)
+            if self._task is None:
+                try:
+                    reports = await management.collect(
+                        self._gateway, self._gateway.models.all(), logging.DEBUG
+                    )
+                    self._history.add(time.time(), self._figures.rows(reports, time.monotonic()))
+                except Exception:
+                    logger.exception("the server's figures cannot be recorded")
 
     async def respond(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
         """Return the response to a viewer.
@@ -90,6 +109,8 @@ class LiveFigures:
         """End the responses to all viewers, since the server exits."""
         self._ended = True
         self._looked.set()
+        if self._recorder is not None:
+            self._recorder.cancel()
 
     async def _events(self) -> AsyncGenerator[Sequence[bytes], None]:
         seen = 0
@@ -100,11 +121,16 @@ class LiveFigures:
                     await self._looked.wait()
                     continue
                 frame = self._change if seen == self._number - 1 else self._whole
-                frame = frame if seen else self._whole
+                frame = frame if seen else self._first()
                 seen = self._number
                 yield (frame,)
         finally:
             self._remove_viewer()
+
+    def _first(self) -> bytes:
+        """Return the first event for a viewer: the whole snapshot with the history."""
+        history = orjson.dumps(self._history.shown())
+        return b'%b,"history":%b}\n\n' % (self._whole.rstrip()[:-1], history)
 
     def _add_viewer(self) -> None:
         self._viewers += 1
@@ -121,7 +147,7 @@ class LiveFigures:
         watch = EventWatch(self._run_dir)
         try:
             await watch.known(_STATE_S)
-            snapshot = _Snapshot(self._gateway, watch)
+            snapshot = _Snapshot(self._gateway, watch, self._figures, self._history)
             while True:
                 began_s = time.monotonic()
                 self._show(*await snapshot.take(began_s))
@@ -145,10 +171,13 @@ class LiveFigures:
 class _Snapshot:
     """Consecutive snapshots of the figures, and the differences between them."""
 
-    def __init__(self, gateway: Gateway, watch: EventWatch) -> None:
+    def __init__(
+        self, gateway: Gateway, watch: EventWatch, figures: Figures, history: History
+    ) -> None:
         self._gateway = gateway
         self._watch = watch
-        self._figures = Figures()
+        self._figures = figures
+        self._history = history
         self._cpu = CpuUtilization()
         self._models: dict[str, Row] = {}
         self._last_event = 0
@@ -159,7 +188,9 @@ class _Snapshot:
         """Return the whole snapshot and its difference from the last snapshot."""
         gateway, watch = self._gateway, self._watch
         reports = await management.collect(gateway, gateway.models.all(), logging.DEBUG)
-        before, self._models = self._models, self._rows(self._figures.rows(reports, now_s))
+        rows = self._figures.rows(reports, now_s)
+        self._history.add(time.time(), rows)
+        before, self._models = self._models, self._rows(rows)
         newest = list(watch.newest)
         new, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
         common = {"at": time.time(), "server": self._server()}
@@ -192,11 +223,8 @@ class _Snapshot:
     def _server(self) -> dict[str, Any]:
         gateway = self._gateway
         if self._looks % _PROCESSES_EVERY == 0:
-            running = list(processes(os.getppid()))
-            self._host = {
-                "processes": len(running),
-                "resident_bytes": sum(each.resident_bytes for each in running),
-            }
+            count, pss_bytes = proportional_bytes(os.getppid())
+            self._host = {"processes": count, "pss_bytes": pss_bytes}
         self._looks += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.all(), *gateway.regions.listed_only()]

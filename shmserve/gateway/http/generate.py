@@ -27,7 +27,7 @@ from shmserve.gateway.http.json.infer_request import (
     take_sequence,
     tensor_bytes,
 )
-from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads
+from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads, unsigned
 from shmserve.gateway.http.json.tensors import encode_in_turns
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
@@ -185,6 +185,7 @@ def parse_generate(
     _take_members(request, body, inputs, nested=False)
     if stateful:
         take_sequence(request, request.parameters)
+    request.deadline_us = unsigned(request.parameters.pop("deadline_us", 0), "deadline_us")
     return request
 
 

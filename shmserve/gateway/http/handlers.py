@@ -19,7 +19,7 @@ from shmserve.gateway.api.management import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
-from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
+from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, json_response
 from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, CudaHandle, whole
 from shmserve.logs import FORMATS, MOST_VERBOSE
@@ -76,6 +76,11 @@ async def model_config(
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME/config."""
     return HttpResponse(200, (await management.model_config(gateway, name, version or ""),), JSON)
+
+
+async def examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET /docs/models, the requests that the page /docs offers."""
+    return json_response(management.examples(gateway))
 
 
 async def statistics(
@@ -151,7 +156,7 @@ def _changes(body: Any) -> dict[str, Any]:
 
 async def index(gateway: Gateway, request: HttpRequest, repository: str | None) -> HttpResponse:
     """Handle POST /v2/repository/index. Triton accepts the name of any repository here."""
-    wanted = await read_json(gateway, request)
+    wanted = await read_json(gateway, request, parse=loads_members)
     only_ready = wanted.get("ready", False) if type(wanted) is dict else False
     if type(only_ready) is not bool:
         raise InvalidArgument("Invalid value for 'ready': expected a boolean")
@@ -172,7 +177,7 @@ async def unload(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
     """Handle POST /v2/repository/models/NAME/unload."""
-    management.check_names(repository, name)
+    management.check_names(repository, name, unload=True)
     parameters = _parameters(await read_json(gateway, request))
     dependents = parameters.get("unload_dependents", False)
     if type(dependents) is not bool:

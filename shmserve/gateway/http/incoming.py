@@ -10,6 +10,7 @@ while the stream of a body is full, or while too many pipelined requests are que
 from __future__ import annotations
 
 import asyncio
+import re
 from abc import abstractmethod
 from collections import deque
 
@@ -40,6 +41,28 @@ _LONGEST_LINE = 8190
 _READ_AHEAD = 256 * 1024  # of an unread body; the parser reads at most twice as much
 
 
+_LONGEST_HELD = 128 * 1024
+_FRAMING = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*[0-9]+[ \t]*(?=\r\n)", re.IGNORECASE)
+_CODING = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked[ \t]*(?=\r\n)", re.IGNORECASE)
+
+
+def without_length(request: bytes) -> bytes | None:
+    """Return a chunked request of HTTP/1.1 without its Content-Length, or None for another request.
+
+    Chunks override a length (RFC 9112, 6.3). A proxy in front may have gone by the length and take
+    the remaining bytes for another request (request smuggling). The caller therefore has to end the
+    connection with this request, so that no byte behind it is ever handled as a request. Requests
+    with several lengths or codings, or another coding than chunks, are left as they are: refused.
+    """
+    head, end, rest = request.partition(b"\r\n\r\n")
+    head += b"\r\n"
+    counts = [len(each.findall(head)) for each in (_FRAMING, _LENGTH, _CODING)]
+    if not end or counts != [2, 1, 1] or not head.partition(b"\r\n")[0].endswith(b" HTTP/1.1"):
+        return None
+    return _LENGTH.sub(b"", head) + b"\r\n" + rest
+
+
 class MalformedBody(Exception):
     """The framing of a body violates HTTP."""
 
@@ -55,19 +78,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: GatewaySettings) -> None:
         self._loop = loop
         self._settings = settings
-        # The parser calls `connected`, `pause_reading` and `resume_reading` of its protocol, which
-        # aiohttp does not document. pyproject.toml therefore restricts aiohttp to tested versions.
-        self._parser = HttpRequestParser(
-            self,  # type: ignore[arg-type]
-            loop,
-            _READ_AHEAD,
-            max_line_size=_LONGEST_LINE,
-            max_field_size=_LONGEST_LINE,
-            max_headers=_MOST_HEADERS,
-            payload_exception=MalformedBody,
-            auto_decompress=False,
-            max_msg_queue_size=_MOST_QUEUED,
-        )
+        self._parser = self._new_parser()
         self.transport = None  # once the connection is made
         self._ended = False
         # --- received requests
@@ -76,6 +87,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task, while it awaits a request
         self._parsing = True  # False behind an error
+        self._head: bytes | None = None  # the received part of a first or next head, if known
+        self._boundary = False  # The received bytes end with a head or with chunks.
+        self._conflict = b""  # the incomplete head of a chunked request with a Content-Length
+        self.last = False  # The connection ends with the next request.
         # --- read timeouts
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # of the missing bytes, by the loop's time
@@ -103,6 +118,21 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._stream_full = False
         self._too_many = False  # Too many requests are queued.
         self._reading_paused = False
+
+    def _new_parser(self) -> HttpRequestParser:
+        # The parser calls `connected`, `pause_reading` and `resume_reading` of its protocol, which
+        # aiohttp does not document. pyproject.toml therefore restricts aiohttp to tested versions.
+        return HttpRequestParser(
+            self,  # type: ignore[arg-type]
+            self._loop,
+            _READ_AHEAD,
+            max_line_size=_LONGEST_LINE,
+            max_field_size=_LONGEST_LINE,
+            max_headers=_MOST_HEADERS,
+            payload_exception=MalformedBody,
+            auto_decompress=False,
+            max_msg_queue_size=_MOST_QUEUED,
+        )
 
     @property
     def connected(self) -> bool:
@@ -198,13 +228,24 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._ended or not self._parsing:
             return
         rest = b""
+        if self._conflict:
+            data, self._conflict, between = self._conflict + data, b"", True
+            self._parser = self._new_parser()
+        if self._boundary and not (self._busy or self._messages):
+            self._head = b""
+        head = data if between else None if self._head is None else self._head + data
+        self._head, self._boundary = None, data.endswith(b"\r\n\r\n")  # no incomplete head does
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
         except HttpProcessingError as error:
+            if head is not None and self._reread(head):
+                return
             self._messages.append(error)
             self._parsing = False
         else:
             self._messages += messages
+            if head is not None and not self._messages and len(head) <= _LONGEST_HELD:
+                self._head = head
             if upgraded:
                 # An offer of WebSocket is ignored, and HTTP continues.
                 self._parser.set_upgraded(False)
@@ -235,6 +276,21 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._start_timeout(self._settings.header_timeout_s)
         if rest:
             self._parse(rest, False)
+
+    def _reread(self, head: bytes) -> bool:
+        """Read a refused request again without its Content-Length; return False if it has none."""
+        if self.last or len(head) > _LONGEST_HELD or len(_FRAMING.findall(head)) < 2:
+            return False
+        if b"\r\n\r\n" not in head:
+            self._conflict, self._starts = head, True
+            self._start_timeout(self._settings.header_timeout_s)
+            return True
+        chunked = without_length(head)
+        if chunked is None:
+            return False
+        self.last, self._parser = True, self._new_parser()
+        self._parse(chunked, False)
+        return True
 
     def _cache_head(self, data: bytes) -> None:
         """Cache the head if `data` is exactly one request, or the start of one.

@@ -67,6 +67,8 @@ class HttpFrontend(process.Frontend):
         metrics = App(self._gateway, metrics_routes(exporter, self._live))
         for sock in self._scrapes:
             await self._serve(sock, metrics, scrapes)
+        if self._scrapes:
+            self._live.begin()
         await self.accept()
         for sock in self._http:
             await self._serve(sock, self._app, http)

@@ -2,8 +2,8 @@
 
 pages/operations.json describes the operation of each route: its summary, and the schemas of its
 body and reply by content type. GET /openapi.json returns the description as an OpenAPI document,
-and GET /docs returns a page that shows the document (pages/docs.html), and GET / links both and the
-dashboard.
+and GET /docs returns a page that shows the document (pages/docs.html) and, from GET /docs/models, a
+request to try for each model. GET / links both and the dashboard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 import shmserve
-from shmserve.common.auth_tokens import METRICS
+from shmserve.common.auth_tokens import METRICS, SIGNATURE
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import generate, handlers, infer
@@ -73,7 +73,7 @@ def _described(route: Route, operation: dict[str, Any], path: str) -> dict[str, 
     made: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "summary": operation["summary"],
-        "tags": [route.scope],
+        "tags": ["metadata" if route.scope == SIGNATURE else route.scope],
         "parameters": [_parameter(name) for name in re.findall(r"{(\w+)}", path)],
     }
     kind = "Error" if route.error_form is triton_error else "OpenAIError"
@@ -145,6 +145,7 @@ _CUDA_UNREGISTER = partial(handlers.unregister, cuda=True)
 def _route(method: str, path: str, scope: str, handler: Handler) -> Route:
     is_openai = path.startswith(("/v1/", "/tokenize", "/detokenize"))
     form = openai_error if is_openai else triton_error
+    form = responses.response_error if path == "/v1/responses" else form
     return Route(method, path, scope, handler, form, is_openai)
 
 
@@ -154,7 +155,7 @@ ROUTES = RouteTable(
     _route("GET", "/v2/health/ready", "health", handlers.ready),
     _route("GET", "/v2", "metadata", handlers.server),
     _route("GET", "/v2/models/stats", "statistics", handlers.statistics),
-    _route("GET", _MODEL, "metadata", handlers.model),
+    _route("GET", _MODEL, SIGNATURE, handlers.model),
     _route("GET", _MODEL + "/ready", "health", handlers.model_ready),
     _route("GET", _MODEL + "/config", "model-config", handlers.model_config),
     _route("GET", _MODEL + "/stats", "statistics", handlers.statistics),
@@ -185,9 +186,11 @@ ROUTES = RouteTable(
     _route("GET", "/ping", "health", handlers.health),
     _route("POST", "/ping", "health", handlers.health),
     _route("GET", "/version", "metadata", handlers.version),
-    _route("GET", "/", "metadata", _show_start),
-    _route("GET", "/openapi.json", "metadata", _show_document),
-    _route("GET", "/docs", "metadata", _show_page),
+    # These have no data of the server. /docs asks for a token if the server needs one.
+    _route("GET", "/", "health", _show_start),
+    _route("GET", "/openapi.json", "health", _show_document),
+    _route("GET", "/docs", "health", _show_page),
+    _route("GET", "/docs/models", SIGNATURE, handlers.examples),
 )
 
 

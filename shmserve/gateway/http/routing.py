@@ -57,9 +57,13 @@ ANY = "*"  # the template of all paths without an earlier route
 
 
 class MethodNotAllowed(InvalidArgument):
-    """An error about a method that a path does not have."""
+    """An error about a method that a path does not have; `allowed` are the path's methods."""
 
     status = 405
+
+    def __init__(self, message: str, allowed: str = "") -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,12 @@ class RouteTable:
                 return matched
             found = found or matched
         return found
+
+    def methods(self, target: str) -> str:
+        """Return the methods of a request's target, separated by commas."""
+        path = _path(target)
+        matches = (route for route, pattern in self._patterns if pattern.fullmatch(path))
+        return ", ".join(sorted({route.method for route in matches} - {""}))
 
     def absent(self, target: str) -> Match:
         """Return the route for a target without one; its errors have the form of its API.
@@ -280,7 +290,7 @@ class App(ActiveCount):
             if request.match is None and match is not None:
                 authorise(route, request, cors)
                 if route.method not in (request.method, ""):
-                    raise MethodNotAllowed("Method Not Allowed")
+                    raise MethodNotAllowed("Method Not Allowed", routes.methods(request.target))
                 request.match = match
             if begun is None:
                 response: HttpResponse = await route.handler(self._gateway, request, *groups)
@@ -332,6 +342,8 @@ def _failed(error: ShmserveError, form: ErrorForm, request: HttpRequest) -> Http
         headers = b"Retry-After: %d\r\n" % error.retry_after_s
     elif isinstance(error, UnsupportedEncoding):
         headers = b"Accept-Encoding: gzip, deflate\r\n"
+    elif isinstance(error, MethodNotAllowed):
+        headers = b"Allow: %b\r\n" % error.allowed.encode()
     elif isinstance(error, Unauthenticated):
         headers = b"WWW-Authenticate: Bearer\r\n"
     traceparent = error.traceparent or _traceparent(request)

@@ -392,5 +392,3 @@ def _check_priority(number: int, payload: bytes) -> None:
         raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PRIORITY of no stream")
     if len(payload) != 5:
         raise StreamFault(FaultCode.FRAME_SIZE_ERROR)
-    if int.from_bytes(payload[:4], "big") & STREAM_BITS == number:
-        raise StreamFault(FaultCode.PROTOCOL_ERROR)

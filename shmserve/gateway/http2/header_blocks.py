@@ -47,7 +47,8 @@ _OF_CONNECTIONS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
 )
 _is_name = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
-_is_broken = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
+_BLANKS = b" \t"
+_is_broken = re.compile(rb"[\0\r\n]").search
 
 
 class HeaderDecoder(Generic[Read]):
@@ -68,8 +69,7 @@ class HeaderDecoder(Generic[Read]):
         if known is not None:
             return known
         fields, keeps = self._decode(block)
-        check_request(fields)
-        found = self._read(fields)
+        found = self._read(request_fields(fields))
         if keeps and len(block) <= _LONGEST_KNOWN:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -124,9 +124,17 @@ def _check_updates(block: bytes) -> None:
             at += 1
 
 
-def check_request(fields: Fields) -> None:
-    """Raise StreamFault for the head of a request that is malformed (RFC 9113, 8.2 and 8.3)."""
+def request_fields(fields: Fields) -> Fields:
+    """Return the fields of a request as gRPC's core and HTTP/1.1 read them.
+
+    White space around a value is removed. Fields that concern a connection, which programs forward
+    as metadata, are dropped: framing is HTTP/2's, so that they cannot affect it.
+
+    Raises:
+        StreamFault: The head is malformed otherwise (RFC 9113, 8.2 and 8.3).
+    """
     pseudo: set[bytes] = set()
+    found: list[tuple[bytes, bytes]] = []
     for at, (name, value) in enumerate(fields):
         if name[:1] == b":":
             if name not in _PSEUDO or name in pseudo or len(pseudo) != at:
@@ -134,23 +142,31 @@ def check_request(fields: Fields) -> None:
             pseudo.add(name)
             if _is_broken(value) or not (value or name == b":authority"):
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
+            if value.strip(_BLANKS) != value:
+                raise StreamFault(FaultCode.PROTOCOL_ERROR)
+            found.append((name, value))
         else:
-            _check_field(name, value)
+            field = _field(name, value)
+            if name not in _OF_CONNECTIONS:
+                found.append(field)
     if not pseudo >= _NEEDED:
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
+    return found
 
 
 def check_trailers(fields: Fields) -> None:
     """Raise StreamFault for malformed trailers."""
     for name, value in fields:
-        _check_field(name, value)
+        _field(name, value)
 
 
-def _check_field(name: bytes, value: bytes) -> None:
-    if not _is_name(name) or name in _OF_CONNECTIONS or _is_broken(value):
+def _field(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    if not _is_name(name) or _is_broken(value):
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
-    if name == b"te" and value != b"trailers":
+    value = value.strip(_BLANKS)
+    if name == b"te" and value.lower() != b"trailers":
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
+    return name, value
 
 
 def content_length(fields: Fields) -> int:

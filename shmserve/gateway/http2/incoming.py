@@ -247,7 +247,7 @@ class FrameReader(ABC, Generic[T]):
         if not number & 1:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "HEADERS of no stream of a client")
         if flags & (PADDED | HAS_PRIORITY):
-            payload = _block_of(flags, number, payload)
+            payload = _block_of(flags, payload)
         if flags & END_HEADERS:
             self._headers_came(number, flags, payload, events)
         else:
@@ -296,7 +296,7 @@ class FrameReader(ABC, Generic[T]):
         """Handle a protocol violation on a stream."""
 
 
-def _block_of(flags: int, number: int, payload: bytes) -> bytes:
+def _block_of(flags: int, payload: bytes) -> bytes:
     """Return the header block of a HEADERS frame with padding or a priority."""
     start, end = 0, len(payload)
     if flags & PADDED:
@@ -306,9 +306,6 @@ def _block_of(flags: int, number: int, payload: bytes) -> bytes:
     if flags & HAS_PRIORITY:
         if len(payload) - start < 5:
             raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
-        depends_on = int.from_bytes(payload[start : start + 4], "big") & STREAM_BITS
-        if depends_on == number:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a stream that depends on itself")
         start += 5
     if end < start:
         raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "more padding than frame")

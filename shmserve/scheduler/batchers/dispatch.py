@@ -166,7 +166,9 @@ class Dispatch(Dispatcher):
             slot, ahead = None, not pool.free
             if ahead:
                 # A retry runs alone and waits for an instance without other batches.
-                slot = self._least_busy() if self._sends_ahead and in_order.count else None
+                # A call that is sent ahead could wait behind the execution that makes it.
+                sends = in_order.count and not (queue.from_models and queue.calls())
+                slot = self._least_busy() if self._sends_ahead and sends else None
                 if slot is None:
                     break
             elif tickets is not None:

@@ -214,6 +214,7 @@ class StepMessages:
             text_id,
             origin.source,
             TraceContext.of(origin.trace).child().message if origin.trace else "",
+            callers=origin.callers,
         )
         return StepRequest(submit, request, firing, kind, blocks, override, self.events)
 

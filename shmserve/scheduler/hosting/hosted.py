@@ -11,6 +11,7 @@ the messages that the supervisor may send.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -18,10 +19,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, get_args
 
+from shmserve.errors import from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.lent import LentMemory
-from shmserve.ipc.messages.inference import MetricsReported, SchedulerToClient, Submit
+from shmserve.ipc.messages.inference import (
+    Failed,
+    Finished,
+    MetricsReported,
+    Responded,
+    SchedulerToClient,
+    Submit,
+)
 from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import (
     CacheStart,
@@ -57,6 +66,8 @@ from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalT
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 _PARTING_S = 0.3  # for the delivery of the last responses
 _MOST_READS = 1024  # before a drain, because a client may never stop sending
@@ -221,7 +232,16 @@ class HostedScheduler(ABC):
     def _to_local_client(self, peer: bytes, message: Any) -> None:
         if self._traces.open:
             self._traces.ended(peer, message)
+        if type(message) is not Finished and getattr(message, "code", None):
+            self._log_failure(peer, message)
         self._local_clients.link.post(peer, message)
+
+    def _log_failure(self, peer: bytes, message: Failed | Responded) -> None:
+        """Log a failure of the server or the model as gateways do for their clients."""
+        if from_code(message.code, message.message).server_fault:
+            extra = self._front.ids_of(peer, message.id)
+            args = self._settings.name, message.message
+            logger.error("inference of model '%s' failed: %s", *args, extra=extra)
 
     # --- turns
 

@@ -150,10 +150,10 @@ class LocalClientRules:
         )
         limit = "--request-timeout-us" if of_server else ""
         given = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.limit)
-        if given == (arrived_ns, deadline_ns, 0, limit):
+        if given == (arrived_ns, deadline_ns, 0, limit) and not submit.callers:
             return submit
         made = replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns)
-        return replace(made, source=0, limit=limit)
+        return replace(made, source=0, limit=limit, callers="")
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """Return the deadline of a request, or 0.

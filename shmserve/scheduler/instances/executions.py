@@ -248,6 +248,7 @@ def works_of(requests: Iterable[ScheduledRequest]) -> list[Work]:
             submit.priority,
             request.deadline_ns,
             submit.trace,
+            submit.callers,
         )
         for request in requests
         for submit in (request.submit,)

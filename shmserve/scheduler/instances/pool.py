@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -167,7 +167,7 @@ class InstanceTickets:
         for slot in itertools.islice(slots, most):
             if slot.index not in self._asked and slot.index not in self._granted:
                 ticket = self._asked[slot.index] = next(self._numbers)
-                self._control.post(AskTicket(ticket, slot.index))
+                self._control.post(AskTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
         """Record that the instance executes."""
@@ -250,8 +250,8 @@ class Pool:
             return self._take_offer(slot)
         return None
 
-    def process_exited(self, pid: int) -> Lost:
-        """Record the exit of a process; return the work of the instance that it was, if any.
+    def process_exited(self, pid: int) -> Lost | None:
+        """Record the exit of a process; return the work of its instance, None if it had none.
 
         A successor is expected.
         """
@@ -263,7 +263,7 @@ class Pool:
                 slot.awaited = 0
             if slot.pid == pid:
                 return self._remove(slot)
-        return Lost([], [])
+        return None
 
     def retire(self, index: int) -> None:
         """Mark an instance to be removed when it has nothing to do."""
@@ -408,6 +408,24 @@ class Pool:
 
     def _may_take(self, slot: Slot) -> bool:
         return not slot.retiring and (not self._most_open or len(slot.requests) < self._most_open)
+
+    def are_held(
+        self, callers: Container[tuple[int, int]], slots: Iterable[Slot] = (), some: bool = False
+    ) -> bool:
+        """Check whether instances execute callers, which wait for a request in the queue.
+
+        Args:
+            callers: The process of each caller, and the key of one of its requests.
+            slots: The instances that the request may run on; empty: all of them.
+            some: Whether one such instance is sufficient.
+        """
+        coming = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
+        held = [
+            bool(slot.executions)
+            and any((slot.pid, each.key) in callers for each in slot.executions[0].requests)
+            for slot in coming
+        ]
+        return any(held) if some else bool(held) and all(held)
 
     def ready(self) -> list[Slot]:
         """Return the instances with a worker."""

@@ -229,10 +229,11 @@ class Results:
         executions that it had not begun return to the front of the queue. A request that was open,
         or has had a response, does not run again.
         """
-        lost = self._dispatcher.kept(self._pool.process_exited(pid))
-        if not (lost.executions or lost.open):
+        lost = self._pool.process_exited(pid)
+        if lost is None:
             return
         self._statistics.workers_lost += 1
+        lost = self._dispatcher.kept(lost)
         why = f" ({reason})" if reason else ""
         for request in lost.open:
             self._lost(request, _DIED_OPEN + why, now_ns)

@@ -222,6 +222,7 @@ class RequestQueue:
         self._settings = settings
         self.in_order = PriorityQueue()
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
+        self.from_models: list[ScheduledRequest] = []
         self.timers: Timers[ScheduledRequest] = Timers(_done)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies
@@ -280,9 +281,17 @@ class RequestQueue:
             request.meet(Event.DISPATCH)
             return request
         self.in_order.append(request)
+        if message.callers:
+            self.from_models.append(request)
         if timeout:
             self.timers.add(request.queue_limit_ns, request)
         return request
+
+    def calls(self) -> list[ScheduledRequest]:
+        """Return the waiting calls of models whose executions wait for them."""
+        waiting = [each for each in self.from_models if each.state is State.QUEUED]
+        self.from_models = waiting
+        return waiting
 
     def _level(self, priority: int) -> tuple[int, LevelPolicy]:
         """Return the level of requests with this priority, and its policy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import stat
 from collections.abc import Iterator
@@ -130,10 +131,10 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
     """Require readable repositories that only the owner can write: models are code."""
     for path, folders, open_to_all in sorted(repositories, key=itemgetter(1)):
         if folders < 0:
-            return wrong(f"{path} cannot be read", f"chmod -R u=rX {path}")
+            return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")
         if open_to_all:
             found = f"every user may write to {path}, and its models run as this user"
-            return warning(found, f"chmod o-w {path}")
+            return warning(found, f"chmod o-w {shlex.quote(path)}")
         if not folders:
             return warning(f"{path} has no model in it", "a folder for each model")
     shown = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)

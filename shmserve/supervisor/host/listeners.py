@@ -185,9 +185,9 @@ class Listeners:
         """Mark all sockets as used by a successor."""
         self.lent = [*self.http, *self.metrics, *self.grpc]
 
-    def close(self) -> None:
-        """Close all sockets that are open."""
-        for sock in (*self.http, *self.metrics, *self.grpc):
+    def close(self, *, grpc_only: bool = False) -> None:
+        """Close all sockets that are open, or those of gRPC."""
+        for sock in self.grpc if grpc_only else (*self.http, *self.metrics, *self.grpc):
             if sock in self.lent:
                 sock.close()
             else:

@@ -276,7 +276,10 @@ class Instances:
         # A worker that has ended may have sent the reason before.
         message = get.result() if get.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
-            raise from_code(message.code, message.message)
+            error = from_code(message.code, message.message)
+            if message.frames:
+                error.add_note(message.frames)
+            raise error
         if not isinstance(message, kind):
             raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
         self._check_wanted(instance)
@@ -453,7 +456,8 @@ class Instances:
             instance.backoff.worked()
 
     async def _restart(self, instance: Instance, ended: Child) -> None:
-        pause = self._pause_s(instance, ended, time.monotonic() - instance.ready_at)
+        ended_at = time.monotonic()
+        pause = self._pause_s(instance, ended, ended_at - instance.ready_at)
         # A long lifetime also resets the number of consecutive crashes.
         before = min(instance.crashes, instance.backoff.deaths - 1)
         instance.crashes = before + (not ended.was_killed)
@@ -476,11 +480,17 @@ class Instances:
                     return
                 killed = child is not None and child.was_killed
                 instance.failed_loads += not killed
-                logger.error("instance '%s' did not start again: %s", instance.name, error.message)
+                text = "\n".join((error.message, *getattr(error, "__notes__", ())))
+                logger.error("instance '%s' did not start again: %s", instance.name, text)
                 if instance.failed_loads < _MOST_FAILED_LOADS:
                     pause = self._pause_s(instance, child, 0)
                     continue
                 self._abandon(instance, error.message)
+                return
+            pid = instance.child.pid if instance.child is not None else 0
+            down_s = time.monotonic() - ended_at
+            text = "%s is back: pid %d, %.1f s after it ended"
+            logger.info(text, ended.title, pid, down_s)
             return
 
     @staticmethod

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
-from shmserve.common.model_names import check_model_name
+from shmserve.common.model_names import check_model_name, is_traversal
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import (
     LoadRefused,
@@ -36,6 +36,7 @@ from shmserve.supervisor.models.orders import (
     LifecycleActions,
     LoadPlan,
     LoadSource,
+    LoggedFailure,
     ModelEntry,
     Order,
     OrderKind,
@@ -185,6 +186,7 @@ class LifecycleExecutor(LifecycleActions):
 
     def answer(self, order: Order) -> None:
         if order.kind is OrderKind.LOAD and order.error is not None:
+            self._registry.failed_loads += 1
             self.context.events.publish(LoadRefused(order.model.name, order.error.message))
         event = self._answers.pop(order, None)
         if event is not None:
@@ -396,7 +398,8 @@ class ModelManager:
         try:
             await self.load(name, LoadSource(config, files or {}))
         except ShmserveError as error:
-            logger.error("model %s: %s", name, error.message.rstrip("; \n"))
+            if not isinstance(error, LoggedFailure):
+                logger.error("model %s: %s", name, error.message.rstrip("; \n"))
             raise
 
     async def unload_on_request(self, name: str, dependents: bool) -> None:
@@ -407,6 +410,8 @@ class ModelManager:
             dependents: Whether the models that were loaded only for this ensemble are unloaded.
         """
         self._require_explicit()
+        if is_traversal(name):
+            return  # an unknown model
         check_model_name(name)
         alone = self._registry.loaded_for(name) if dependents else []
         await self.unload(name)

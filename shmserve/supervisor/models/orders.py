@@ -80,14 +80,22 @@ class LoadPlan(NamedTuple):
 
 
 class LoadOutcome(NamedTuple):
-    """The reason why a version does not serve: its load failed, or it was unloaded."""
+    """The reason why a version does not serve: its load failed, or it was unloaded.
+
+    `logged`: the log has the reason.
+    """
 
     reason: str
     failed: bool = True
+    logged: bool = False
 
 
 UNLOADED = LoadOutcome("unloaded", failed=False)
 DUPLICATE = LoadOutcome(IN_SEVERAL, failed=False)  # a fault of the repositories, not of a load
+
+
+class LoggedFailure(InvalidArgument):
+    """The error of a load whose reasons are in the log."""
 
 
 class LifecycleActions(Protocol):
@@ -279,7 +287,8 @@ class Order:
             if old is version:
                 continue
             if old is None:
-                failed = LoadOutcome(reasons.get(number, "another version failed"))
+                reason = reasons.get(number, "another version failed")
+                failed = LoadOutcome(reason, logged=True)
                 model.outcomes[number] = UNLOADED if given_up else failed
             else:
                 old.hand_counts_to(None)
@@ -299,20 +308,20 @@ class Order:
         self.model.needs = self.needs
         self.model.source = self.source if self.needs else FOLDER
 
-    def refusal(self) -> InvalidArgument:
+    def refusal(self) -> LoggedFailure:
         """Return the error of a load whose versions have failed, and log the reasons."""
         name, reasons = self.model.name, _reasons(self.failures)
         for number, reason in reasons.items():
-            logger.error("failed to load '%s' version %s: %s", name, number, reason)
-        logger.error("failed to load '%s'", name)
+            text = "\n".join((reason, *getattr(self.failures[number], "__notes__", ())))
+            logger.error("failed to load '%s' version %s: %s", name, number, text)
         errors = self.failures.values()
         self.model.may_pass = all(isinstance(error, Unavailable) for error in errors)
         graph_problem = next((e for e in errors if isinstance(e, GraphProblem)), None)
         if graph_problem is not None:
             text = f"load failed for model '{name}': {graph_problem.message}\n"
-            return InvalidArgument(text)
+            return LoggedFailure(text)
         failed = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
-        return InvalidArgument(f"load failed for model '{name}': {''.join(failed)}")
+        return LoggedFailure(f"load failed for model '{name}': {''.join(failed)}")
 
 
 def _reasons(failures: Mapping[str, BaseException]) -> dict[str, str]:

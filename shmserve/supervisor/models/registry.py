@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import NotFound
 from shmserve.ipc.messages.publications import ModelNews, ModelOnDemand
-from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
+from shmserve.ipc.messages.supervision import CheckReady, LoadsFailed, ReadyChecked
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry, Order, OrderPhase
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder, lacks_version
@@ -29,6 +29,7 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         self.models: dict[str, ModelEntry] = {}
+        self.failed_loads = 0
 
     def model(self, name: str) -> ModelEntry:
         """Return the entry of a model; create it if needed."""
@@ -38,6 +39,14 @@ class ModelRegistry:
         """Remove a model without orders and statuses."""
         if not (model.orders or statuses(model)) and self.models.get(model.name) is model:
             del self.models[model.name]
+
+    def failures(self) -> LoadsFailed:
+        """Return the versions that should serve and do not, and the number of failed loads."""
+        found = [[name, version] for name in sorted(self.models) for version in self._failed(name)]
+        return LoadsFailed(found, self.failed_loads)
+
+    def _failed(self, name: str) -> list[str]:
+        return sorted(problems_of(self.models[name]))
 
     # --- versions
 
@@ -288,15 +297,26 @@ def is_ready(model: ModelEntry) -> bool:
     )
 
 
-def progress(model: ModelEntry) -> str:
-    """Return the progress of a load: "loading", "ready", or "failed" with the reasons."""
-    problems = [
-        f"version {number}: {status.reason}" if number else status.reason
+def problems_of(model: ModelEntry) -> dict[str, str]:
+    """Return the reasons why versions that should serve do not, by number."""
+    return {
+        number: status.reason
         for number, status in statuses(model).items()
         if status.state is ModelState.UNAVAILABLE and model.outcomes.get(number) != UNLOADED
-    ]
+    }
+
+
+def progress(model: ModelEntry) -> str:
+    """Return the progress of a load: "loading", "ready", or "failed" and what is not logged."""
+    problems = problems_of(model)
     if problems:
-        return f"failed: {'; '.join(problems)}"
+        logged = {number for number, outcome in model.outcomes.items() if outcome.logged}
+        reasons = [
+            f"version {number}: {reason}" if number else reason.rstrip("; \n")
+            for number, reason in problems.items()
+            if number not in logged
+        ]
+        return f"failed: {'; '.join(reasons)}" if reasons else "failed"
     return "ready" if model.serving and is_ready(model) else "loading"
 
 

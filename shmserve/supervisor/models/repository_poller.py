@@ -15,6 +15,7 @@ from shmserve.errors import ShmserveError
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager
+from shmserve.supervisor.models.orders import LoggedFailure
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 
@@ -72,6 +73,8 @@ class RepositoryPoller:
     async def _apply(self, name: str, present: bool) -> None:
         try:
             await self.follow(name, present)
+        except LoggedFailure:
+            pass
         except ShmserveError as error:
             logger.error("model %s: %s", name, error.message)
         except Exception:

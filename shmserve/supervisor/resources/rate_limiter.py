@@ -16,13 +16,19 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages.control_requests import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.control_requests import (
+    AskTicket,
+    CheckHolders,
+    ResourcesHeld,
+    TicketGranted,
+    TicketRequest,
+)
 from shmserve.ipc.messages.supervision import ResizeCache
 from shmserve.ipc.model_spec import RateLimit
 from shmserve.supervisor.processes.control_socket import Address, pid_of
@@ -57,6 +63,7 @@ class Needs(NamedTuple):
 class _Instance:
     needs: Needs
     executions: int = 0
+    pid: int = 0
 
     @property
     def score(self) -> int:
@@ -201,8 +208,10 @@ class RateLimiter:
 
     # --- tickets ----------------------------------------------------------------------------------
 
-    def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[GrantedTicket]:
-        """Request a ticket for an instance; invalid requests are ignored.
+    def ask(
+        self, member: Hashable, index: int, ticket: Hashable, pid: int = 0
+    ) -> list[GrantedTicket]:
+        """Request a ticket for an instance, a process; invalid requests are ignored.
 
         Returns:
             The tickets that are granted now.
@@ -211,6 +220,7 @@ class RateLimiter:
         instance = None if found is None else found.instances.get(index)
         if found is None or instance is None or ticket in found.held:
             return []
+        instance.pid = pid
         self._waiting.append(_Waiting(member, ticket, instance, next(self._numbers)))
         return self._grant()
 
@@ -237,22 +247,33 @@ class RateLimiter:
                 instance.executions -= 1
         return self._grant()
 
+    def are_blocked(self, member: Hashable, pids: Container[int]) -> bool:
+        """Check whether no instance of a member can run while these processes hold tickets."""
+        holders = (each for other in self._members.values() for each in other.held.values())
+        used: Counter[Resource] = Counter()
+        for instance in holders:
+            if instance.pid in pids:
+                used.update(instance.needs.resources)
+        found = self._members.get(member)
+        return found is not None and not any(
+            self._fits(each.needs.resources, used) for each in found.instances.values()
+        )
+
     def _grant(self) -> list[GrantedTicket]:
         granted: list[GrantedTicket] = []
         kept: set[Resource] = set()
         for waiting in sorted(self._waiting, key=attrgetter("rank")):
             needs = waiting.instance.needs.resources
-            if kept.isdisjoint(needs) and self._fits(needs):
+            if kept.isdisjoint(needs) and self._fits(needs, self._used):
                 self._give(waiting)
                 granted.append((waiting.member, waiting.ticket))
             elif waiting.passed >= PATIENCE:
                 kept.update(needs)
         return granted
 
-    def _fits(self, needs: Mapping[Resource, int]) -> bool:
+    def _fits(self, needs: Mapping[Resource, int], used: Mapping[Resource, int]) -> bool:
         return all(
-            self._used[resource] + count <= self._capacity[resource]
-            for resource, count in needs.items()
+            used[resource] + count <= self._capacity[resource] for resource, count in needs.items()
         )
 
     def _give(self, waiting: _Waiting) -> None:
@@ -279,7 +300,7 @@ class Tickets:
         self,
         on: bool,
         explicit: Mapping[tuple[str, int | None], int],
-        send: Callable[[Address, TicketGranted], None],
+        send: Callable[[Address, TicketGranted | ResourcesHeld], None],
     ) -> None:
         self.on = on
         self._send = send
@@ -335,13 +356,17 @@ class Tickets:
         if member is not None and self._schedulers.get(member) == scheduler:
             self._send_granted(self._limiter.disconnect(member))
 
-    def handle(self, scheduler: Address, message: AskTicket | TicketReturned) -> None:
+    def handle(self, scheduler: Address, message: TicketRequest) -> None:
         """Handle a scheduler's message."""
         member = self._members.get(scheduler)
         if member is None:
             return
         if isinstance(message, AskTicket):
-            self._send_granted(self._limiter.ask(member, message.index, message.ticket))
+            granted = self._limiter.ask(member, message.index, message.ticket, message.pid)
+            self._send_granted(granted)
+        elif isinstance(message, CheckHolders):
+            if self._limiter.are_blocked(member, message.pids):
+                self._send(scheduler, ResourcesHeld(message.key))
         else:
             self._send_granted(self._limiter.release(member, message.ticket, message.executed))
 

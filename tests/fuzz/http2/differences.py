@@ -91,16 +91,16 @@ KNOWN = [
     ),
     Known(
         "ngh2",
-        r"(PRIORITY|HEADERS) over: PROTOCOL_ERROR (a stream that depends on itself"
-        r"|PRIORITY of no stream|a broken frame of a stream not begun) \| (-|resets 1)",
+        r"(PRIORITY|HEADERS) over: PROTOCOL_ERROR (PRIORITY of no stream"
+        r"|a broken frame of a stream not begun) \| (-|resets 1)",
         "5.3: it does not look at priorities, which are deprecated",
     ),
     Known(
-        "h2",
-        r"HEADERS over: PROTOCOL_ERROR a stream that depends on itself \| (-|resets 5)",
-        "5.3: to it the state of the stream comes first",
+        "",
+        r"(PRIORITY|HEADERS) over: - \| (ProtocolError Stream \d+ may not"
+        r"|PROTOCOL_ERROR request HEADERS:) depend on itself",
+        "5.3: priorities are not looked at, as in gRPC's core",
     ),
-    Known("", r"PRIORITY resets: 1 of .* \| .*", "5.3: it does not look at priorities"),
     Known(
         "h2",
         r"\w+ over: resets [136] \| \w+Error .*",
@@ -206,7 +206,16 @@ KNOWN = [
         "8.2.1: it takes names that are none by RFC 9110, 5.1",
     ),
     Known(
-        "", r"\w+ resets: 1 of .*te=(?i:trailers).* \| -", "8.2.2: it takes the word in capitals"
+        "",
+        r"\w+ (resets: - \| 1 of .*(connection|keep-alive|transfer-encoding|upgrade)=.*"
+        r"|over: - \| ProtocolError Connection-specific.*)",
+        "8.2.2: fields of a connection are dropped, as in gRPC's core",
+    ),
+    Known(
+        "",
+        r"\w+ (over: - \| ProtocolError Received header (name|value) surrounded by whitespace.*"
+        r"|resets: - \| 1 of .*(= |=\\t|  | '|\\t[ ']).*)",
+        "8.2.1: white space around a value is removed, as in gRPC's core",
     ),
     Known(
         "ngh2", r"\w+ resets: - \| 1 of .*\\x([01].|7f).*", "8.2.1: it takes no control characters"

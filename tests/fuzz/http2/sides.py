@@ -13,7 +13,7 @@ from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
 from shmserve.gateway.http2.limits import Limits
 from tests.support.wire.http2 import ACK, GO_AWAY, OPENED, PING, RESET, SETTINGS
-from tests.support.wire.http2_engine import Engine, frames_of
+from tests.support.wire.http2_engine import Engine, RequestFields, frames_of
 
 _WINDOW = 2**31 - 1
 LIMITS = Limits(streams=100, header_list=65536, window=65535, frame=16384)
@@ -84,7 +84,9 @@ class Ours:
         self._answered: set[int] = set()
         self.early: set[int] = set()  # streams that it has reset before the client was done
         self.decoded: Fields = ()  # the fields of the last header block
-        self._engine.http2._headers._decode = self._decode  # type: ignore[method-assign]
+        headers = self._engine.http2._headers
+        headers._decode = self._decode  # type: ignore[method-assign]
+        headers._read = self._read
         self.seen = Seen()
         self.take(OPENED)
 
@@ -100,7 +102,7 @@ class Ours:
     def _look(self, at: int) -> None:
         engine, seen = self._engine, self.seen
         seen.requests = {
-            number: Request(list(it.fields), it.data, it.ended)
+            number: Request(list(vars(it.fields)["sent"]), it.data, it.ended)
             for number, it in engine.requests.items()
             if not it.cancelled and number not in self._answered
         }
@@ -117,6 +119,11 @@ class Ours:
         found = HeaderDecoder._decode(self._engine.http2._headers, block)
         self.decoded = found[0]
         return found
+
+    def _read(self, fields: Fields) -> RequestFields:
+        head = RequestFields(fields)
+        vars(head)["sent"] = self.decoded  # before fields were dropped and blanks removed
+        return head
 
     @property
     def in_block(self) -> bool:

@@ -338,8 +338,13 @@ BAD = {
     "no text": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, None, "no low surrogate"),
     "a schema": (
         {"model": "tiny", "prompt": "a", "json_schema": {"type": 3}},
-        *(400, "response_format", "cannot be compiled"),
+        *(400, "json_schema", "cannot be compiled"),
     ),
+    "a schema by vLLM's name": (
+        {"model": "tiny", "prompt": "a", "guided_json": {"type": 3}},
+        *(400, "guided_json", "cannot be compiled"),
+    ),
+    "no number": (b'{"model": "tiny", "prompt": "a", "top_p": NaN}', 400, "top_p", "nan"),
     "no model": ({"prompt": "a"}, 400, "model", "missing"),
     "another model": ({"model": "nobody", "prompt": "a"}, 404, None, "nobody"),
     "no generator": ({"model": "embedder", "prompt": "a"}, 404, None, "does not generate"),

@@ -5,6 +5,7 @@ The name keeps this file out of the other tests, which have no vLLM. A start tak
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -18,13 +19,28 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
-from tests.support.hf_folders import write_folder
+from tests.support.hf_folders import tokenizer_text, write_folder
 from tests.support.servers import Server, hold_ports, port_of
 from tests.support.waiting import until
 
 START_S = 600.0
-ARGUMENTS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 64}
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 64,
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "scheduling_policy": "priority",
+    "reasoning_parser": "qwen3",
+    "tool_call_parser": "hermes",
+}
+WIDTH, RANK, LAYERS = 128, 4, 2
+THINK = 319  # the token </think>
 PROMPTS = ("the quick", "it was", "naïve café", "1 2 3", "東京", "fox")
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -63,19 +79,43 @@ def text_of(port: int, chat: bool, prompt: str, kind: dict[str, Any]) -> tuple[s
             message = (
                 choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
             )
-            text += message.get("content") or ""
+            text += f"{message.get('reasoning') or ''}{message.get('content') or ''}"
             reason = choice["finish_reason"] or reason
     return text, reason
+
+
+def write_model(folder: Path) -> None:
+    """Write a model whose vocabulary has the tags of reasoning, and an adapter for it."""
+    write_folder(folder / "weights", hidden_size=WIDTH, head_dim=WIDTH // 4)
+    tokenizer = Tokenizer.from_str(tokenizer_text(318))
+    tokenizer.add_special_tokens(["<think>", "</think>"])
+    assert tokenizer.token_to_id("</think>") == THINK
+    (folder / "weights" / "tokenizer.json").write_text(tokenizer.to_str())
+    (folder / "adapter").mkdir()
+    generator = torch.Generator().manual_seed(1)
+    drawn = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{name}.weight": torch.randn(
+            shape, generator=generator
+        )
+        for layer in range(LAYERS)
+        for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
+    }
+    save_file(drawn, folder / "adapter" / "adapter_model.safetensors")
+    made = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({**made, "bias": "none"}))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of a tiny model, in a repository as Triton's vllm_backend has it."""
     folder = tmp_path_factory.mktemp("models")
-    write_folder(folder / "tiny" / "1" / "weights", hidden_size=128, head_dim=32)
-    given = {**ARGUMENTS, "model": "weights", "tool_call_parser": "hermes"}
-    (folder / "tiny" / "1" / "model.json").write_text(json.dumps(given))
-    made = Server([folder], ["--load-timeout-secs=600"])
+    version = folder / "tiny" / "1"
+    write_model(version)
+    given = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
+    (version / "model.json").write_text(json.dumps(given))
+    (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
+    environment = {"TMPDIR": str(folder)}  # torch keeps a cache in it
+    made = Server([folder], ["--load-timeout-secs=600"], environment=environment)
     try:
         made.wait_ready(within_s=START_S)
         yield made
@@ -87,7 +127,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of vLLM's own server of the same model."""
     folder = tmp_path_factory.mktemp("peer")
-    write_folder(folder / "weights", hidden_size=128, head_dim=32)
+    write_model(folder)
     (held,) = hold_ports(1)
     port = port_of(held)
     flags = [f"--{name.replace('_', '-')}" for name in ARGUMENTS]
@@ -95,7 +135,7 @@ def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[i
     process = subprocess.Popen(
         [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(folder / "weights")),
-            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *("--enable-auto-tool-choice", "--lora-modules", f"french={folder / 'adapter'}"),
             *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
             *(word for flag, value in zip(flags, values, strict=True) for word in [flag, *value]),
         ]
@@ -114,6 +154,7 @@ def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[i
     finally:
         process.terminate()
         process.wait(60)
+        held.close()
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -183,7 +224,7 @@ def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None
     for connection in connections:
         connection.getresponse().read(100)
         connection.close()
-    until("nothing runs", lambda: gauge(server, "vllm:num_requests_running{") == [0.0], 10.0)
+    until("nothing runs", lambda: is_idle(server), 10.0)
 
 
 def gauge(server: Server, begin: str) -> list[float]:
@@ -194,16 +235,183 @@ def gauge(server: Server, begin: str) -> list[float]:
     return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(begin)]
 
 
-def test_a_killed_engine_is_replaced(server: Server) -> None:
-    engine = next(
+def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+    """The status of a response, and its body."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
+    connection.request("POST", path, json.dumps(body), headers)
+    response = connection.getresponse()
+    found = response.status, json.loads(response.read())
+    connection.close()
+    return found
+
+
+def is_idle(server: Server) -> bool:
+    return gauge(server, "vllm:num_requests_running{") == [0.0]
+
+
+def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
+    asked: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
+    plain, mine = (
+        json.loads(complete(server.http_port, **asked, **more))["choices"][0]["text"]
+        for more in ({}, {"lora_name": "french"})
+    )
+    theirs = json.loads(complete(peer, **asked, model="french"))["choices"][0]["text"]
+    assert mine == theirs != plain
+    status, found = posted(
+        server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
+    )
+    assert status == 404
+    assert "there is no adapter 'x'" in found["error"]["message"]
+    given = {"text_input": "the", "exclude_input_in_output": True}
+    sampled = json.dumps({"lora_name": "french", **asked})
+    status, found = posted(
+        server.http_port, "/v2/models/tiny/generate", {**given, "sampling_parameters": sampled}
+    )
+    assert (status, found["text_output"]) == (200, mine)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, stream: bool) -> None:
+    """The text has the end tag sometimes, which a bias makes likelier.
+
+    If characters are incomplete before the tag, its text is that of a later token: then vLLM's
+    parser finds it in the content.
+    """
+    found = []
+    for port in (server.http_port, peer):
+        made = []
+        for seed in range(5):
+            body = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 60,
+                "seed": seed,
+                "logit_bias": {str(THINK): 6.0},
+                "stream": stream,
+            }
+            raw = post(port, "/v1/chat/completions", body)
+            lines = raw.splitlines() if stream else [f"data: {raw}"]
+            parts = {"reasoning": "", "content": ""}
+            for line in lines:
+                for choice in json.loads(line[6:])["choices"] if line[:7] == "data: {" else ():
+                    message = choice.get("delta") or choice.get("message") or {}
+                    for name in parts:
+                        parts[name] += message.get(name) or ""
+            made.append({name: part.removeprefix("</think>") for name, part in parts.items()})
+        found.append(made)
+    assert found[0] == found[1]
+    assert any(each["reasoning"] and each["content"] for each in found[0])
+
+
+def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
+    messages = [{"role": "user", "content": "naïve 東京"}]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": "the quick 東京", "return_token_strs": True}),
+        ("/tokenize", {"messages": messages}),
+        ("/tokenize", {"messages": messages, "add_generation_prompt": False}),
+        ("/detokenize", {"tokens": [5, 6, 7, THINK]}),
+    ]
+    for path, body in cases:
+        mine, theirs = (
+            json.loads(post(port, path, {"model": "tiny", **body}))
+            for port in (server.http_port, peer)
+        )
+        assert mine == theirs
+    status, found = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
+    assert status == 400, found
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
+    connection.request("GET", "/v1/models/tiny")
+    assert json.loads(connection.getresponse().read())["max_model_len"] == 512
+    connection.close()
+
+
+@pytest.mark.parametrize("limit", ["parameter", "header"])
+def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
+    """A deadline applies while the engine generates. /generate has one status for all errors."""
+    sampled = {"max_tokens": 480, "ignore_eos": True}
+    if limit == "parameter":
+        body: dict[str, Any] = {"text_input": "the", "sampling_parameters": json.dumps(sampled)}
+        path, body["parameters"] = "/v2/models/tiny/generate", {"deadline_us": 300_000}
+        headers = {}
+    else:
+        path, body = "/v1/completions", {"model": "tiny", "prompt": "the", **sampled}
+        headers = {"X-Request-Timeout-Ms": "300"}
+    status, found = posted(server.http_port, path, body, **headers)
+    assert status == (400 if limit == "parameter" else 503), found
+    assert "Request timeout expired (300000 microseconds" in json.dumps(found)
+    until("nothing runs", lambda: is_idle(server), 10.0)
+
+
+def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
+    """As in vLLM, the lowest number is first."""
+    ended: list[int] = []
+
+    def ask(priority: int) -> None:
+        sampled: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "priority": priority}
+        complete(server.http_port, **sampled)
+        ended.append(priority)
+
+    with ThreadPoolExecutor(200) as pool:
+        for _ in range(160):
+            pool.submit(ask, 9)
+        until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30, 30.0)
+        pool.submit(ask, 1)
+    # 64 run at a time. In the order of arrival it would be among the last 32.
+    assert ended.index(1) < 128
+
+
+def test_metrics_of_vllm_count(server: Server) -> None:
+    def tokens() -> float:
+        return sum(gauge(server, "vllm:generation_tokens_total{"))
+
+    before = tokens()
+    complete(server.http_port, max_tokens=400, ignore_eos=True)
+    until("the tokens are counted", lambda: tokens() >= before + 400, 5.0)
+    assert len(gauge(server, "vllm:time_to_first_token_seconds_bucket{")) > 3
+
+
+def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": "some words " * 6_000_000, "max_tokens": 1}
+    status, found = posted(server.http_port, "/v1/completions", body)
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+# --- the end of processes
+
+
+def shared_memory(server: Server) -> set[str]:
+    """The objects of Python's multiprocessing that the server's processes use."""
+    found = set()
+    for child in psutil.Process(server.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found |= {each.path for each in child.memory_maps()}
+    return {path for path in found if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
+
+
+@pytest.mark.parametrize("killed", ["engine", "worker"])
+def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
+    """Nothing of it stays in /dev/shm."""
+    word = {"engine": "spawn_main", "worker": "worker tiny"}[killed]
+    process = next(
         child
         for child in psutil.Process(server.pid).children(recursive=True)
-        if "spawn_main" in " ".join(child.cmdline())
+        if word in " ".join(child.cmdline())
     )
+    before = shared_memory(server)
     with ThreadPoolExecutor(1) as pool:
         asked: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "stream": True}
         told = pool.submit(complete, server.http_port, **asked)
         until("it runs", lambda: any(gauge(server, "vllm:num_requests_running{")), 10.0)
-        os.kill(engine.pid, signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
         assert "worker died" in told.result()
     assert complete(server.http_port, max_tokens=3)
+    assert before
+    until("its objects are removed", lambda: not any(map(os.path.exists, before)), 10.0)
+
+
+def test_an_ended_server_leaves_nothing(server: Server) -> None:
+    """The last test, because the others need the server."""
+    before = shared_memory(server)
+    assert before
+    server.stop()
+    until("all is removed", lambda: not any(map(os.path.exists, before)), 10.0)

@@ -1,5 +1,6 @@
 """The gRPC listener as a process: TLS, compression, drain, ports, and a server without it."""
 
+import contextlib
 import http.server
 import json
 import os
@@ -23,6 +24,7 @@ from tritonclient.grpc import service_pb2_grpc
 from shmserve.cli import client
 from shmserve.ipc import endpoints
 from tests.support import certificates, repositories
+from tests.support.sequence_models import CONTROLS, IDLE
 from tests.support.servers import Server, Start, refuses, run_command, running, title
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
@@ -314,8 +316,7 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_drain_answers_what_was_asked(models: Path) -> None:
-    """There is no server to go to: a connection with calls stays until these are over, and says in
-    Triton's words why it takes no more; who has none is told to go."""
+    """Calls and streams in flight finish. A new call on the same channel cannot connect."""
     with (
         running(models, grpc=True) as server,
         stub(server) as call,
@@ -351,16 +352,51 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         text = (
             "Server is stopping, scheduler for model has stopped accepting new inference requests"
         )
-        for name, prefix in (("", "[request id: <id_unknown>] "), ("x", "[request id: x] ")):
-            refused = refusal(call.ModelInfer, simple_request(name))
-            assert refused == ("UNAVAILABLE", prefix + text)
-        live = refusal(call.ServerLive, pb.ServerLiveRequest())
-        assert live == ("UNAVAILABLE", "Server exiting")
+        for method, request in (
+            *((call.ModelInfer, simple_request()), (call.ModelInfer, simple_request("x"))),
+            (call.ServerLive, pb.ServerLiveRequest()),
+        ):
+            code, why = refusal(method, request)
+            assert code == "UNAVAILABLE"
+            assert re.match("failed to connect to all addresses; .*Connection refused", why), why
         wait.set()
         assert next(idle).error_message == f"[request id: late] {text}"
         visit.release()
         assert asked.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
+
+
+def test_an_open_sequence_ends_in_its_stream_and_the_channel_finds_the_next_server(
+    tmp_path: Path,
+) -> None:
+    batching = f"sequence_batching {{ {CONTROLS} {IDLE} direct {{ }} }}"
+    repositories.add(tmp_path, "sequencer", config=batching)
+    wait = threading.Event()
+
+    def requests() -> Iterator[Any]:
+        for number, name in enumerate(("sequence_start", "sequence_end"), 1):
+            request = request_of("sequencer", np.full((1, 1), number, np.int32), "INT32")
+            request.parameters["sequence_id"].int64_param = 7
+            request.parameters[name].bool_param = True
+            yield request
+            wait.wait(20)
+
+    with running(tmp_path, grpc=True) as server, contextlib.ExitStack() as stack:
+        call = stack.enter_context(stub(server))
+        server.gate.close()
+        answers = call.ModelStreamInfer(requests(), timeout=30)
+        assert next(answers).infer_response.raw_output_contents == [np.int32(1).tobytes()]
+        server.process.send_signal(signal.SIGTERM)
+        until("nobody is let in", lambda: refuses(server.grpc_port))
+        assert not refuses(server.http_port)  # HTTP waits for the sequence
+        code, why = refusal(call.ServerLive, pb.ServerLiveRequest())
+        assert code == "UNAVAILABLE" and why.startswith("failed to connect to all addresses; ")
+        wait.set()
+        assert next(answers).infer_response.raw_output_contents == [np.int32(3).tobytes()]
+        assert server.wait_exit(10) == 0
+        flags = ("--allow-grpc=true", "--grpc-address=127.0.0.1", f"--grpc-port={server.grpc_port}")
+        stack.enter_context(running(tmp_path, *flags))
+        assert call.ServerLive(pb.ServerLiveRequest(), wait_for_ready=True, timeout=20).live
 
 
 def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys: Path) -> None:

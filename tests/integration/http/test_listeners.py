@@ -84,7 +84,10 @@ def test_the_shells_client_shows_a_token_and_a_header(
     here = f"--run-dir={guarded.run_dir}"  # of which HTTP is known, too
     assert client.run(["config", "identity", here, token, header]) == 0
     assert '"name": "identity"' in capsys.readouterr().out
-    for shown, text in (((header,), "needs a token"), ((token,), "expecting header 'admin-key'")):
+    for shown, text in (
+        ((header,), "requires a known token"),
+        ((token,), "expecting header 'admin-key'"),
+    ):
         assert client.run(["config", "identity", here, *shown]) == 1
         assert f"http://0.0.0.0:{guarded.http_port}: " in (told := capsys.readouterr().err)
         assert text in told

@@ -3,7 +3,11 @@ it says when something is wrong."""
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 
 from shmserve.cli import main
 from tests.support import certificates, repositories
-from tests.support.servers import Server, Start, running
+from tests.support.servers import ROOT, Server, Start, running
 
 SHORT = ("--window=0.2", "--windows=3", "--warm-up=0.1")
 Perf = Callable[..., dict[str, Any]]
@@ -118,6 +122,31 @@ def perf(asked: Server, tmp_path: Path) -> Perf:
 def at(server: Server, door: str) -> Sequence[str]:
     urls = {"http": f"http://{server.url}", "grpc": f"grpc://{server.grpc_url}"}
     return [f"--url={urls[door]}"] if door in urls else [f"--run-dir={server.run_dir}"]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--warm-up=60",), ("--warm-up=0.1", "--window=0.2", "--windows=1000")]
+)
+@pytest.mark.parametrize("door", ["http", "native"])
+def test_an_interrupt_prints_what_was_measured(
+    asked: Server, tmp_path: Path, door: str, flags: tuple[str, ...]
+) -> None:
+    path = tmp_path / "report.json"
+    command = ["perf", "simple", "--concurrency=4,5", "--stability=1e-9", f"--json={path}"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "shmserve", *command, *at(asked, door), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        time.sleep(3.0)
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "concurrency 4: interrupted after" in shown and "concurrency 5" not in shown
+    (point,) = json.loads(path.read_text())["points"]
+    assert point["interrupted"] and point["requests"] > 10 and not point["errors"]
 
 
 @pytest.mark.parametrize("memory", ["none", "system"])

@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 from shmserve.cli import main
 from shmserve.model_config import parse_pbtxt
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import ROOT, Server, running
 
 # Takes a fixed time, and a time for each row.
 SLOW = """
@@ -65,6 +68,27 @@ def test_it_recommends_what_loads_and_leaves_the_model_as_it_was(
     assert 1 <= written.max_batch_size <= 8
     assert 1 <= written.instance_group[0].count <= 2
     assert ET.parse(tmp_path / "tried.svg").getroot().tag.endswith("svg")
+
+
+def test_an_interrupt_prints_what_was_tried_and_leaves_the_model_as_it_was(
+    asked: Server, tmp_path: Path
+) -> None:
+    before = in_force(asked)
+    command = ["tune", "slow", "--p99=60s", f"--url=http://{asked.url}", "--window=0.2", "--apply"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "shmserve", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("1. ")
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "# interrupted after 1 runs: the best so far" in shown and "max_batch_size: 8" in shown
+    assert in_force(asked) == before
 
 
 def test_it_leaves_what_it_recommends_where_it_is_to(

@@ -5,6 +5,7 @@ verbs.
 import contextlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from shmserve.cli import client
 from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, hold_ports, port_of, run_command, running
-from tests.support.wire.raw_http import Http
+from tests.support.wire.raw_http import Http, json_input
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,44 @@ def test_an_existing_triton_command_line_starts(
     assert f"127.0.0.1:{server.metrics_port}" in log
     assert [line for line in lines if "constant" in line and "READY" in line]
     assert len([line for line in lines if "optimization" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--allow-grpc=true --allow-http=true --model-control-mode=POLL --repository-poll-secs=5",
+        "--trace-file=FOLDER/t.json --trace-level=MIN --trace-rate=1 --strict-model-config=False",
+        "--trace-config level=TIMESTAMPS --trace-config rate=1 --exit-on-error=false --id=rank0",
+        "--model-store=FOLDER --log-verb 1 --backend-config=python,shm-default-byte-size=1048576",
+    ],
+)
+def test_a_link_named_tritonserver_takes_its_command_lines(
+    repository: Path, tmp_path: Path, line: str, serve: Callable[..., Server]
+) -> None:
+    repositories.add(repository, "simple")
+    link = tmp_path / "tritonserver"
+    link.symlink_to(Path(sys.executable).with_name("shmserve"))
+    flags = line.replace("FOLDER", str(repository)).split()
+    server = serve(repository, *flags, program=[link], grpc="allow-grpc" in line)
+    with server.http() as http:
+        simple = np.zeros((1, 16), np.int32)
+        inputs = [json_input(name, simple) for name in ("INPUT0", "INPUT1")]
+        http.infer("simple", {"inputs": inputs}).ok()
+    log = server.log()
+    server.stop()
+    if "trace-file" in line:
+        assert "COMPUTE_START" in (repository / "t.json").read_text()
+    discarded = "traces are discarded: triton,file=PATH is missing"
+    assert (discarded in log) is ("--trace-config" in line)
+    idle = "--backend-config=python,shm-default-byte-size=1048576 is without effect here"
+    assert (idle in log) is ("shm-default" in line)
+
+
+def test_the_first_word_of_a_container_and_a_repository_in_an_object_store() -> None:
+    refused = run_command("/opt/tritonserver/bin/tritonserver", "--model-store=s3://b/models")
+    assert refused.returncode == 2
+    assert "aws s3 sync s3://b/models FOLDER" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
 
 
 def test_check(repository: Path) -> None:

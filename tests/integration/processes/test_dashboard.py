@@ -1,13 +1,19 @@
 """The dashboard of a real server: who may see it, and what a real browser shows of it."""
 
 import contextlib
+import json
+import os
 import re
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from shmserve.gateway.api.figures import HISTORY_EVERY_S
 from tests.rigs import watched
 from tests.rigs.chromium import CHROMIUM, Page, browser
 from tests.rigs.watched import Feed
@@ -86,7 +92,16 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     assert cached["cache_hit"] and cached["cache"]["bytes"] == server.metric("shmserve_cache_bytes")
     open_sequences = server.metric("shmserve_open_sequences", model="sums")
     assert whole["models"]["sums/1"]["sequences"] == open_sequences
-    assert whole["server"]["processes"] == len(server.samples("shmserve_process_resident_bytes"))
+    resident = server.samples("shmserve_process_resident_bytes")
+    assert whole["server"]["processes"] == len(resident)
+    # Shared pages count once: less than the sum of what each process has resident.
+    used = sum(psutil.Process(each.pid).memory_full_info().pss for each in server.tree())
+    assert whole["server"]["pss_bytes"] == pytest.approx(used, rel=0.3)
+    assert whole["server"]["pss_bytes"] < 0.8 * sum(size for _, size in resident)
+    assert server.metric("shmserve_model_failed", model="broken") == 1
+    failed = server.samples("shmserve_model_failed")
+    assert server.metric("shmserve_models", state="failed") == len(failed)
+    assert server.metric("shmserve_load_failures") >= 1
 
 
 def answered(server: Server, model: str) -> float:
@@ -147,6 +162,47 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
         ), wanted_part
     assert ("status", "") in names or any(role == "status" for role, _ in names)
     assert not page.console
+
+
+@needs_chromium
+def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) -> None:
+    """Ten minutes in the server: what happened before a page was opened is in its charts."""
+    with watched.asked(server):
+        until("all are asked", lambda: answered(server, "simple") > 8)
+        time.sleep(3 * HISTORY_EVERY_S)
+    with Feed(server.metrics_port) as feed:
+        history = feed.next()["history"]
+        assert "history" not in feed.next()
+    assert len(history["at"]) >= 2 and history["at"] == sorted(history["at"])
+    points = history["models"]["simple/1"]
+    assert len(points) == len(history["at"]) and max(each[0] for each in points if each) > 0
+    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.wait("it shows figures", "models.size >= 7")
+    first = "past.get('simple/1').find(point => point.rate > 0).at"
+    assert page.run(f"asOf - {first}") > HISTORY_EVERY_S - 2
+    assert page.run(f"past.get('').find(point => point.rate > 0).at <= {first}")
+    # The axis has the server's time at its end, and a mark every two minutes.
+    axis = "document.querySelector('#charts .axis')"
+    assert page.run(f"{axis}.firstChild.textContent === clock(asOf)")
+    marks = page.run(f"[...{axis}.querySelectorAll('i')].map(mark => mark.textContent)")
+    assert len(marks) >= 3 and all(re.fullmatch(r"\d\d:\d[02468]", mark) for mark in marks)
+
+
+@needs_chromium
+def test_what_hurts_comes_first_on_a_phone(server: Server, page: Page) -> None:
+    server.one("worker half").kill()
+    until("it is back", lambda: server.find("worker half"))
+    page.size(390, 844, phone=True)
+    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.wait("dead workers are told", "(models.get('half/1') || {}).workers_lost > 0")
+    sections = "[...document.querySelectorAll('#all > *:not([hidden])')]"
+    tops = page.run(f"{sections}.map(each => [each.getBoundingClientRect().top, each.id])")
+    assert min(tops)[1] == "models"
+    assert page.run("$('models').getBoundingClientRect().bottom") < 844
+    assert page.run("document.documentElement.scrollWidth") <= 390
+    page.size(1280, 900)
+    tops = page.run(f"{sections}.map(each => [each.getBoundingClientRect().top, each.id])")
+    assert min(tops)[1] != "models"
 
 
 @needs_chromium
@@ -211,13 +267,43 @@ def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(guarded: Server, pa
     page.go(url)
     page.wait("it asks", "!document.getElementById('ask').hidden")
     page.run("$('token').value = 'a-token-that-is-wrong'; $('ask').requestSubmit()")
-    page.wait("it says what is wrong", "$('refused').textContent.includes('needs a token')")
+    refused = "$('refused').textContent.includes('requires a known token')"
+    page.wait("it says what is wrong", refused)
     page.run(f"$('token').value = '{TOKEN}'; $('ask').requestSubmit()")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
     page.go(f"{url}?again#token={TOKEN}")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
     assert TOKEN not in page.run("location.href")
     assert TOKEN not in guarded.log()
+
+
+@needs_chromium
+def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -> None:
+    """It asks for a token; one for inference is enough, to see the models and to ask them."""
+    for phone in (False, True):
+        page.size(390 if phone else 1280, 844, phone=phone)
+        page.go(f"http://{guarded.url}/docs?{phone}")
+        if not phone:
+            page.wait("it asks for a token", "!$('ask').hidden")
+            page.run(f"$('token').value = '{OTHER}'; $('ask').requestSubmit()")
+        page.wait("it shows the model", "!!document.querySelector('#models details')")
+        page.run("document.querySelector('#models details').open = true")
+        page.run("document.querySelector('#models button').click()")
+        answer = "document.querySelector('#models [role=status]').textContent"
+        page.wait("the model has answered", f"{answer}.startsWith('200, ')")
+        assert '"outputs":[{"name":"OUTPUT0"' in page.run(answer)
+        assert page.run("document.documentElement.scrollWidth") <= (390 if phone else 1280)
+    line = page.run("document.querySelector('#models pre').textContent")
+    assert line.startswith(f"curl -s http://{guarded.url}/v2/models/identity/infer -H ")
+    environment = {**os.environ, "TOKEN": OTHER}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True)
+    assert json.loads(done.stdout)["model_name"] == "identity"
+    # The body may be edited: the line has what is in it.
+    script = "(() => { const area = document.querySelector('#models textarea'); area.value = "
+    page.run(script + "'{\"x\": 1}'; area.oninput(); })()")
+    edited = page.run("document.querySelector('#models pre').textContent")
+    assert edited.endswith("-d '{\"x\": 1}'")
+    assert TOKEN not in guarded.log() and OTHER not in guarded.log()
 
 
 @needs_chromium
@@ -244,12 +330,17 @@ def test_it_is_there_again_after_a_restart(tmp_path: Path, page: Page) -> None:
     page.wait("it watches", "$('status').className === 'live'")
     first.process.terminate()
     page.wait("it says so", "$('status').className === 'lost'")
+    page.wait("it is grey", "getComputedStyle($('all')).filter === 'grayscale(1)'")
+    assert re.fullmatch(r"shmserve as of \d\d:\d\d:\d\d", page.run("document.title"))
+    assert re.match(r"as of \d\d:\d\d:\d\d: the server does", page.run("$('status').textContent"))
     assert first.wait_exit(20) == 0
     second = Server([tmp_path / "models"], ports=ports)
     try:
         second.wait_ready()
         second.wait_named()
         page.wait("it watches again", "$('status').className === 'live' && models.size === 1")
+        assert page.run("document.title") == "shmserve"
+        assert page.run("getComputedStyle($('all')).filter") == "none"
     finally:
         first.discard()
         second.stop()

@@ -205,6 +205,16 @@ def test_what_is_and_what_happens_are_printed(server: Server) -> None:
         assert process.wait(10) == 130
 
 
+def test_counters_are_printed_only_if_they_are_asked_for(server: Server) -> None:
+    with following(server) as (process, line), following(server, "--topic=counters") as (_, count):
+        shown = ""
+        while "counters of simple" not in shown:  # it comes once a second
+            shown = count()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert process.stdout is not None and "counters" not in line() + process.stdout.read()
+
+
 def test_no_server(tmp_path: Path) -> None:
     done = run_command("events", f"--run-dir={tmp_path}")
     assert done.returncode == 1

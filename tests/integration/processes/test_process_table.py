@@ -69,6 +69,49 @@ async def main():
 asyncio.run(main())
 """
 
+# A model whose process has a subprocess with shared memory and a semaphore, as vLLM has.
+_SHARED = """
+import asyncio, os, sys
+from shmserve.ipc import processes
+from shmserve.supervisor.processes.table import ProcessTable
+
+model = '''
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
+import time
+
+context = get_context("spawn")
+held = context.Semaphore(), SharedMemory(create=True, size=4096)
+print(held[0]._semlock.name, held[1].name, flush=True)
+time.sleep(60)
+'''
+
+async def main():
+    children = ProcessTable()
+    read, write = os.pipe()
+    between = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]
+    command = [*between, sys.executable, "-c", model]
+    with children.spawning():
+        pid = os.posix_spawn(
+            sys.executable, command, os.environ, file_actions=[
+                (os.POSIX_SPAWN_DUP2, write, 1), (os.POSIX_SPAWN_OPEN, 2, "/dev/null", 1, 0)
+            ]
+        )
+        child = children.adopt(pid, "one")
+    with open(read) as told:
+        semaphore, memory = told.readline().split()
+    paths = [f"/dev/shm/sem.{semaphore[1:]}", f"/dev/shm/{memory}"]
+    print([os.path.exists(path) for path in paths])
+    child.kill()
+    while any(map(os.path.exists, paths)):
+        await asyncio.sleep(0.01)
+    while [*processes.children(os.getpid())]:
+        await asyncio.sleep(0.01)
+    print(await child.exited)
+
+asyncio.run(main())
+"""
+
 
 def test_a_process_that_is_continued_while_nobody_looks() -> None:
     """The supervisor stood still, too: what it sees first is that the time is over."""
@@ -89,6 +132,11 @@ def test_an_end_that_cannot_be_dealt_with() -> None:
 def test_a_process_whose_maker_is_a_stray() -> None:
     """The stray is killed, with what else it started; the process is not."""
     assert output(_BETWEEN) == "signal 15\n"
+
+
+def test_shared_memory_of_a_killed_process_is_removed() -> None:
+    """Python's resource tracker removes what its program has made, and exits."""
+    assert output(_SHARED) == "[True, True]\nsignal 9\n"
 
 
 def output(script: str) -> str:

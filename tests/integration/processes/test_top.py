@@ -92,7 +92,7 @@ def test_it_is_used_by_keys(server: Server) -> None:
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
         assert re.search(r"\d of 7 ready", screen[0])
         assert re.search(
-            r"\d+ processes \S+ GiB +\d died +0 regions .*arena \S+ +\d sequences", screen[1]
+            r"\d+ processes \S+ GiB PSS +\d died +0 regions .*arena \S+ +\d sequences", screen[1]
         )
         opened.wait(r"(?m)^\d\d:\d\d:\d\d  ModelChanged \w+ READY +$")
         opened.press("n")
@@ -147,6 +147,6 @@ def test_nobody_there_and_no_token(tmp_path: Path) -> None:
     tokens.chmod(0o600)
     with running(tmp_path / "models", f"--auth-token-file={tokens}") as server:
         url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}"
-        assert "needs a token" in run_command("top", url).stderr
+        assert "requires a known token" in run_command("top", url).stderr
         shown = run_command("top", url, f"--token-file={tokens}")
         assert shown.returncode == 0 and "identity" in shown.stdout

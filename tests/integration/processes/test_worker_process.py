@@ -360,7 +360,9 @@ def test_a_model_that_does_not_load(worker: Worker, spoil: str, code: str, shown
     failed = worker.expect(m.LoadFailed)
     assert (failed.code, failed.message) == (code, shown)
     assert worker.wait() == 0
-    assert (spoil in worker.log.read_text()) == (code == "INTERNAL"), "the traceback is in the log"
+    assert (spoil in failed.frames) == (code == "INTERNAL"), "the supervisor logs the frames"
+    assert f'File "{worker.version_dir}/model.py", line 1' in failed.frames or code != "INTERNAL"
+    assert "importlib" not in failed.frames and worker.log.read_text() == ""
 
 
 def test_a_model_that_fails_in_load(worker: Worker) -> None:
@@ -373,7 +375,9 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     config = worker.expect(m.ConfigCompleted).config
     worker.tell(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
     text = "RuntimeError: boom (model.py:11)"
-    assert worker.expect(m.LoadFailed) == m.LoadFailed("INTERNAL", text)
+    failed = worker.expect(m.LoadFailed)
+    assert (failed.code, failed.message) == ("INTERNAL", text)
+    assert failed.frames.splitlines()[1].endswith('/model.py", line 11, in load')
     assert worker.wait() == 0
 
 

@@ -23,7 +23,9 @@ def test_a_step_is_shared_out_among_its_phases() -> None:
 
 def test_no_step_is_no_mistake() -> None:
     nothing = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
-    assert "0 steps" in profile.table("m", nothing)
+    shown = profile.table("m", nothing)
+    assert "m: 0 steps in 1.0 s: the model generated nothing" in shown
+    assert "shmserve perf m --openai chat" in shown and "ms a step" not in shown
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

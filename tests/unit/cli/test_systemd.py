@@ -109,6 +109,8 @@ def test_what_is_there_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     unit = tmp_path / SYSTEM / "shmserve.service"
     assert run("install", tmp_path, "--dry-run") == 0
     assert written(tmp_path) == set()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line.startswith("would write ") for line in lines)
     assert run("install", tmp_path) == 0
     capsys.readouterr()
     assert run("install", tmp_path) == 0

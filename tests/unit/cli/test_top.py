@@ -16,7 +16,7 @@ SERVER = {
     "memory_used": 2**30,
     "memory_total": 2**31,
     "processes": 5,
-    "resident_bytes": 2**29,
+    "pss_bytes": 2**29,
     "regions": 2,
     "region_bytes": 2**28,
     "arena_used": 0,
@@ -54,7 +54,7 @@ def names(top: Top) -> list[str]:
 def test_what_hurts_comes_first() -> None:
     lines = shown_of(some())
     assert lines[0].startswith("shmserve: 3 of 4 ready  60 req/s  10 fail/s  0 wait")
-    assert lines[1].startswith("5 processes 0.5 GiB  1 died  2 regions 0.25 GiB  arena 0/1")
+    assert lines[1].startswith("5 processes 0.5 GiB PSS  1 died  2 regions 0.25 GiB  arena 0/1")
     assert "ProcessEnded worker quick.0 oops" in lines[-3]
     assert names(some()) == ["broken", "failing", "quick", "idle"]
     assert "broken/1: no file" in lines[-2]

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import gc
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -278,6 +279,16 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
     client._session.memories.settle()
     assert not exporting.allocated
     until("workers are told", lambda: bool(host.processes.workers))
+
+
+def test_memory_on_a_device_stays_with_its_client(
+    host: SupervisorContext, exporting: FakeExporting
+) -> None:
+    with shmserve.client.connect(host.folder) as client:
+        region = client.allocate(TENSORS, device="cuda:0")
+        for attempt in (pickle.dumps, client.attach):
+            with pytest.raises(shmserve.client.Unsupported, match="stays with the client"):
+                attempt(region)
 
 
 def test_the_end_of_the_connection_ends_it_in_the_workers(

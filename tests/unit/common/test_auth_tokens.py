@@ -10,6 +10,7 @@ from shmserve.common.auth_tokens import (
     OPEN,
     RESTRICTABLE,
     SCOPES,
+    SIGNATURE,
     Authorisation,
     Restriction,
     decode_restrictions,
@@ -36,6 +37,7 @@ def bearer(token: str) -> dict[str, str]:
 
 def test_a_token_opens_its_scopes(tokens: Path) -> None:
     rules = Authorisation(read_tokens(tokens), {})
+    assert rules.authorise(SIGNATURE, bearer(SOME)) is None
     for scope in SCOPES:
         assert rules.authorise(scope, bearer(ALL)) is None
         refused = rules.authorise(scope, bearer(SOME))
@@ -45,6 +47,22 @@ def test_a_token_opens_its_scopes(tokens: Path) -> None:
             assert refused is not None
             assert (refused.status, refused.code) == (403, "PERMISSION_DENIED")
             assert scope in refused.message
+
+
+@pytest.mark.parametrize(
+    ("scopes", "status"), [("inference", 0), ("metadata", 0), ("health,statistics", 403)]
+)
+def test_whoever_asks_models_may_read_their_inputs(
+    tmp_path: Path, scopes: str, status: int
+) -> None:
+    path = tmp_path / "some"
+    path.write_text(f"{SOME} {scopes}\n")
+    rules = Authorisation(read_tokens(path), {"metadata": Restriction("key", "secret")})
+    refused = rules.authorise(SIGNATURE, {**bearer(SOME), "key": "secret"})
+    assert (refused.status if refused else 0) == status
+    assert rules.authorise(SIGNATURE, bearer(SOME)) is not None  # restricted as the metadata API
+    if scopes == "inference":
+        assert rules.authorise("metadata", {**bearer(SOME), "key": "secret"}) is not None
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.common import auth_tokens
+from shmserve.gateway.api import management
 from shmserve.gateway.http import routing
 from shmserve.gateway.http.routes import ROUTES
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import RegionReleased, RegisterRegion, UnregisterRegion
 from shmserve.ipc.messages.publications import (
@@ -24,7 +26,7 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Range, pack_range
-from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
+from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, publication, rig
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, raw_connection
 
@@ -112,7 +114,7 @@ SCOPES = {
     "/live": "health",
     "/ready": "health",
     "/v2": "metadata",
-    "/versions/{version}]": "metadata",
+    "/versions/{version}]": auth_tokens.SIGNATURE,
     "/config": "model-config",
     "/stats": "statistics",
     "/index": "model-repository",
@@ -130,9 +132,10 @@ SCOPES = {
     "/health": "health",
     "/ping": "health",
     "/version": "metadata",
-    "/": "metadata",
-    "/openapi.json": "metadata",
-    "/docs": "metadata",
+    "/": "health",
+    "/openapi.json": "health",
+    "/docs": "health",
+    "/docs/models": auth_tokens.SIGNATURE,
     "/completions": "inference",
     "/responses": "inference",
     "/embeddings": "inference",
@@ -142,7 +145,7 @@ SCOPES = {
 def test_every_route_has_a_scope() -> None:
     """R18: each route belongs to one API, the right one, and the way to its handler asks for it."""
     for route in ROUTES.routes:
-        assert route.scope in auth_tokens.RESTRICTABLE, route
+        assert route.scope in (*auth_tokens.RESTRICTABLE, auth_tokens.SIGNATURE), route
         (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
         assert route.scope == SCOPES.get(end), route
     assert {route.method for route in ROUTES.routes} == {"GET", "POST"}
@@ -297,7 +300,7 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
         ("models/../load", {}, 400, "model name must not contain path traversal characters"),
         ("models/%2e%2e/load", {}, 400, "model name must not contain path traversal characters"),
         ("models/a%2Fb/load", {}, 400, "model name must not contain path traversal characters"),
-        ("models/a%5cb/unload", {}, 400, "model name must not contain path traversal characters"),
+        ("models/%20../load", {}, 400, "model name must not contain path traversal characters"),
         (
             "models/m/unload",
             {"parameters": {"unload_dependents": 1}},
@@ -532,3 +535,49 @@ def test_metrics_survive_a_report_that_is_wrong(
     simple.statistics = report("simple", "1")
     scraper.get("/metrics").ok()
     scraper.close()
+
+
+# --- examples of /docs
+
+
+def test_each_model_has_a_request_to_try(simple: Scheduler) -> None:
+    """Its inputs without the optional ones; what JSON cannot have is binary, and what is long is
+    not written out."""
+    dynamic, halves = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (
+            {"input": [dynamic], "max_batch_size": 4},
+            {"inputs": [tensor_of("FP32", [1, 1, 3], data=[1, 1, 1])]},
+        ),
+        (
+            {"input": [{**dynamic, "data_type": "TYPE_STRING", "dims": [1]}]},
+            {"inputs": [tensor_of("BYTES", [1], data=["text"])]},
+        ),
+        (
+            {"input": [{**dynamic, "dims": [3, 224, 224]}]},
+            {"inputs": [tensor_of("FP32", [3, 224, 224], fill=1, count=150528)]},
+        ),
+        (
+            {"input": [{**dynamic, "data_type": halves, "dims": [2]}]},
+            {
+                "inputs": [tensor_of("FP16", [2], parameters={"binary_data_size": 4})],
+                "parameters": {"binary_data_output": True},
+            },
+        ),
+        (
+            {"input": [dynamic, {**dynamic, "name": "Y", "optional": True}]},
+            {"inputs": [tensor_of("FP32", [1, 3], data=[1, 1, 1])]},
+        ),
+    ]
+    for config, body in cases:
+        published = publication({"name": "m", **config}, simple)
+        assert management._example("m", GatewayModel(published))["body"] == body
+    assert management._example("late", None) == {
+        "model": "late",
+        "path": "/v2/models/late",
+        "headers": {},
+    }
+
+
+def tensor_of(datatype: str, shape: list[int], **data: Any) -> dict[str, Any]:
+    return {"name": "X", "datatype": datatype, "shape": shape, **data}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmserve.gateway.api.figures import WINDOW_S, Figures, quantile, row
+from shmserve.gateway.api.figures import WINDOW_S, Figures, History, quantile, row
 from shmserve.scheduler.tables import Histogram
 
 BOUNDS = (0.001, 0.01, 0.1)
@@ -22,7 +22,7 @@ def report(success: int = 0, **more: Any) -> dict[str, Any]:
         (
             *("fail", "inference_count", "execution_count", "workers_lost", "retried"),
             *("cache_hit", "cache_miss", "pending", "executing", "open_sequences", "queue_ns"),
-            *("compute_input_ns", "compute_infer_ns", "compute_output_ns"),
+            *("compute_input_ns", "compute_infer_ns", "compute_output_ns", "queue_delay_ns"),
         ),
         0,
     )
@@ -88,7 +88,19 @@ def test_what_counts_anew_is_not_negative() -> None:
 @pytest.mark.parametrize(
     ("more", "at_least", "because"),
     [
-        ({"workers_lost": 2, "fail": 5}, 3000, "2 workers died"),
+        (
+            {"workers_lost": 2, "fail": 10},
+            *(3000, "50% of requests fail; 2 workers died within an hour"),
+        ),
+        ({"workers_lost": 1}, 3000, "1 worker died within an hour"),
+        (
+            {"queue_ns": 210_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
+            *(0, ""),
+        ),
+        (
+            {"queue_ns": 500_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
+            *(1000, "30 of 30.1 ms in the queue, besides the configured 20 ms"),
+        ),
         ({"fail": 10}, 2000, "50% of requests fail"),
         ({"queue_ns": 90_000_000, "compute_infer_ns": 10_000_000}, 1000, "9 of 10 ms in the queue"),
         ({"queue_ns": 900_000, "compute_infer_ns": 100_000}, 0, ""),
@@ -100,6 +112,32 @@ def test_what_hurts(more: dict[str, Any], at_least: float, because: str) -> None
     _, second = looked(report(0), report(10) | more)
     assert second["because"] == because
     assert at_least <= second["hurts"] < at_least + 1000
+
+
+def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
+    lost = [0] * 5 + [1] * 10 + [3] * 400
+    rows = looked(*(report(workers_lost=each) for each in lost), every_s=10.0)
+    found = [each["because"].removesuffix(" within an hour") for each in rows]
+    assert found[4:7] == ["", "1 worker died", "1 worker died"]
+    assert found[15:365] == ["3 workers died"] * 350
+    assert found[366] == "2 workers died", "the first one died an hour ago"
+    assert found[375:] == [""] * 40
+    # What fails now hurts more than what died long ago.
+    assert rows[5]["hurts"] > 2100 > 2000 > rows[100]["hurts"] > 1500
+
+
+def test_ten_minutes_of_history() -> None:
+    history, figures = History(), Figures()
+    for second in range(1000):
+        reports = [report(10 * second if second > 500 else 0, pending=second > 990)]
+        named = [{"name": "m", "version": "1", "shmserve": each} for each in reports]
+        history.add(1e9 + second, figures.rows(named, second))
+    shown = history.shown()
+    assert shown["at"] == [1e9 + second for second in range(395, 1000, 5)]
+    points = shown["models"]["m/1"]
+    assert points[:20] == [0] * 20 and points[-1][0] == 10.0 and points[-1][4:] == (1, 0)
+    history.add(1e9 - 50, {})  # the clock was set back
+    assert history.shown() == {"at": [1e9 - 50], "models": {}}
 
 
 def test_a_model_that_generates_text() -> None:

@@ -68,6 +68,8 @@ def test_a_completion_in_chunks_and_whole() -> None:
     usage, done = choices.ending(usage=True)
     assert json.loads(usage.removeprefix(b"data: "))["choices"] == []
     assert [done] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
+    assert "usage" not in chunk
+    assert json.loads(Choices(COMPLETION, "m", 1, shows_usage=True).chunk([first]))["usage"] is None
 
 
 def test_a_chat_says_its_role_once() -> None:
@@ -163,6 +165,8 @@ def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
         ({"max_tokens": None, "max_completion_tokens": 5}, 5),
         ({"max_completion_tokens": 0}, 0),
         ({"max_tokens": 7, "max_completion_tokens": 5}, 5),
+        ({"max_new_tokens": 5}, 5),
+        ({"max_new_tokens": 5, "max_tokens": 7}, 7),
     ],
 )
 def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
@@ -170,7 +174,8 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
     asked = asyncio.run(bodies.chat(text_gateway(), body))
-    assert asked.parameters["max_tokens"] == most
+    limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+    assert [asked.parameters[name] for name in limits if name in asked.parameters] == [most]
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])

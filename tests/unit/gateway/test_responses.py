@@ -9,6 +9,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.http.openai import responses
 from shmserve.gateway.http.openai.generation import Delta
 from shmserve.gateway.http.openai.responses import ResponseObject
+from shmserve.gateway.http.routes import ROUTES
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "reasoning_tokens": 2, "cached_tokens": 1}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -171,3 +172,23 @@ def test_a_stream_that_fails_says_so() -> None:
     first, second = made.failure(Unavailable("gone"))
     assert b"event: error\n" in first and b'"message":"gone"' in first
     assert b"event: response.failed\n" in second and b'"status":"failed"' in second
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("messages: the prompt is too long", "input"),
+        ("max_completion_tokens: -1 is not a whole number", "max_output_tokens"),
+        ("response_format: cannot be compiled", "text.format"),
+        ("reasoning_effort: the template does not use it", "reasoning.effort"),
+        ("tool_choice: 'x' is wrong", "tool_choice"),
+    ],
+)
+def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> None:
+    found = json.loads(responses.response_error(InvalidArgument(message)))["error"]
+    assert found["param"] == param and found["message"].startswith(f"{param}: ")
+    assert ROUTES.find("/v1/responses")[0].error_form is responses.response_error  # type: ignore[index]
+
+
+def test_verbosity_is_that_of_a_chat() -> None:
+    assert chat(text={"verbosity": "low"})["verbosity"] == "low"

@@ -8,7 +8,6 @@ from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRe
 
 NOW = 1_000_000
 LIMIT = 500
-NOTHING = Lost([], [])
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
 
 def test_an_offer_of_a_process_that_is_gone_is_forgotten(pool: Pool) -> None:
     pool.offer(0, b"0.100", 100)
-    assert pool.process_exited(100) == NOTHING
+    assert pool.process_exited(100) is None
     pool.expect(0, 100)
     assert not pool.free
 
@@ -116,15 +115,15 @@ def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
     peer = ready(pool)
     batch = execution()
     pool.assign(batch)
-    assert pool.process_exited(999) == NOTHING
+    assert pool.process_exited(999) is None
     assert pool.process_exited(100) == Lost([batch], [])
-    assert pool.process_exited(100) == NOTHING
+    assert pool.process_exited(100) is None
     assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"expected": 1}
 
 
 def test_an_idle_instance_that_exits_gets_nothing_more(pool: Pool) -> None:
     ready(pool)
-    assert pool.process_exited(100) == NOTHING and not pool.free
+    assert pool.process_exited(100) == Lost([], []) and not pool.free
 
 
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None:

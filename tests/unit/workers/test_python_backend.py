@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -208,6 +209,15 @@ def test_models_that_do_not_load(
         model.write(body)
     with pytest.raises(kind, match=text):
         model.backend.load(ModelSpec.of(config(**more)))
+
+
+@pytest.mark.parametrize("character", ";|&$`<>()[]{}\\\"'*?~#!")
+def test_names_that_a_shell_would_read_are_refused(model: Model, character: str) -> None:
+    backend = PythonBackend(replace(model.rig.context, model_name=f"a{character}b"))
+    with pytest.raises(InvalidArgument, match="name of a Python model must not contain any of"):
+        backend.load(ModelSpec.of(config()))
+    with pytest.raises(InvalidArgument, match="name of a Python model must not contain any of"):
+        backend.complete_config(config())
 
 
 def test_a_file_without_a_model(model: Model) -> None:

@@ -83,6 +83,12 @@ class FakeEngine:
             self.aborted += 1
             raise
 
+    async def convert(
+        self, task: str, given: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        assert parameters["add_special_tokens"] is False
+        return {"token_ids": [1, 2], "text_output": [task.encode(), given["text_input"].encode()]}
+
     @staticmethod
     def refusal(error: BaseException) -> ShmserveError | None:
         return InvalidArgument(f"{error}: refused") if isinstance(error, Refused) else None
@@ -105,6 +111,7 @@ class Model(Streams):
             return self.engine
 
         monkeypatch.setattr(VllmEngine, "start", start)
+        monkeypatch.setattr(Arguments, "max_model_len", lambda arguments: 512)
         self.backend = VllmBackend(made.context)
         base = {"name": "m", "backend": "vllm", "max_batch_size": 0, "parameters": {}}
         self.config = self.backend.complete_config(base)
@@ -248,6 +255,12 @@ def test_a_priority_is_passed_on(model: Model) -> None:
     assert model.engine.priorities == [3]
 
 
+def test_a_prompt_is_converted_to_tokens(model: Model) -> None:
+    settings = '{"task": "tokenize", "add_special_tokens": false}'
+    model.ask({"text_input": "hi", "sampling_parameters": settings})
+    assert model.responses(1) == [{"token_ids": [1, 2], "text_output": ["tokenize", "hi"]}, "end"]
+
+
 # --- clients that leave or do not read
 
 
@@ -348,6 +361,7 @@ def test_the_configuration_is_completed(model: Model) -> None:
     outputs = [each["name"] for each in model.config["output"]]
     assert outputs[-1] == "message"  # model.json has a parser
     assert model.config["model_transaction_policy"] == {"decoupled": True}
+    assert model.config["parameters"] == {"max_model_len": {"string_value": "512"}}
     assert model.arguments.server == {"tool_call_parser": "hermes"}
     assert model.arguments.engine == {"model": "m", "served_model_name": "m"}
 

@@ -9,6 +9,7 @@ engine.py         steps
 sequences.py      prompts and sequences
 parameters.py sampler.py speculation.py     from logits to tokens
 texts.py prompts.py chat_template.py        from requests to tokens
+grammars.py                                 matchers of grammars
 tools.py tool_formats.py                    grammars and formats of tool calls
 answers.py message_parsers.py               from tokens to responses
 model/            the checkpoint, the decoder, its attention and KV cache

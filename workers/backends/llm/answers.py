@@ -191,7 +191,11 @@ class Answer:
         self._echo = echo
         parameters = prompt.parameters
         self._wanted = {output.name for output in stream.request.schema.outputs}
-        self._wanted = self._wanted or {"text_output"}
+        if not self._wanted:
+            scored = max(parameters.logprobs, parameters.prompt_logprobs) >= 0
+            self._wanted = {"text_output", *["logprobs"] * scored}
+            if parameters.return_token_ids:
+                self._wanted |= {"token_ids", "prompt_token_ids"}
         # The log probabilities of the prompt as JSON: with the text, and by themselves.
         self._scored: list[tuple[orjson.Fragment, orjson.Fragment]] = []
         self.samples = [self._sample(index) for index in range(parameters.samples)]

@@ -71,6 +71,8 @@ class ChatTemplate:
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._name(variables.pop("chat_template", None), variables["tools"])
         continued = variables.pop("continue_final_message", None)
+        if continued and variables.get("add_generation_prompt"):
+            raise InvalidArgument("continue_final_message: add_generation_prompt has to be false")
         variables.setdefault("add_generation_prompt", not continued)
         try:
             template = self._template(name)
@@ -166,8 +168,9 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     """Return a message for a template.
 
     It has no nulls and no empty list of calls, its reasoning by all names, and the arguments of
-    calls as objects. The text parts of its content are joined, unless the template iterates over
-    them. A text is a part if the template only takes parts.
+    calls as objects. Without content and calls, its content is "", as in vLLM. The text parts of
+    its content are joined, unless the template iterates over them and it is no result of a tool. A
+    text is a part if the template only takes parts.
     """
     message = {name: value for name, value in given.items() if value is not None}
     if message["role"] == "developer" and not template.developer:
@@ -178,6 +181,8 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [_call(each) for each in calls]
+    elif "content" not in message:
+        message["content"] = ""
     content = message.get("content")
     if not isinstance(content, list):
         if isinstance(content, str) and template.iterates and not template.distinguishes:
@@ -187,7 +192,7 @@ def _message(given: dict[str, Any], template: _Compiled) -> dict[str, Any]:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
             raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
-    if template.iterates:
+    if template.iterates and message["role"] != "tool":
         return message
     return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
 
@@ -210,7 +215,7 @@ def _mark_end(message: dict[str, Any]) -> str:
         last = {**content[-1]}
         text = str(last.get("text", ""))
         message["content"] = [*content[:-1], {**last, "text": text + _END}]
-    elif isinstance(content, str):
+    elif isinstance(content, str) and content:
         text = content
         message["content"] = text + _END
     else:

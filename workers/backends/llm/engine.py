@@ -14,15 +14,14 @@ import torch
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
+from shmserve.workers.backends.llm.grammars import allowed_tokens, failure
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.sampler import (
     Check,
     Proposal,
     SampledRow,
     TokenLogprobs,
-    allowed_tokens,
     candidates,
-    failure,
     logprobs,
     process,
     verify,

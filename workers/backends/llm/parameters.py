@@ -9,9 +9,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
+from shmserve.ipc.engine_settings import WITHOUT_EFFECT
+from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -60,28 +63,12 @@ _OBJECT = {"type": "object"}
 _MOST_CHOICES = 10_000
 # Parameters that a beam search does not have.
 _NOT_WITH_BEAMS = (
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "response_format",
-    "structured_outputs",
-    "json_schema",
-    "regex",
-    "choice",
-    "grammar",
+    "min_tokens repetition_penalty presence_penalty frequency_penalty logprobs logit_bias "
+    "bad_words allowed_token_ids response_format structured_outputs json_schema regex choice "
+    "grammar"
 )
-_MOST_REPORTED = 1000
-_reported: set[str] = set()  # unknown parameters that were logged
 # Names that other readers of a request know, or that have no effect on a text.
-_PLAIN = (
-    *("model", "user", "metadata", "request_id", "exclude_input_in_output", "timeout"),
-    *("spaces_between_special_tokens", "guided_decoding_backend"),
-)
+_PLAIN = ("model", "exclude_input_in_output", "timeout", *WITHOUT_EFFECT)
 # The parameters that generation_config.json may set for all requests.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
@@ -102,6 +89,7 @@ class GenerationParameters:
         forbidden: Returns the tokens that would complete one of `bad_words` after given tokens.
         grammar: (kind, text) with the kind "json_schema", "regex", "grammar" (Lark or GBNF), or
             ("", "").
+        grammar_name: The parameter that contains it.
     """
 
     max_tokens: int = 16
@@ -138,6 +126,7 @@ class GenerationParameters:
     forbidden: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _FREE
+    grammar_name: str = ""
 
     @property
     def penalised(self) -> bool:
@@ -177,6 +166,7 @@ def parse(
     """
     problems: list[str] = []
     grammars: dict[str, tuple[str, str]] = {}
+    shown = {_ALIASES.get(name, name): name for name in given}
     preset = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
     for name, value in {**_named(preset), **_named(given)}.items():
@@ -191,7 +181,8 @@ def parse(
         elif name in _PLAIN:
             continue
         elif name not in _REFUSED:
-            _report(name)
+            message = "parameter '%s' of a generation is not known and is ignored"
+            warn_once(logger, message, clip(name))
         elif value not in _REFUSED[name]:
             problems.append(f"{name}: {clip(repr(value))} is refused: it is not supported")
         if values.get("grammar", _FREE) != _FREE:
@@ -199,23 +190,20 @@ def parse(
     if len(grammars) > 1:
         problems.append(f"{' and '.join(grammars)}: a text has one grammar at most")
     values = _settled(values, grammars)
+    values["grammar_name"] = next((shown.get(name, name) for name in grammars), "")
     problems += _contradictions(values, vocabulary)
     if values.get("use_beam_search"):
         problems += _with_beams({**_named(given), **grammars})
     if problems:
-        raise InvalidArgument("; ".join(problems))
+        named = (each.partition(": ") for each in problems)
+        raise InvalidArgument(
+            "; ".join(f"{shown.get(name, name)}: {text}" for name, _, text in named)
+        )
     return GenerationParameters(**values)
 
 
 def _named(given: Mapping[str, Any]) -> dict[str, Any]:
     return {_ALIASES.get(name, name): value for name, value in given.items()}
-
-
-def _report(name: str) -> None:
-    """Log the name of an unknown parameter once."""
-    if name not in _reported and len(_reported) < _MOST_REPORTED:
-        _reported.add(name)
-        logger.warning("parameter '%s' of a generation is not known and is ignored", clip(name))
 
 
 def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
@@ -271,7 +259,9 @@ def _with_beams(given: Mapping[str, Any]) -> list[str]:
     return [
         f"{name}: it is not supported with use_beam_search"
         for name, value in given.items()
-        if name in _NOT_WITH_BEAMS and value not in neutral and value != defaults.get(name, 0)
+        if name in _NOT_WITH_BEAMS.split()
+        and value not in neutral
+        and value != defaults.get(name, 0)
     ]
 
 
@@ -350,8 +340,9 @@ def _bad_words(name: str, value: Any) -> dict[str, Any]:
 def _tokens(name: str, value: Any) -> dict[str, Any]:
     allowed = "a list of tokens (whole numbers)"
     found = _decoded(value, allowed)
-    if not (isinstance(found, list) and all(type(each) is int for each in found)):
-        raise ValueError(allowed)
+    listed = isinstance(found, list) and all(type(each) is int for each in found)
+    if not listed or (name == "allowed_token_ids" and not found):
+        raise ValueError(allowed + (", not empty" if listed else ""))
     return {name: tuple(found)}
 
 
@@ -444,22 +435,22 @@ def _any_object(name: str, value: Any) -> dict[str, Any]:
     return _schema(name, _OBJECT)
 
 
-def _text(name: str, value: Any) -> dict[str, Any]:
+_TEXTS = {
+    "regex": "a regular expression",
+    "grammar": "a grammar in Lark's language or in GBNF",
+    "whitespace_pattern": "a regular expression",
+}
+
+
+def _text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
+    """Return a text, or the grammar in it; `kind` is that of another parameter's member."""
+    kind = kind or name
     if not isinstance(value, str) or not value:
-        raise ValueError("a text")
-    return {name: value}
+        raise ValueError(_TEXTS[kind])
+    return {name: value} if kind == "whitespace_pattern" else {"grammar": (kind, value)}
 
 
-def _regex(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, str) or not value:
-        raise ValueError("a regular expression")
-    return {"grammar": ("regex", value)}
-
-
-def _grammar(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, str) or not value:
-        raise ValueError("a grammar in Lark's language or in GBNF")
-    return {"grammar": ("grammar", value)}
+_regex, _grammar = partial(_text, kind="regex"), partial(_text, kind="grammar")
 
 
 def _choice(name: str, value: Any) -> dict[str, Any]:
@@ -472,7 +463,7 @@ def _choice(name: str, value: Any) -> dict[str, Any]:
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 
 
-_CONSTRAINTS = {
+_CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
     "json": _schema,
     "regex": _regex,
     "choice": _choice,
@@ -496,8 +487,6 @@ _PARSERS = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "json_schema": _schema,
-    "regex": _regex,
     "choice": _choice,
-    "grammar": _grammar,
-    "whitespace_pattern": _text,
+    **dict.fromkeys(_TEXTS, _text),
 }

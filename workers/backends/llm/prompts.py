@@ -12,6 +12,7 @@ from threading import Thread, get_native_id
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 from tokenizers import Encoding
 
 from shmserve.errors import InvalidArgument, clip
@@ -19,9 +20,9 @@ from shmserve.ipc.engine_settings import PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
+from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
-from shmserve.workers.backends.llm.sampler import Grammars
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 from shmserve.workers.backends.llm.tools import MessageFormats, take
@@ -101,7 +102,7 @@ class PromptReader:
         # Tokenizers may have more tokens than the model.
         largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
         Thread(target=self._start_threads).start()
-        self._grammars = Grammars(self._tokenizer.to_str(), largest, checkpoint.ends)
+        self._grammars = Grammars(texts, largest, checkpoint.ends)
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
         widest = max(map(len, pieces), default=1)
@@ -165,7 +166,7 @@ class PromptReader:
     def convert(self, request: Request, given: Mapping[str, Any]) -> Response | None:
         """Return the response to a request with the parameter `task`, which generates nothing.
 
-        "tokenize": `token_ids` of the prompt, and their strings as `text_output`.
+        "tokenize": `token_ids` of the prompt, and the JSON array of their strings as `text_output`.
         "detokenize": the text of `input_ids` as `text_output`.
 
         Raises:
@@ -199,7 +200,7 @@ class PromptReader:
             found["token_ids"] = "INT32", encoding.ids
             if "text_output" in wanted:
                 pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
-                found["text_output"] = "BYTES", [each.encode() for each in pieces]
+                found["text_output"] = "BYTES", [orjson.dumps(pieces)]
         else:
             raise InvalidArgument(
                 f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
@@ -219,7 +220,9 @@ class PromptReader:
         Raises:
             InvalidArgument: It is no grammar, or one that allows no text.
         """
-        prompt.grammar = self._grammars.matcher(prompt.parameters.grammar, prompt.frame)
+        parameters = prompt.parameters
+        given = parameters.grammar, prompt.frame, parameters.grammar_name
+        prompt.grammar = self._grammars.matcher(*given)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which texts lack."""

@@ -14,15 +14,13 @@ that a draft model has drawn is accepted by rejection sampling (Leviathan et al.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from shmserve.errors import InvalidArgument, clip
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 
 # Purposes of independent draws at one position.
@@ -329,140 +327,3 @@ def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]
     """
     best = logits.log_softmax(-1).topk(min(count, len(logits)))
     return best.indices.tolist(), best.values.tolist()
-
-
-class Grammars:
-    """A factory of matchers for one tokenizer.
-
-    Its library reads a large vocabulary for seconds, with the GIL held. A factory is therefore
-    created before there are streams.
-    """
-
-    def __init__(self, tokenizer_text: str, vocabulary: int, ends: tuple[int, ...]) -> None:
-        import llguidance
-
-        self._ends, self._tokenizer, self._error = ends, None, ""
-        wrapped: Any = llguidance.LLTokenizer  # its type hints lack the list of ends
-        try:
-            if ends:
-                self._tokenizer = wrapped(tokenizer_text, n_vocab=vocabulary, eos_token=[*ends])
-        except ValueError as error:
-            self._error = str(error)
-
-    def matcher(self, grammar: tuple[str, str], frame: str = "") -> Any:
-        """Return a new matcher of a grammar (kind, text), which is `body` in the grammar `frame`.
-
-        Raises:
-            InvalidArgument: The text is not a grammar of its kind.
-        """
-        import llguidance
-
-        kind, text = grammar
-        if not self._ends:
-            raise InvalidArgument("response_format: the model has no token that ends a text")
-        matcher: Any = llguidance.LLMatcher
-        compilers = {
-            "json_schema": _json_grammar,
-            "regex": matcher.grammar_from_regex,
-            "grammar": _lark,
-        }
-        try:
-            if self._error:
-                raise ValueError(self._error)
-            made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
-            if not made.get_error():
-                made.compute_bitmask()  # finds grammars that allow no text
-            error = made.get_error() or _unsupported(made.get_grammar_warnings())
-        except ValueError as raised:
-            error = str(raised)
-        if error:
-            name = "response_format" if kind == "json_schema" else kind or "tools"
-            raise InvalidArgument(f"{name}: cannot be compiled: {_reason(error)}")
-        return made
-
-
-def _framed(frame: str, body: str) -> str:
-    """Return a grammar whose rule `body` is another grammar."""
-    if not (frame and body):
-        return frame or body
-    found = {"lark_grammar": body}
-    if body.lstrip().startswith("{"):
-        (found,) = json.loads(body)["grammars"]
-    outer = {"name": "frame", "lark_grammar": frame}
-    return json.dumps({"grammars": [outer, {**found, "name": "body"}]})
-
-
-# White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white
-# space would otherwise write nothing else.
-_WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-
-
-def _json_grammar(text: str) -> Any:
-    """Return the grammar of a JSON schema.
-
-    Formats without an implementation are annotations. `x-guidance` may have other options.
-    """
-    import llguidance
-
-    schema = json.loads(text)
-    if not isinstance(schema, dict):
-        return llguidance.LLMatcher.grammar_from_json_schema(text)
-    options = {"whitespace_pattern": _WHITE_SPACE, **schema.get("x-guidance", {})}
-    schema["x-guidance"] = {**options, "lenient": True}
-    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-
-
-def _unsupported(warnings: list[str]) -> str:
-    """Return the warnings of a lenient compilation about keys that restrict texts.
-
-    Python's sets have `uniqueItems`, which is left to the client.
-    """
-    found = [each for each in warnings if not each.startswith("Unknown format: ")]
-    return "; ".join(each for each in found if each != 'Unimplemented keys: ["uniqueItems"]')
-
-
-def _reason(error: str) -> str:
-    first = error.splitlines()[0]
-    return "it allows no text" if first.startswith("NoExtension") else clip(first, 200)
-
-
-def failure(matcher: Any) -> InvalidArgument | None:
-    """Return the error of a matcher that can restrict the next tokens no more, or None."""
-    if not matcher.is_error():
-        return None
-    return InvalidArgument(
-        f"response_format: the grammar has failed: {_reason(matcher.get_error())}"
-    )
-
-
-def _lark(text: str) -> Any:
-    """Compile a grammar in Lark's language or in GBNF. Raises ValueError if it is neither."""
-    import llguidance
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
-    except Exception as error:  # the library raises a bare Exception
-        raise ValueError(str(error)) from None
-
-
-def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
-    """Return the drafts that a grammar accepts, and the allowed tokens of each position.
-
-    The bits (int32) are those before each accepted draft and behind the last. The matcher's
-    position does not change.
-    """
-    masks = [_bits(matcher)]
-    taken: list[int] = []
-    for token in drafts:
-        if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
-            break
-        taken.append(token)
-        masks.append(_bits(matcher))
-    if taken:
-        matcher.rollback(len(taken))
-    return taken, masks
-
-
-def _bits(matcher: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)

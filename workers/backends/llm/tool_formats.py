@@ -6,11 +6,12 @@ import ast
 import json
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from shmserve.workers.backends.llm.grammars import resolved, with_patterns
 from shmserve.workers.backends.llm.message_parsers import (
     CLOSING,
     NAME,
@@ -87,7 +88,8 @@ class Lark:
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
-        spaced = {**schema, "x-guidance": {**_OPTIONS, **schema.get("x-guidance", {})}}
+        known = with_patterns(schema, schema)
+        spaced = {**known, "x-guidance": {**_OPTIONS, **schema.get("x-guidance", {})}}
         return f"%json {json.dumps(spaced)}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:
@@ -152,8 +154,12 @@ def _hermes_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
     bodies = (_json_call_rule(lark, tool, "arguments") for tool in tools)
     begin, end = lark.text('\n{"name": "'), lark.text("\n</tool_call>")
     rest = lark.rule(f"{begin} {lark.alternatives(bodies)} {end}")
-    tag = lark.text("<tool_call>")
-    return Calls([("<tool_call>", rest)], lark.text("\n"), f"{tag} {rest}")
+    return _begun_by(lark, "<tool_call>", rest, "\n")
+
+
+def _begun_by(lark: Lark, tag: str, rest: str, separator: str) -> Calls:
+    """Return the grammar of calls that all begin with a tag."""
+    return Calls([(tag, rest)], lark.text(separator), f"{lark.text(tag)} {rest}")
 
 
 def _llama_json(parser: MessageParser) -> Reading[None]:
@@ -169,8 +175,7 @@ def _llama_json(parser: MessageParser) -> Reading[None]:
 
 def _llama_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
     rest = lark.alternatives(_json_call_rule(lark, tool, "parameters") for tool in tools)
-    begin = '{"name": "'
-    return Calls([(begin, rest)], lark.text("; "), f"{lark.text(begin)} {rest}")
+    return _begun_by(lark, '{"name": "', rest, "; ")
 
 
 def _mistral(parser: MessageParser) -> Reading[None]:
@@ -180,13 +185,18 @@ def _mistral(parser: MessageParser) -> Reading[None]:
             yield from parser.attempt(_mistral_call(parser))
             continue
         parser.pull(1)
-        while (yield from parser.attempt(_json_call(parser))):
-            separator = yield from parser.skip()
-            if separator in ("]", ","):
-                parser.pull(1)
-            if separator != ",":
-                parser.settle()
-                break
+        yield from _listed(parser, _json_call)
+
+
+def _listed(parser: MessageParser, call: Callable[[MessageParser], Reading[None]]) -> Reading[None]:
+    """Read calls with commas between them, up to the bracket after the last one."""
+    while (yield from parser.attempt(call(parser))):
+        separator = yield from parser.skip()
+        if separator in ("]", ","):
+            parser.pull(1)
+        if separator != ",":
+            parser.settle()
+            return
 
 
 def _mistral_call(parser: MessageParser) -> Reading[None]:
@@ -277,8 +287,7 @@ def _refuse(constant: str) -> None:
 
 def _qwen_calls(lark: Lark, tools: tuple[Tool, ...]) -> Calls:
     rest = lark.alternatives(_xml_call_rule(lark, tool) for tool in tools)
-    tag = lark.text("<tool_call>")
-    return Calls([("<tool_call>", rest)], lark.text("\n"), f"{tag} {rest}")
+    return _begun_by(lark, "<tool_call>", rest, "\n")
 
 
 def _xml_call_rule(lark: Lark, tool: Tool) -> str:
@@ -340,14 +349,6 @@ def _types(found: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     return {each for one in alternatives for each in _types(one, root, depth + 1)}
 
 
-def resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema at a reference within a schema ("#/$defs/City"); None if there is none."""
-    found: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
-
-
 def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
     """Return the name, the schema and the necessity of each parameter."""
     root = tool.parameters
@@ -370,13 +371,7 @@ def _pythonic(parser: MessageParser) -> Reading[None]:
         if tag != "[":
             parser.settle()
             continue
-        while (yield from parser.attempt(_python_call(parser))):
-            separator = yield from parser.skip()
-            if separator in ("]", ","):
-                parser.pull(1)
-            if separator != ",":
-                parser.settle()
-                break
+        yield from _listed(parser, _python_call)
 
 
 def _python_call(parser: MessageParser) -> Reading[None]:

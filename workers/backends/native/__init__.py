@@ -142,7 +142,7 @@ class NativeBackend(Backend):
             )
         plan = None if predict.streams else self._runner.memory_plan(config, self._model)
         if plan is not None:
-            logger.info("model '%s' is planned at %s", signature.name, plan.text())
+            plan.log(signature.name)
         if predict.streams:
             most = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, most)

@@ -23,6 +23,9 @@ from shmserve.workers.user_code import says_ready
 
 # The modules that models import; the second one is internal to Triton, but some models use it.
 _MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
+# Triton's Python backend refuses them, since it passes names to a shell.
+_FORBIDDEN_CHARACTERS = ";|&$`<>()[]{}\\\"'*?~#!"
+_FORBIDDEN = frozenset(_FORBIDDEN_CHARACTERS)
 
 
 class PythonBackend(Backend):
@@ -88,8 +91,6 @@ class PythonBackend(Backend):
         else:
             self._execution = PythonExecution(context, self._model, iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
-        groups = config.instance_group
-        self._server.alone = sum(group.count * max(1, len(group.gpus)) for group in groups) <= 1
         self._server.running = True
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -110,11 +111,8 @@ class PythonBackend(Backend):
         Errors of the model are passed on.
         """
         assert self._decoupled is not None
-        self._server.executing = [stream.request for stream in streams]
-        try:
+        with self._server.decoupled_execution([stream.request for stream in streams]):
             self._decoupled.execute(streams)
-        finally:
-            self._server.executing = ()
 
     def is_ready(self) -> bool:
         """Call the model's `is_ready`, plain or a coroutine.
@@ -148,6 +146,12 @@ class PythonBackend(Backend):
 
     def _find(self, config: ModelSpec) -> Any:
         if self._class is None:
+            name = self.context.model_name
+            if _FORBIDDEN.intersection(name):
+                raise InvalidArgument(
+                    f"invalid model name '{name}', the name of a Python model must not contain any "
+                    f"of {' '.join(_FORBIDDEN_CHARACTERS)}"
+                )
             self._class = model_class(config, self.context.model_dir, self.context.version_dir)
         return self._class
 

@@ -243,6 +243,8 @@ class InferenceRequest:
             server.current().deadline_ns(),
             self._priority,
             TraceContext.of(trace).child().message if trace else "",
+            server.current().origins(),
+            server.current().callers(),
         )
 
     # --- only for requests from a client

@@ -9,14 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import threading
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.errors import (
+    Cancelled,
+    Internal,
+    NotFound,
+    ShmserveError,
+    Unavailable,
+)
 from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadModel, UnloadModel
+from shmserve.ipc.messages.inference import Caller
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
@@ -33,7 +43,7 @@ class ServerApi:
 
     Attributes:
         running: Whether the model may call others.
-        alone: Whether the model has no other instance.
+        executing: The requests of the execution in this process, which may be several.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -42,17 +52,45 @@ class ServerApi:
             context.control, context.arena.memory.byte_size, context.spans.append
         )
         self.running = False
-        self.alone = False
         self.executing: Sequence[Request] = ()
+        self._holder = 0
+
+    @contextlib.contextmanager
+    def decoupled_execution(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Attribute calls to these requests, also calls of coroutines that are started meanwhile.
+
+        The instance waits only for calls that this thread makes.
+        """
+        self.executing, self._holder = requests, threading.get_ident()
+        token = _ORIGINS.set(requests)
+        try:
+            yield
+        finally:
+            self.executing = ()
+            _ORIGINS.reset(token)
+
+    def origins(self) -> Sequence[Request]:
+        """Return the requests for which this code runs."""
+        return _ORIGINS.get() or self.executing
 
     def deadline_ns(self) -> int:
         """Return the last deadline of the executing requests, or 0 if one has none."""
-        deadlines = [request.work.deadline_ns for request in self.executing]
+        deadlines = [request.work.deadline_ns for request in self.origins()]
         return max(deadlines, default=0) if all(deadlines) else 0
 
     def trace(self) -> str:
         """Return the trace of the executing request, or "" if there are several."""
-        return self.executing[0].work.trace if len(self.executing) == 1 else ""
+        origins = self.origins()
+        return origins[0].work.trace if len(origins) == 1 else ""
+
+    def callers(self) -> str:
+        """Return the executions that wait for a call of this code, as in `Submit`."""
+        works = [request.work for request in self.origins()]
+        lines = [line for work in works for line in work.callers.split("\n") if line]
+        if self.executing and self._holder in (0, threading.get_ident()):
+            name = self.context.model_name
+            lines.append(Caller(os.getpid(), self.executing[0].work.key, name).line)
+        return "\n".join(dict.fromkeys(lines))
 
     def call(self, request: CallRequest) -> CallResponse:
         """Run an inference of another model.
@@ -113,10 +151,8 @@ class ServerApi:
     def _check(self, request: CallRequest) -> None:
         if not self.running:
             raise Internal("BLS is only supported during the 'execute' function.")
-        if self.alone and self.executing and request.model == self.context.model_name:
-            found = self.context.control.ask(FindModel, request.model, request.version)
-            if found["version"] == self.context.version:
-                raise InvalidArgument("it would wait for its only instance, which makes this call")
+        if request.cancelled:
+            raise Cancelled("request cancelled")
 
     def load_model(self, name: str, config: str, files: dict[str, bytes]) -> None:
         """Load or reload a model.
@@ -149,6 +185,7 @@ class ServerApi:
 
 
 _server: ServerApi | None = None
+_ORIGINS: ContextVar[Sequence[Request]] = ContextVar("origins", default=())
 
 
 def install(server: ServerApi | None) -> None:

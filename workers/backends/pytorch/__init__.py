@@ -164,7 +164,7 @@ class PytorchBackend(Backend):
                 )
             else:
                 plan = replace(plan, workspace=graphs.workspace)
-        logger.info("model '%s' is planned at %s", signature.name, plan.text())
+        plan.log(signature.name)
         return graphs
 
     def _recorder(self) -> Recorder | None:

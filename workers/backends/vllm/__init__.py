@@ -25,7 +25,7 @@ from shmserve.errors import Cancelled, Internal, InvalidArgument, Unavailable, U
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.llm.prompts import given_inputs, merged_parameters
-from shmserve.workers.backends.vllm.answers import FLAGS, OUTPUTS, Answer
+from shmserve.workers.backends.vllm.answers import FLAGS, OUTPUTS, Answer, output
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
 from shmserve.workers.batch.response_stream import MOST_WAIT_S
 from shmserve.workers.user_code import EventLoopThread
@@ -72,7 +72,14 @@ class VllmBackend(Backend):
             for name, kind in OUTPUTS.items()
             if name != "message" or self._arguments.parsed
         ]
-        completed = {**config, "model_transaction_policy": {"decoupled": True}}
+        # The gateway refuses longer prompts.
+        longest = {"max_model_len": {"string_value": str(self._arguments.max_model_len())}}
+        parameters = {**config.get("parameters", {}), **longest}
+        completed = {
+            **config,
+            "model_transaction_policy": {"decoupled": True},
+            "parameters": parameters,
+        }
         for field, known in (("input", inputs), ("output", outputs)):
             given = config.get(field) or []
             names = {each["name"] for each in given}
@@ -106,13 +113,17 @@ class VllmBackend(Backend):
         for stream in streams:
             try:
                 given = given_inputs(stream.request, sys.maxsize)
-                parameters = merged_parameters(stream.request, given)
+                parameters, echoes = merged_parameters(stream.request, given)
             except Exception as error:
                 stream.fail_raised(error)
                 continue
-            future = self._loop.run(
-                self._serve(stream, given, *parameters), partial(self._failed, stream)
+            task = parameters.pop("task", None)
+            serving = (
+                self._serve(stream, given, parameters, echoes)
+                if task is None
+                else self._convert(stream, task, given, parameters)
             )
+            future = self._loop.run(serving, partial(self._failed, stream))
             future.add_done_callback(partial(_end_cancelled, stream))
             stream.on_cancel(future.cancel)
 
@@ -166,6 +177,19 @@ class VllmBackend(Backend):
                         raise Unavailable(_NOT_READ)
                 stream.send(Response(outputs), found.finished and count == len(responses))
         stream.send(final=True)  # has no effect after a final response
+
+    async def _convert(
+        self,
+        stream: ResponseStream,
+        task: str,
+        given: dict[str, Any],
+        parameters: dict[str, Any],
+    ) -> None:
+        """Send the tokens of a prompt, or the text of tokens."""
+        assert self._engine is not None
+        found = await self._engine.convert(task, given, parameters)
+        wanted = {output.name for output in stream.request.schema.outputs} or found
+        stream.send(Response([output(name, found[name]) for name in found if name in wanted]), True)
 
     async def _watch(self) -> None:
         """Report metrics, and detect the end of the engine."""

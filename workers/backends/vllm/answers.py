@@ -31,6 +31,12 @@ FLAGS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
+def output(name: str, values: Iterable[Any]) -> Output:
+    """Return the output of a name, with texts as bytes."""
+    kind = OUTPUTS[name]
+    return Output(name, kind, np.array(list(values), STORED.get(kind, np.dtype(object))))
+
+
 class Answer:
     """The responses to one request.
 
@@ -97,11 +103,7 @@ class Answer:
             ]
         if "message" in self._wanted:
             made["message"] = map(self._message, samples)
-        return [
-            Output(name, kind, np.array(list(made[name]), STORED.get(kind, np.dtype(object))))
-            for name, kind in OUTPUTS.items()
-            if name in self._wanted
-        ]
+        return [output(name, made[name]) for name in OUTPUTS if name in self._wanted]
 
     def _usage(self) -> bytes:
         counts = [count for _, count in sorted(self._counts.items())]

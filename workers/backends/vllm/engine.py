@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip, suggestion
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
@@ -65,6 +67,29 @@ class Arguments:
         given.setdefault("served_model_name", model_name)
         adapters = _object(folder / "multi_lora.json") if given.get("enable_lora") else {}
         return cls(given, server, adapters)
+
+    def for_vllm(self) -> Any:
+        """Return the arguments of the engine in vLLM's class.
+
+        Raises:
+            InvalidArgument: vLLM is missing, or an argument is unknown.
+        """
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+        except ImportError as error:
+            raise InvalidArgument(f"backend 'vllm' needs vLLM: {error}") from None
+        known = AsyncEngineArgs.__dataclass_fields__
+        for name in self.engine:
+            if name not in known:
+                near = suggestion(name, known)
+                raise InvalidArgument(f"{FILE}: {name} is no argument of vLLM's engine{near}")
+        return AsyncEngineArgs(**self.engine)
+
+    def max_model_len(self) -> int:
+        """Return the maximum length of a sequence; errors of vLLM are passed on."""
+        return int(self.for_vllm().create_model_config().max_model_len)
 
     @property
     def parsed(self) -> bool:
@@ -164,24 +189,15 @@ class VllmEngine:
         """Start the engine's processes, and load the model.
 
         Raises:
-            InvalidArgument: An argument is unknown. Errors of vLLM are passed on.
+            InvalidArgument: As by `Arguments.for_vllm`. Errors of vLLM are passed on.
         """
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        try:
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.lora.request import LoRARequest
-            from vllm.renderers.chat_utils import load_chat_template
-            from vllm.renderers.online_renderer import OnlineRenderer
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise InvalidArgument(f"backend 'vllm' needs vLLM: {error}") from None
-        known = AsyncEngineArgs.__dataclass_fields__
-        for name in arguments.engine:
-            if name not in known:
-                near = suggestion(name, known)
-                raise InvalidArgument(f"{FILE}: {name} is no argument of vLLM's engine{near}")
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments.engine))
+        made = arguments.for_vllm()
+        from vllm.lora.request import LoRARequest
+        from vllm.renderers.chat_utils import load_chat_template
+        from vllm.renderers.online_renderer import OnlineRenderer
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        engine = AsyncLLM.from_engine_args(made)
         server = {"chat_template_content_format": "auto", **arguments.server}
         tools = server.pop(_TOOLS, None)
         renderer = OnlineRenderer(
@@ -276,6 +292,49 @@ class VllmEngine:
             call.options["lora_request"] = self._adapters[adapter]
         return call
 
+    async def convert(
+        self, task: str, given: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the tokens of a prompt and their strings as JSON, or the text of tokens.
+
+        Raises:
+            InvalidArgument: The task or an input is wrong; other errors are for `refusal`.
+        """
+        from vllm.entrypoints.serve.tokenize import protocol
+
+        render = self._renderer
+        name = "add_special_tokens"
+        special = {name: parameters[name]} if name in parameters else {}
+        if task == "detokenize" and "input_ids" in given:
+            tokens = given["input_ids"].tolist()
+            self._engine.renderer.validate_token_ids(tokens, parameter="tokens")
+            made = protocol.DetokenizeRequest(tokens=tokens).build_tok_params(self._config)
+            found = await render.renderer.tokenize_prompt_async({"prompt_token_ids": tokens}, made)
+            return {"text_output": [found["prompt"].encode()]}
+        if task == "tokenize" and "messages" in given:
+            told = json.loads(given["messages"])
+            chat = told if isinstance(told, dict) else {"messages": told}
+            request = protocol.TokenizeChatRequest.model_validate({**chat, **special})
+            _, (prompt,) = await render.preprocess_chat(
+                request,
+                request.messages,
+                default_template=render.chat_template,
+                default_template_content_format=render.chat_template_content_format,
+                default_template_kwargs=render.default_chat_template_kwargs,
+                tool_dicts=[tool.model_dump() for tool in request.tools or ()] or None,
+            )
+        elif task == "tokenize" and "text_input" in given:
+            text = given["text_input"]
+            request = protocol.TokenizeCompletionRequest(prompt=text, **special)
+            (prompt,) = await render.preprocess_completion(
+                request, prompt_input=text, prompt_embeds=None
+            )
+        else:
+            raise InvalidArgument(f"task: {clip(repr(task))} has no input, or is not known")
+        tokens = prompt["prompt_token_ids"]
+        strings = self._tokenizer.convert_ids_to_tokens(tokens)
+        return {"token_ids": tokens, "text_output": [orjson.dumps(strings)]}
+
     async def _completion(self, body: dict[str, Any], defaults: dict[str, Any]) -> Call:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -299,7 +358,8 @@ class VllmEngine:
         if request.tools and request.tool_choice != "none" and kind is None:
             raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOLS}")
         _, (prompt,) = _accepted(await self._renderer.render_chat(request))
-        limit = request.max_completion_tokens or request.max_tokens
+        limit = request.max_completion_tokens
+        limit = request.max_tokens if limit is None else limit
         call = self._call(prompt, request, limit, self._defaults)
         call.top = (request.logprobs and request.top_logprobs) or 0
         if kind is not None:

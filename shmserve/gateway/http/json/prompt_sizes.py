@@ -1,7 +1,8 @@
-"""The check of large bodies for prompts that are too long, in a process of its own.
+"""The check of large bodies for texts that are too long, in a process of its own.
 
 To parse a body of 64 MiB takes a second, in which no other request of the gateway would be served.
-A body above `LARGE` is therefore first sent to a process that finds prompts that no model takes.
+A body above `LARGE` is therefore first sent to a process that finds prompts that no model takes,
+other large fields, and faults of the JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from typing import Any
 
 import orjson
 
+from shmserve.errors import ShmserveError, clip
+from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
-LARGE = 1 << 20
+_PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
+_CHATS = ("messages", "input", "documents")
+_MOST_OTHERS = 2 * LARGE  # bytes of all other fields, which the gateway parses in 20 ms
 _BYTES_A_TOKEN = 128  # at most, on average
 _CODE = f"from {__name__} import main; main()"
 _PIECE = 1 << 16
+_FAULT = 65  # the exit status for a body that is not JSON
 _one_at_a_time = asyncio.Semaphore(1)
 
 
@@ -34,6 +40,9 @@ async def find_long_prompt(
         pieces: The body.
         longest: The maximum number of tokens of each model.
         model: The model, unless the body has its name.
+
+    Raises:
+        JsonFault: The body is not JSON.
     """
     arguments = (sys.executable, "-c", _CODE, json.dumps(longest), model)
     pipe = asyncio.subprocess.PIPE
@@ -47,7 +56,10 @@ async def find_long_prompt(
                         process.stdin.write(piece[begin : begin + _PIECE])
                         await process.stdin.drain()
             process.stdin.close()
-            return (await process.stdout.read()).decode()
+            error = (await process.stdout.read()).decode()
+            if await process.wait() == _FAULT:
+                raise JsonFault(error)
+            return error
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -55,15 +67,21 @@ async def find_long_prompt(
 
 
 def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
-    """Return the error of a prompt in a parsed body, or ""."""
+    """Return the error of a prompt or of other fields in a parsed body, or ""."""
     most = longest.get(body.get("model") or model) if isinstance(body, dict) else None
-    nested = body.get("parameters") if isinstance(body, dict) else None
-    given = {**nested, **body} if isinstance(nested, dict) else body
-    if most is None or given.get("truncate_prompt_tokens") is not None:
+    if most is None:
         return ""
-    for name in ("prompt", "text_input", "input_ids", "messages", "input"):
+    nested = body.get("parameters")
+    given = {**nested, **body, "parameters": None} if isinstance(nested, dict) else body
+    others = {name: len(orjson.dumps(given[name])) for name in given if name not in _PROMPTS}
+    if sum(others.values()) > _MOST_OTHERS:
+        name = max(others, key=lambda name: others[name])
+        return f"{clip(name)}: {others[name]} bytes are above {_MOST_OTHERS}"
+    if given.get("truncate_prompt_tokens") is not None:
+        return ""
+    for name in _PROMPTS:
         value = given.get(name)
-        is_conversation = name in ("messages", "input")
+        is_conversation = name in _CHATS
         prompts = value if isinstance(value, list) and not is_conversation else [value]
         if prompts and type(prompts[0]) is int:
             prompts = [prompts]
@@ -78,8 +96,11 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
 
 
 def main() -> None:
-    """Check the body on the standard input; a body that is no JSON has no prompt."""
+    """Check the body on the standard input."""
     os.nice(10)
-    with contextlib.suppress(ValueError):
-        body = orjson.loads(sys.stdin.buffer.read())
+    try:
+        body = loads(sys.stdin.buffer.read())
         sys.stdout.write(long_prompt(body, json.loads(sys.argv[1]), sys.argv[2]))
+    except ShmserveError as fault:
+        sys.stdout.write(fault.message)
+        sys.exit(_FAULT if isinstance(fault, JsonFault) else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from shmserve.gateway.http.openai.names import PARAMETERS, TEXT, generates, name
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.inference import error_of
+from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
@@ -35,6 +37,7 @@ MESSAGE = "message"
 _OUTPUTS = (TEXT, "index", "finish_reason", "usage")
 _MOST_PROMPTS = 1024
 _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first one counts
 
 
 class TextRequest(NamedTuple):
@@ -171,12 +174,12 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     model = await generating(gateway, given)
     variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
     prompt = conversation(given, variables)
-    limits = (given.get("max_completion_tokens"), given.get("max_tokens"), _UNLIMITED)
-    most = next(limit for limit in limits if limit is not None)
+    limit = next((name for name in _LIMITS if name in given), "max_tokens")
+    others = set(_LIMITS) - {limit}
     if given.get("top_logprobs") and not wants_logprobs(given):
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
-    parameters = {"add_special_tokens": False, "echo": False, **given, "max_tokens": most}
-    parameters.pop("max_completion_tokens", None)
+    parameters = {"add_special_tokens": False, "echo": False, limit: _UNLIMITED, **given}
+    parameters = {name: value for name, value in parameters.items() if name not in others}
     made = _text_request(model, [prompt], parameters)
     parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
     return made._replace(details=(*made.details, MESSAGE)) if parsed else made
@@ -275,14 +278,32 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-async def arrays(
-    gateway: Gateway, model: GatewayModel, queue: ResponseQueue
+async def infer(
+    gateway: Gateway,
+    request: HttpRequest,
+    model: GatewayModel,
+    given: InferInput,
+    outputs: Sequence[str],
+    parameters: dict[str, Any],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the outputs of a model's only response.
+    """Return outputs of a model for one input, from its only response.
 
     Raises:
         ShmserveError: The model's error.
     """
+    wanted = [InferOutput(name, binary=True) for name in outputs]
+    asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
+    built = build(gateway, model, asked)
+    queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
+    try:
+        return await _arrays(gateway, model, queue)
+    finally:
+        queue.close()
+
+
+async def _arrays(
+    gateway: Gateway, model: GatewayModel, queue: ResponseQueue
+) -> dict[str, np.ndarray[Any, Any]]:
     await queue.wait()
     error = error_of(queue.first)
     if isinstance(error, QueueFull):
@@ -332,10 +353,11 @@ _KINDS: Mapping[int, tuple[str, str | None]] = {
 }
 
 
-def openai_error(error: ShmserveError) -> bytes:
+def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> bytes:
     """Return the body of an error's response.
 
-    Its form is {"error": {"message", "type", "param", "code"}}.
+    Its form is {"error": {"message", "type", "param", "code"}}. `names` has the client's names of
+    fields.
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
@@ -346,7 +368,7 @@ def openai_error(error: ShmserveError) -> bytes:
         code = "context_length_exceeded"
     message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
     field = _FIELD.match(message) if invalid else None
-    param = None if field is None else _SOURCES.get(field[1], field[1])
+    param = None if field is None else names.get(field[1], field[1])
     if field is not None:
         message = f"{param}{message[len(field[1]) :]}"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -6,8 +6,8 @@ example is an ensemble of a tokenizer and a sentence encoder.
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,6 @@ from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_respo
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.fields import EMBEDDING, carried
 from shmserve.gateway.http.openai.names import shown_name
-from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.prepare import build
-from shmserve.gateway.inference.request import InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 
 _FORMATS = ("float", "base64")
@@ -66,53 +63,35 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         raise InvalidArgument(f"encoding_format: '{encoding}' is not one of {', '.join(_FORMATS)}")
     step = max(embedder.most, 1)
     parts = [texts[at : at + step] for at in range(0, len(texts), step)]
-    calls = [_Call(gateway, request, model, embedder, part) for part in parts]
+    calls = [_vectors(gateway, request, model, embedder, part) for part in parts]
+    tasks = list(map(asyncio.ensure_future, calls))
     try:
-        vectors = [vector for call in calls for vector in await call.vectors()]
+        vectors = [vector for found in await asyncio.gather(*tasks) for vector in found]
     finally:
-        for call in calls:
-            call.close()
+        for task in tasks:
+            task.cancel()
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
-    usage = {
-        "prompt_tokens": 0,
-        "total_tokens": 0,
-    }  # unknown
+    usage = {"prompt_tokens": 0, "total_tokens": 0}  # unknown
     name = shown_name(gateway, model.name)
     return json_response({"object": "list", "data": data, "model": name, "usage": usage})
 
 
-class _Call:
-    """An inference request for as many texts as the model accepts in a batch."""
-
-    def __init__(
-        self,
-        gateway: Gateway,
-        request: HttpRequest,
-        model: GatewayModel,
-        embedder: Embedder,
-        texts: list[str],
-    ) -> None:
-        shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
-        given = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
-        asked = InferRequest("", [given], [InferOutput(embedder.vector, binary=True)], binary=True)
-        built = build(gateway, model, asked)
-        self._gateway = gateway
-        self._model = model
-        self._count = len(texts)
-        self._queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
-
-    async def vectors(self) -> list[np.ndarray[Any, Any]]:
-        """Return the vector of each text in FP32, or raise the error of the model."""
-        found = await bodies.arrays(self._gateway, self._model, self._queue)
-        vectors = [each.astype(np.float32) for each in found.values()]
-        return [row for each in vectors for row in each.reshape(self._count, -1)]
-
-    def close(self) -> None:
-        """Cancel the request if it has not ended."""
-        self._queue.close()
+async def _vectors(
+    gateway: Gateway,
+    request: HttpRequest,
+    model: GatewayModel,
+    embedder: Embedder,
+    texts: list[str],
+) -> list[np.ndarray[Any, Any]]:
+    """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
+    shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
+    given = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
+    found = await bodies.infer(gateway, request, model, given, [embedder.vector], {})
+    vectors = found[embedder.vector].astype(np.float32)
+    return list(vectors.reshape(len(texts), -1))
 
 
 def _texts(given: Any) -> list[str]:

@@ -8,14 +8,15 @@ and logged once, or refused with --openai-unknown-fields=refuse.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, clip, suggestion
+from shmserve.ipc.engine_settings import WITHOUT_EFFECT
+from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
-
-_MOST_REPORTED = 1000  # names of unknown fields
 
 
 class Allowed(NamedTuple):
@@ -39,8 +40,8 @@ _GENERATION = _EVERY | _names(
     "frequency_penalty logit_bias bad_words allowed_token_ids use_beam_search length_penalty "
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
     "add_special_tokens truncate_prompt_tokens priority response_format structured_outputs "
-    "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern "
-    "json_schema regex stop_words max_new_tokens"  # other names of these
+    "lora_name guided_json guided_regex guided_choice guided_grammar "
+    "guided_whitespace_pattern json_schema regex stop_words max_new_tokens"  # other names of these
 )
 # Variables of the chat template, and options of its message.
 CONVERSATION = _names(
@@ -50,9 +51,8 @@ CONVERSATION = _names(
 
 # --- without effect
 
-_PLAIN = _names(
-    "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "request_id prediction spaces_between_special_tokens guided_decoding_backend"
+_PLAIN = frozenset(WITHOUT_EFFECT) | _names(
+    "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction"
 )
 
 # --- refused, unless the value has no effect
@@ -71,19 +71,11 @@ _REFUSED: Mapping[str, Allowed] = {
     "return_tokens_as_token_ids": _FALSE,
     "echo": _FALSE,  # of a chat
     "chat_template": Allowed((), "only the model's own template is supported"),
+    **dict.fromkeys(_names("audio web_search_options moderation cache_salt prompt_embeds"), _NONE),
     **dict.fromkeys(
-        ("audio", "web_search_options", "moderation", "cache_salt", "prompt_embeds"), _NONE
-    ),
-    **dict.fromkeys(
-        (
-            "logits_processors",
-            "mm_processor_kwargs",
-            "media_io_kwargs",
-            "kv_transfer_params",
-            "vllm_xargs",
-            "repetition_detection",
-            "thinking_token_budget",
-            "lora_request",
+        _names(
+            "logits_processors mm_processor_kwargs media_io_kwargs kv_transfer_params vllm_xargs "
+            "repetition_detection thinking_token_budget lora_request"
         ),
         _EMPTY,
     ),
@@ -115,9 +107,6 @@ _STREAM_OPTIONS: Mapping[str, Allowed | None] = {
 }
 
 
-_reported: set[str] = set()  # unknown fields that were logged
-
-
 def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool) -> dict[str, Any]:
     """Return the fields of a body to carry out, without those that are null.
 
@@ -137,7 +126,9 @@ def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool
     for name, value in body.items():
         if value is None:
             continue
-        if name in known:
+        if type(value) is float and not math.isfinite(value):
+            problems.append(f"{clip(name)}: {value} is not a finite number")
+        elif name in known:
             found[name] = value
         elif name in refused:
             problems += _problem(name, value, refused[name])
@@ -154,9 +145,8 @@ def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool
     for name, names in strange.items():
         if refuse_unknown:
             problems.append(f"{clip(name)}: it is not a known field{suggestion(name, names)}")
-        elif name not in _reported and len(_reported) < _MOST_REPORTED:
-            _reported.add(name)
-            logger.warning("field '%s' of OpenAI's API is not known and is ignored", clip(name))
+        else:
+            warn_once(logger, "field '%s' of OpenAI's API is not known and is ignored", clip(name))
     if problems:
         raise InvalidArgument("; ".join(problems))
     return found

@@ -187,6 +187,7 @@ class Choices:
     form: Form
     model: str
     samples: int
+    shows_usage: bool = False  # chunks have the member `usage`, which is null
     _found: dict[int, _Sample] = field(default_factory=dict)
     _prompt: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
@@ -259,6 +260,8 @@ class Choices:
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
         head = {**self._head(self.form.chunk), **self._prompt}
+        if self.shows_usage:
+            head["usage"] = None
         self._prompt = {}
         return orjson.dumps({**head, "choices": list(choices)})
 
@@ -307,7 +310,8 @@ async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:
-    return Choices(form, shown_name(gateway, text_request.model.name), text_request.samples)
+    name = shown_name(gateway, text_request.model.name)
+    return Choices(form, name, text_request.samples, text_request.usage)
 
 
 class Rendering(Protocol):

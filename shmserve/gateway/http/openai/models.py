@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import numpy as np
+import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unsupported, clip
 from shmserve.gateway.context import Gateway, awaits_load, loaded
@@ -26,10 +27,9 @@ from shmserve.gateway.http.openai.names import (
     only_one,
     own_name,
 )
-from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.prepare import build
-from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
+from shmserve.gateway.inference.request import InferInput
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
 _STARTED_S = int(time.time())
 _MOST_TOKEN = (1 << 31) - 1
@@ -101,13 +101,14 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     parameters = {"task": "tokenize", "add_special_tokens": special}
     outputs = ("token_ids", TEXT) if named else ("token_ids",)
     found = await _converted(gateway, request, model, prompt, parameters, outputs)
-    tokens = found["token_ids"].tolist()
+    # No list of Python's is made of up to a million tokens.
+    tokens = orjson.dumps(found["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
     return json_response(
         {
-            "count": len(tokens),
+            "count": len(found["token_ids"]),
             "max_model_len": model.max_model_len,
-            "tokens": tokens,
-            "token_strs": [each.decode() for each in found[TEXT].ravel()] if named else None,
+            "tokens": orjson.Fragment(tokens),
+            "token_strs": orjson.Fragment(found[TEXT].ravel()[0]) if named else None,
         }
     )
 
@@ -118,17 +119,18 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     given = carried(body, DETOKENIZE, gateway.settings.refuse_unknown_fields)
     model = await bodies.generating(gateway, given, default=await _default(gateway, given))
     tokens = given.get("tokens")
-    if type(tokens) is not list or not all(map(_is_token, tokens)):
+    if type(tokens) is not list or not {*map(type, tokens)} <= {int}:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
     if not tokens:
         return json_response({"prompt": ""})
+    count, most = len(tokens), model.max_model_len
+    if most and count > most:
+        raise InvalidArgument(f"tokens: {PROMPT_TOO_LONG}: {count} tokens are above {most}")
+    if min(tokens) < 0 or max(tokens) > _MOST_TOKEN:
+        raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
     ids = bodies.tensor("input_ids", "INT32", tokens)
     found = await _converted(gateway, request, model, ids, {"task": "detokenize"}, (TEXT,))
     return json_response({"prompt": found[TEXT].ravel()[0].decode()})
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MOST_TOKEN
 
 
 async def _converted(
@@ -145,12 +147,6 @@ async def _converted(
         ShmserveError: The model's error, or its backend converts no texts.
     """
     if not model.converts:
-        raise Unsupported(f"model '{model.name}': only backend 'llm' converts texts and tokens")
-    wanted = [InferOutput(name, binary=True) for name in outputs]
-    asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
-    built = build(gateway, model, asked)
-    queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
-    try:
-        return await bodies.arrays(gateway, model, queue)
-    finally:
-        queue.close()
+        problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
+        raise Unsupported(f"model '{model.name}': {problem}")
+    return await bodies.infer(gateway, request, model, given, outputs, parameters)

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
@@ -19,17 +20,13 @@ from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.fields import RESPONSE, carried
+from shmserve.gateway.http.openai.fields import CHAT, RESPONSE, carried
 from shmserve.gateway.http.openai.generation import Delta, respond
 from shmserve.gateway.http.openai.names import shown_name
 
 # The members of a body that a chat has, too, by their names there.
 _SAME = {
-    **{name: name for name in ("model", "stream", "temperature", "top_p", "top_logprobs")},
-    **{
-        name: name for name in ("parallel_tool_calls", "seed", "stop", "top_k", "min_p", "priority")
-    },
-    **{name: name for name in ("chat_template_kwargs", "presence_penalty", "frequency_penalty")},
+    **{name: name for name in RESPONSE & CHAT if name not in ("tools", "tool_choice")},
     "max_output_tokens": "max_completion_tokens",
 }
 # Members whose values other than these are refused.
@@ -60,6 +57,15 @@ _REPEATED: Mapping[str, Any] = {
     "top_p": 1.0,
     "user": None,
 }
+# Members of a chat's body, and the members of a request that they are made of.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+}
+response_error = partial(bodies.openai_error, names=_NAMES)
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -92,7 +98,8 @@ def _chat(body: dict[str, Any]) -> dict[str, Any]:
     made["tools"] = [_tool(index, each) for index, each in enumerate(body.get("tools") or ())]
     made["tool_choice"] = _choice(body.get("tool_choice"))
     made["reasoning_effort"] = reasoning.get("effort")
-    made["response_format"] = _format(bodies.checked(body, "text", dict, {}).get("format"))
+    text = bodies.checked(body, "text", dict, {})
+    made |= {"response_format": _format(text.get("format")), "verbosity": text.get("verbosity")}
     if _LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
         made["logprobs"] = True
     return made
@@ -333,7 +340,7 @@ class ResponseObject:
 
     def failure(self, error: ShmserveError) -> list[bytes]:
         """Return the last events of a stream that fails."""
-        fault = orjson.loads(bodies.openai_error(error))["error"]
+        fault = orjson.loads(response_error(error))["error"]
         code = fault["code"] or "server_error"
         described = {"code": code, "message": fault["message"], "param": fault["param"]}
         failed = {**self._object("failed"), "error": {"code": code, "message": fault["message"]}}

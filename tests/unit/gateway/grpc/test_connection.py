@@ -265,20 +265,38 @@ def test_an_old_connection_is_told_twice_to_go_and_loses_no_call() -> None:
     played(play, max_connection_age_ms=1000)
 
 
-def test_who_stays_for_its_calls_is_told_to_go_when_those_are_over() -> None:
-    """However many come meanwhile, and are refused."""
-
+def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
     async def play(scene: Scene) -> None:
         scene.ask(1)
-        scene.connection.shut_down(after_calls=True)
+        scene.connection.shut_down()
+        (kind, _, _, last), (_, _, _, payload) = scene.transport.frames()
+        assert (kind, last[:4]) == (GO_AWAY, b"\x7f\xff\xff\xff")
+        scene.connection.shut_down()
+        scene.ask(3)  # It crossed the GOAWAY.
+        scene.say(frame(PING, ACK, 0, payload))
+        ((kind, _, _, last),) = scene.transport.frames()
+        assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
+        for _, call in scene.calls:
+            assert not scene.transport.closed
+            call.finish(b"")
+        await scene.clock.go_on(0)
+        assert set(scene.statuses()) == {1, 3} and scene.transport.closed
+
+    played(play)
+
+
+def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:
+    async def play(scene: Scene) -> None:
+        scene.ask(1)
+        scene.connection.shut_down(refuses=True)
+        (_, _, _, first), (_, _, _, last), _ = scene.transport.frames()
+        assert (first[:4], last[:4]) == (b"\x7f\xff\xff\xff", (1).to_bytes(4, "big"))
         scene.ask(3)
-        (_, first), (_, second) = scene.calls
-        second.fail(StatusCode.UNAVAILABLE, "ends")
-        scene.ask(5)
-        assert GO_AWAY not in {kind for kind, _, _, _ in scene.transport.frames()}
-        first.finish(b"")
-        told = [kind for kind, _, _, _ in scene.transport.frames()]
-        assert told[-2:] == [GO_AWAY, PING]
+        ((kind, _, stream, code),) = scene.transport.frames()
+        assert (kind, stream, code) == (RESET, 3, (7).to_bytes(4, "big"))
+        ((_, call),) = scene.calls
+        call.finish(b"")
+        assert set(scene.statuses()) == {1}
 
     played(play)
 

@@ -168,6 +168,12 @@ def test_everything_else_is_a_parameter() -> None:
     assert (request.correlation_id, request.timeout_us) == (0, 0)
 
 
+@pytest.mark.parametrize("body", [{"deadline_us": 5}, {"parameters": {"deadline_us": 5}}])
+def test_a_deadline_is_no_parameter_of_the_model(body: Any) -> None:
+    request = parsed(body)
+    assert (request.deadline_us, request.parameters) == (5, {})
+
+
 def test_a_response_has_its_outputs_in_the_order_of_their_names() -> None:
     def tensor(name: str, *shape: int) -> TensorRef:
         return TensorRef(name, "INT32", shape, b"")

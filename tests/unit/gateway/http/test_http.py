@@ -124,8 +124,22 @@ def is_closed(connection: socket.socket) -> bool:
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n",
-        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        *(
+            b"POST /v2 HTTP/%b\r\nHost: localhost\r\n%b\r\n\r\n0\r\n\r\n" % (version, framing)
+            for version, framing in (
+                (b"1.0", b"Content-Length: 5\r\nTransfer-Encoding: chunked"),
+                (b"1.1", b"Content-Length: +5\r\nTransfer-Encoding: chunked"),
+                (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding: xchunked"),
+                (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding: gzip, chunked"),
+                (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding : chunked"),
+                (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding:\r\n chunked"),
+                (b"1.1", b"Content-Length: 5\r\nContent-Length: 5\r\nTransfer-Encoding: chunked"),
+                (
+                    b"1.1",
+                    b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: x",
+                ),
+            )
+        ),
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
         b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200 + b"\r\n",
         b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 20_000 + b"\r\n\r\n",
@@ -182,6 +196,33 @@ def test_bodies_may_come_in_chunks(gateway: Rig, size: int) -> None:
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
     start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     ask(gateway, start, chunks, b"0\r\n\r\n").ok()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 110, 150])
+@pytest.mark.parametrize(
+    "framing",
+    [
+        "Content-Length: {}\r\nTransfer-Encoding: chunked",
+        "transfer-encoding: Chunked\r\nX: y\r\ncontent-length:{} ",
+    ],
+)
+def test_chunks_beside_a_length_end_the_connection(gateway: Rig, framing: str, cut: int) -> None:
+    """RFC 9112, 6.3: the chunks count, and nothing behind them is read as a request."""
+    body = simple_body()
+    lines = framing.format(len(body) + 5).encode()
+    request = head(0).replace(b"Content-Length: 0", lines) + b"%x\r\n%b\r\n" % (len(body), body)
+    with raw_connection(gateway.port) as connection:
+        before = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        for earlier in (HEALTH, before + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)):
+            connection.sendall(earlier)
+            read_reply(connection).ok()
+        for part in (request[:cut], request[cut:], b"0\r\n\r\n" + HEALTH):
+            connection.sendall(part)
+            time.sleep(0.02)
+        reply = read_reply(connection)
+        assert reply.ok().tensors()["OUTPUT0"][0][0] == 2
+        assert reply.headers["Connection"] == "close"
+        assert is_closed(connection)
 
 
 def test_too_many_chunks_are_refused(patient: Rig) -> None:

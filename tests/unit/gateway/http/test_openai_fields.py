@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shmserve import logs
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.openai import fields
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, EMBEDDING, carried
@@ -64,6 +65,8 @@ def test_what_has_no_effect_is_dropped(body: dict[str, Any]) -> None:
          "stream_options.continuous_usage_stats: True is refused"),
         ({"audio": {}, "cache_salt": "s"}, CHAT,
          "audio: {} is refused: it is not supported; cache_salt: 's' is refused"),
+        ({"temperature": float("nan")}, COMPLETION, "temperature: nan is not a finite number"),
+        ({"top_p": float("inf")}, CHAT, "top_p: inf is not a finite number"),
     ],
 )  # fmt: skip
 def test_what_is_refused_says_what_is_supported(
@@ -75,7 +78,7 @@ def test_what_is_refused_says_what_is_supported(
 def test_unknown_fields_are_logged_once_or_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fields, "_reported", set())
+    monkeypatch.setattr(logs, "_warned", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert kept({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.http.json.prompt_sizes import LARGE, find_long_prompt, long_prompt
+from shmserve.gateway.http.json.parser import LARGE, JsonFault
+from shmserve.gateway.http.json.prompt_sizes import find_long_prompt, long_prompt
 
 LONGEST = {"m": 100, "vast": 1 << 24}
 LONG = "a" * (LARGE + 1)
@@ -25,9 +26,15 @@ LONG = "a" * (LARGE + 1)
         ({"model": "m", "input": [{"role": "user", "content": LONG}]}, "input: the prompt is"),
         ({"text_input": LONG}, "text_input: the prompt is longer"),
         ({"input_ids": [5] * 101}, "input_ids: the prompt is longer"),
+        ({"model": "m", "tokens": [5] * 101}, "tokens: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 100}, ""),
         ({"model": "m", "prompt": LONG, "truncate_prompt_tokens": 5}, ""),
         ({"text_input": LONG, "parameters": {"truncate_prompt_tokens": 5}}, ""),
+        ({"model": "m", "prompt": "a", "stop": LONG * 2}, "stop: 2097156 bytes are above 2097152"),
+        ({"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG, LONG]}, "x: 2097161 bytes are"),
+        ({"text_input": "a", "parameters": {"x": LONG, "y": LONG + "b"}}, "y: 1048580 bytes are"),
+        ({"model": "m", "messages": [], "documents": [LONG]}, "documents: the prompt is longer"),
+        ({"model": "nobody", "x": LONG * 2}, ""),
         ({"model": "vast", "prompt": LONG}, ""),
         ({"model": "nobody", "prompt": LONG}, ""),
         ({"model": "m", "prompt": None}, ""),
@@ -61,4 +68,9 @@ def test_another_process_parses_while_others_are_served() -> None:
 
 
 def test_what_is_no_json_has_no_prompt() -> None:
-    assert asyncio.run(find_long_prompt([b"{" * 9], LONGEST)) == ""
+    with pytest.raises(JsonFault, match="failed to parse the request JSON buffer"):
+        asyncio.run(find_long_prompt([b"{" * 9], LONGEST))
+    doubled = asyncio.run(find_long_prompt([b'{"a": 1, "a": 2}'], LONGEST))
+    assert "'a'" in doubled
+    deep = asyncio.run(find_long_prompt([b"[" * 200 + b"]" * 200], LONGEST))
+    assert "nesting depth" in deep

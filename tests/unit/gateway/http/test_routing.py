@@ -93,7 +93,7 @@ def handled(request: Request, table: RouteTable = TABLE, cors: Cors | None = Non
         ("POST", "bad", None, 400, "bad", b""),
         ("POST", "full", None, 503, "full", b"Retry-After: 3"),
         ("POST", "bug", None, 500, "internal error", b""),
-        ("GET", "bad", None, 405, "Method Not Allowed", b""),
+        ("GET", "bad", None, 405, "Method Not Allowed", b"Allow: POST\r\n"),
         ("POST", "bad", PermissionDenied("no"), 403, "no", b""),
         ("POST", "bad", Unauthenticated("who"), 401, "who", b"WWW-Authenticate: Bearer"),
     ],

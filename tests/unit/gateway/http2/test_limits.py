@@ -61,7 +61,6 @@ GIVEN_UP: dict[str, Callable[[int], bytes]] = {
     "a window by nothing": lambda n: begin(n, end=True) + window(n, 0),
     "a window that is too large": lambda n: begin(n, end=True) + window(n, 2**31 - 1),
     "a broken PRIORITY": lambda n: begin(n) + frame(PRIORITY, 0, n, b"1"),
-    "a PRIORITY on itself": lambda n: begin(n) + frame(PRIORITY, 0, n, struct.pack(">IB", n, 0)),
     "more data than is said": lambda n: (
         begin(n, block=REQUEST + encode([(b"content-length", b"1")])) + frame(DATA, 0, n, b"12")
     ),

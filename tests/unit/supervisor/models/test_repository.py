@@ -193,6 +193,8 @@ EMPTY = "Model name cannot be empty. Please enter a valid name to deploy."
         (" \t", EMPTY),
         (".", f"invalid model name '.', {TRAVERSAL}"),
         ("..", f"invalid model name '..', {TRAVERSAL}"),
+        (" ..", f"invalid model name ' ..', {TRAVERSAL}"),
+        ("a/../b", f"invalid model name 'a/../b', {TRAVERSAL}"),
         ("../m", f"invalid model name '../m', {TRAVERSAL}"),
         ("/etc", f"invalid model name '/etc', {TRAVERSAL}"),
         ("a\\b", f"invalid model name 'a\\b', {TRAVERSAL}"),

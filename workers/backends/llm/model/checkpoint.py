@@ -14,7 +14,15 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architecture
@@ -31,6 +39,15 @@ _WITHOUT_EFFECT = (
     "sequence_bias stop_strings suppress_tokens top_h typical_p"
 )
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+# The pattern of words, and the tokens "<|endoftext|>", of classes in transformers.
+_BYTE_LEVEL = {
+    "GPT2Tokenizer": ("", ("unk_token", "bos_token", "eos_token")),
+    "Qwen2Tokenizer": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ("unk_token", "eos_token", "pad_token"),
+    ),
+}
 _SPACE = "\u2581"
 _MOST_NAMED = 8  # weights in one message
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -69,7 +86,7 @@ class Checkpoint:
         config = _json(path / "config.json", problems)
         architecture = Architecture.of(config, problems) if config else None
         settings = _json(path / "tokenizer_config.json", problems, optional=True)
-        tokenizer = _tokenizer(path, settings, problems)
+        tokenizer = _tokenizer(path, settings, config, problems)
         stored = _stored(path, problems)
         quantisation = Quantisation.of(_quantisation(path, config, problems), problems)
         defaults = _json(path / "generation_config.json", problems, optional=True)
@@ -136,7 +153,9 @@ def _json(path: Path, problems: list[str], optional: bool = False) -> dict[str, 
     return found
 
 
-def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tokenizer | None:
+def _tokenizer(
+    path: Path, settings: dict[str, Any], config: dict[str, Any], problems: list[str]
+) -> Tokenizer | None:
     """Return the tokenizer, with the tokens and the settings of the other files.
 
     `settings` receives the special tokens of special_tokens_map.json. As in transformers, that file
@@ -157,14 +176,41 @@ def _tokenizer(path: Path, settings: dict[str, Any], problems: list[str]) -> Tok
             settings.setdefault("pad_token", tokenizer.padding["pad_token"])
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        if str(settings.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer":
+        kind = _tokenizer_class(settings, config)
+        if kind == "LlamaTokenizer":
             _as_llama(tokenizer, settings)
+        elif kind in _BYTE_LEVEL and "ByteLevel" in repr(tokenizer.decoder):
+            _as_byte_level(tokenizer, settings, kind)
         _add_tokens(tokenizer, settings, more[1])
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
         return None
     tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
     return tokenizer
+
+
+def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
+    """Return the class that transformers has for a tokenizer, which may be none of the file's."""
+    family, named = config.get("model_type"), settings.get("tokenizer_class")
+    if family == "mistral":
+        return ""
+    if family == "qwen2" or (family == "qwen3" and not named):
+        return "Qwen2Tokenizer"
+    return str(named).removesuffix("Fast")
+
+
+def _as_byte_level(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
+    """Replace the division into words, as the class of transformers does for any tokenizer.json."""
+    pattern, names = _BYTE_LEVEL[kind]
+    for name in names:
+        settings.setdefault(name, "<|endoftext|>")
+    prefix = settings.get("add_prefix_space") is True
+    words = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not pattern)
+    tokenizer.normalizer = normalizers.NFC() if pattern else None
+    tokenizer.pre_tokenizer = words
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, words])
 
 
 def _as_llama(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:

@@ -71,6 +71,26 @@ def test_a_text_begins_with_its_prompt_as_triton_has_it(
     assert text.startswith("the quick") == echoed
 
 
+def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
+    wanted: tuple[dict[str, Any], ...] = (
+        {},
+        {"logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"return_token_ids": True},
+    )
+    for key, more in enumerate(wanted):
+        scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **more)
+    scheduler.run()
+    found = [scheduler.responses[key][0].keys() for key in range(len(wanted))]
+    scored = {"text_output", "logprobs"}
+    assert found == [
+        {"text_output"},
+        scored,
+        scored,
+        {"text_output", "token_ids", "prompt_token_ids"},
+    ]
+
+
 def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {
         "input_ids": PROMPT,
@@ -370,7 +390,13 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"messages": "[1]"}, "messages: [1] is not a JSON list of messages"),
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
         ({"text_input": "a", "regex": "[a"}, "regex: cannot be compiled"),
-        ({"text_input": "a", "json_schema": {"type": 3}}, "response_format: cannot be compiled"),
+        ({"text_input": "a", "json_schema": {"type": 3}}, "json_schema: cannot be compiled"),
+        ({"text_input": "a", "guided_json": {"type": 3}}, "guided_json: cannot be compiled"),
+        ({"text_input": "a", "guided_regex": "("}, "guided_regex: cannot be compiled"),
+        (
+            {"text_input": "a", "structured_outputs": {"grammar": "root ::= ("}},
+            "structured_outputs: cannot be compiled",
+        ),
         ({"text_input": "a", "json_schema": {"$ref": "#"}}, "it allows no text"),
         ({"text_input": "a", "json_schema": {"not": {"type": "null"}}}, 'keys: ["not"]'),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0 generates nothing"),

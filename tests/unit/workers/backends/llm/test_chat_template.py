@@ -45,3 +45,33 @@ def test_members_of_chat_template_kwargs_are_variables() -> None:
     source = "{{ enable_thinking is defined and not enable_thinking }}"
     assert rendered(source, chat_template_kwargs={"enable_thinking": False}) == "True"
     assert rendered(source) == "False"
+
+
+def test_a_message_without_content_and_calls_is_empty() -> None:
+    source = (
+        "{% for m in messages %}{% if m['content'] is defined %}{{ '[' + m['content'] + ']' }}"
+        "{% else %}<{{ m.tool_calls[0].id }}>{% endif %}{% endfor %}"
+    )
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": None},
+        {"role": "assistant", "refusal": None, "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]},
+        {"role": "assistant", "tool_calls": [{"id": "d"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "e"}]},
+    ]
+    assert rendered(source, messages=messages) == "[][]<c><d>[]"
+
+
+def test_the_result_of_a_tool_is_a_text_even_where_a_template_takes_parts() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ '[' + m.content + ']' }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    messages = [{"role": "user", "content": parts}, {"role": "tool", "content": parts}]
+    assert rendered(source, messages=messages) == "ab[a\nb]"
+
+
+def test_a_continued_message_has_no_generation_prompt() -> None:
+    with pytest.raises(InvalidArgument, match="continue_final_message: add_generation_prompt"):
+        rendered(ROLES, continue_final_message=True, add_generation_prompt=True)

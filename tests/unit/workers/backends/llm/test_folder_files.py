@@ -72,6 +72,18 @@ PAD = {
     "pad_type_id": 0,
     "pad_token": END,
 }
+DIGITS = {
+    "tokenizer.json": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                 "use_regex": True},
+            ],
+        }
+    }
+}  # fmt: skip
 THINK = {"<think>": SIZE, "</think>": SIZE + 1}
 FILES: dict[str, dict[str, dict[str, Any]]] = {
     "truncation": {"tokenizer.json": {"truncation": CUT}},
@@ -116,16 +128,33 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "LlamaTokenizer of bytes": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
+    "GPT2Tokenizer": {SETTINGS: {"tokenizer_class": "GPT2TokenizerFast"}, **DIGITS},
+    "Qwen2Tokenizer": {SETTINGS: {"tokenizer_class": "Qwen2Tokenizer"}},
+    "Qwen2Tokenizer of a family": {"config.json": {"model_type": "qwen2"}, **DIGITS},
+    "Qwen3 without a class": {
+        "config.json": {"model_type": "qwen3"},
+        SETTINGS: {"tokenizer_class": None, "add_prefix_space": True},
+    },
+    "Qwen3 with a class": {"config.json": {"model_type": "qwen3"}, **DIGITS},
+}
+MISTRAL = {
+    "config.json": {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": None,
+    }
 }
 SPACED: dict[str, dict[str, dict[str, Any]]] = {
     "as it is": {},
     "LlamaTokenizer": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
     "legacy": {SETTINGS: {"tokenizer_class": "LlamaTokenizerFast", "legacy": True}},
     "without prefix": {SETTINGS: {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}},
+    "Mistral": {SETTINGS: {"tokenizer_class": "LlamaTokenizer", "legacy": False}, **MISTRAL},
 }
 TEXTS = (
     f" the fox , it 's{END}  the <think> x </think> [PAD] <x><y><img> fox",
     f"<|user|>the fox{END}\n",
+    "it was 1234 times,\n\nnai\u0308ve  IT'S 😀",
 )
 NAMES = ("bos_token", "eos_token", "pad_token", "image_token", "additional_special_tokens")
 SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shmserve.workers.backends.llm import engine, sampler
+from shmserve.workers.backends.llm import engine, grammars, sampler
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from tests.rigs.llm_rig import llm_rig
 
@@ -158,8 +158,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for where, name in (
         (engine, "allowed_tokens"),
-        (sampler, "_bits"),
-        (sampler.Grammars, "matcher"),
+        (grammars, "_bits"),
+        (grammars.Grammars, "matcher"),
         (sampler, "_mask"),
     ):
         count(where, name)

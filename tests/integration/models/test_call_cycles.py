@@ -1,0 +1,203 @@
+"""Calls that wait for each other fail at once, and those of a lost client are cancelled."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.gates import WAITING, holding
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, Reply, json_input
+
+CALL = """import asyncio, threading
+import triton_python_backend_utils as pb_utils
+
+def prepared(request):
+    value = int(pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0])
+    inputs = [pb_utils.Tensor("X", pb_utils.get_input_tensor_by_name(request, "X").as_numpy() - 1)]
+    target = TARGETS[-1 if value >= 10 else 0]
+    return pb_utils.InferenceRequest(model_name=target, requested_output_names=["Y"], inputs=inputs)
+
+def response(found):
+    if found.has_error():
+        return pb_utils.InferenceResponse(error=found.error())
+    return pb_utils.InferenceResponse(found.output_tensors())
+"""
+BLOCKING = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [response(prepared(request).exec()) for request in requests]
+"""
+COROUTINE = """
+class TritonPythonModel:
+    async def execute(self, requests):
+        return [response(found) for found in await asyncio.gather(*map(self.ask, requests))]
+
+    async def ask(self, request):
+        return await prepared(request).async_exec()
+"""
+STREAM = """
+class TritonPythonModel:
+    async def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            sender.send(response(await prepared(request).async_exec()), flags=1)
+"""
+ENDS = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        if pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0] > 0:
+            return response(prepared(request).exec())
+        y = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)])
+"""
+LEAF = f"""{WAITING}
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        wait()
+        inputs = [pb_utils.get_input_tensor_by_name(each, "X").as_numpy() for each in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", each)]) for each in inputs]
+"""
+IO = """input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }\n"
+LIMITED = """instance_group [ { kind: KIND_CPU count: 1
+  rate_limiter { resources [ { name: "R" count: 1 } ] } } ]
+"""
+ENSEMBLE = """platform: "ensemble"
+ensemble_scheduling { step [ { model_name: "inner" model_version: -1
+  input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } } ] }
+"""
+
+
+def add(repository: Path, name: str, code: str, more: str = "", *targets: str) -> None:
+    source = f"TARGETS = {targets!r}\n{CALL if targets else ''}{code}"
+    repositories.write(repository, name, f'backend: "python"\n{IO}{more}', source)
+
+
+@pytest.fixture(scope="module")
+def cycles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("cycles") / "models"
+    for name, code in (("exec", BLOCKING), ("async", COROUTINE)):
+        add(repository, f"{name}_itself", code, "", f"{name}_itself")
+        add(repository, f"{name}_first", code, "", f"{name}_second")
+        add(repository, f"{name}_second", code, "", f"{name}_first")
+    add(repository, "deep", ENDS, "instance_group { kind: KIND_CPU count: 3 }\n", "deep")
+    add(repository, "streams", STREAM, DECOUPLED, "by_stream")
+    add(repository, "by_stream", ENDS, "", "leaf")
+    add(repository, "inner", BLOCKING, "", "whole")
+    (repository / "whole" / "1").mkdir(parents=True)
+    (repository / "whole" / "config.pbtxt").write_text(IO + ENSEMBLE)
+    add(repository, "leaf", LEAF)
+    add(repository, "exec_leaf", BLOCKING, "", "leaf", "limited")
+    add(repository, "async_leaf", COROUTINE, "", "leaf", "limited")
+    add(repository, "stream_leaf", STREAM, DECOUPLED, "leaf", "limited")
+    add(repository, "outer_leaf", BLOCKING, "", "exec_leaf")
+    add(repository, "limited", LEAF.replace("        wait()\n", ""), LIMITED)
+    add(repository, "holder", BLOCKING, LIMITED, "between")
+    add(repository, "between", BLOCKING, "", "limited")
+    with running(repository, "--rate-limit=execution_count") as server:
+        yield server
+
+
+def ask(http: Http, model: str, value: int = 0) -> Reply:
+    given = {"inputs": [json_input("X", np.array([value], np.int32))]}
+    return http.infer(model, given, {"Accept": "text/event-stream"} if "stream" in model else {})
+
+
+@pytest.mark.parametrize(
+    ("model", "chain"),
+    [
+        ("exec_itself", "exec_itself -> exec_itself"),
+        ("exec_first", "exec_first -> exec_second -> exec_first"),
+        ("async_itself", "async_itself -> async_itself"),
+        ("async_first", "async_first -> async_second -> async_first"),
+        ("inner", "inner -> inner"),
+        ("whole", "inner -> inner"),
+        ("holder", "holder -> between -> limited"),
+    ],
+)
+def test_a_cycle_fails_at_once_with_its_chain(cycles: Server, model: str, chain: str) -> None:
+    with cycles.http(timeout_s=5) as http:
+        for _ in range(2):
+            reply = ask(http, model)
+            assert reply.status == 500
+            assert "deadlock" in reply.error and f"({chain})" in reply.error
+
+
+def test_a_recursion_fails_only_where_it_cannot_go_on(cycles: Server) -> None:
+    with cycles.http(timeout_s=5) as http:
+        assert [ask(http, "deep", depth).status for depth in (0, 1, 2, 3)] == [200, 200, 200, 500]
+        assert ask(http, "streams").status == 200
+    with ThreadPoolExecutor(6) as people:
+
+        def one(_: int) -> int:
+            with cycles.http(timeout_s=10) as http:
+                return ask(http, "deep", 1).status
+
+        assert set(people.map(one, range(24))) <= {200, 500}
+    with cycles.http(timeout_s=5) as http:
+        assert ask(http, "deep", 2).status == 200
+
+
+@pytest.mark.parametrize("model", ["exec_leaf", "async_leaf", "stream_leaf", "outer_leaf"])
+def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
+    cycles: Server, model: str
+) -> None:
+    with ThreadPoolExecutor(1) as other, cycles.http() as occupant:
+        with holding(cycles.gate) as wait_held:
+            occupied = other.submit(ask, occupant, "leaf")
+            wait_held()
+            with cycles.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
+                ask(http, model)
+            # The model can serve the next request, while the called model is still busy.
+            nested = model == "outer_leaf"
+            with cycles.http(timeout_s=5) as http:
+                assert ask(http, "exec_leaf" if nested else model, 20).status == 200
+            until("the calls are gone", lambda: not pending(cycles, "leaf"))
+            assert not occupied.done()
+        assert occupied.result().status == 200
+
+
+def pending(server: Server, model: str) -> float:
+    return server.metric("nv_inference_pending_request_count", model=model)
+
+
+def test_a_deadline_holds_along_the_chain(cycles: Server) -> None:
+    limit = {"X-Request-Timeout-Ms": "300"}
+    with holding(cycles.gate), cycles.http(timeout_s=5) as http:
+        body = {"inputs": [json_input("X", np.zeros(1, np.int32))]}
+        assert http.infer("outer_leaf", body, limit).status >= 500
+    with cycles.http(timeout_s=5) as http:
+        assert ask(http, "outer_leaf").status == 200
+
+
+def test_a_call_after_the_hang_up_fails(
+    repository: Path, serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    again = f"""{WAITING}
+class TritonPythonModel:
+    def execute(self, requests):
+        wait()
+        made = [response(prepared(request).exec()) for request in requests]
+        open({str(told)!r}, "w").write(str(prepared(requests[0]).exec().error().message()))
+        return made
+"""
+    add(repository, "again", again, "", "free")
+    add(repository, "free", LEAF.replace("        wait()\n", ""))
+    server = serve(repository)
+    with holding(server.gate), server.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
+        ask(http, "again")
+    until("the call has failed", lambda: told.exists() and told.read_text())
+    assert "request cancelled" in told.read_text()

@@ -1,0 +1,126 @@
+"""What an operator reads in the log of failures, deaths and returns; and commands with a token."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import shmserve.client
+from shmserve.cli import main
+from shmserve.errors import Internal
+from tests.support import repositories
+from tests.support.servers import Server, Start, running
+
+TOKEN = "a-token-for-inference"
+FAILS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        raise ValueError("Grüße\\nof two lines")
+"""
+STREAM = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for number in range(2):
+                out = pb_utils.Tensor("OUTPUT0", np.array([number], np.float32))
+                sender.send(pb_utils.InferenceResponse([out]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }\n"
+BAD = """
+def read():
+    raise RuntimeError("no weights")
+
+class Bad:
+    def __init__(self):
+        read()
+
+    def predict(self, x: FP32[np.ndarray, -1]) -> FP32[np.ndarray, -1]:
+        return x
+"""
+
+
+@pytest.fixture(scope="module")
+def server(models: Path, start: Start) -> Server:
+    repositories.add(models, "identity")
+    config = repositories.identity_config("fails", "FP32", [1])
+    repositories.write(models, "fails", config, FAILS)
+    config = repositories.identity_config("stream", "FP32", [1]) + DECOUPLED
+    repositories.write(models, "stream", config, STREAM)
+    tokens = models / "tokens"
+    tokens.write_text(f"{TOKEN} inference\n")
+    tokens.chmod(0o600)
+    return start(models, f"--auth-token-file={tokens}", grpc=True)
+
+
+def test_a_failure_is_logged_whichever_way_it_was_asked_for(server: Server) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
+    body = {"id": "over-http", "inputs": [tensor]}
+    with server.http() as http:
+        assert http.post("/v2/models/fails/infer", body, headers).status == 500
+    with shmserve.client.connect(server.run_dir) as native, pytest.raises(Internal):
+        native.infer("fails", {"INPUT0": [1.0]}, request_id="natively")
+    line = (
+        r"\n([^\n]*)\] inference of model 'fails' failed: Failed to process the request\(s\) for "
+        r"model 'fails_0', message: ValueError: Grüße request=(\S+)\n    of two lines\n"
+    )
+    server.wait_log("request=natively\n    of two")
+    found = re.findall(line, server.log())
+    assert [request for _, request in found] == ["over-http", "natively"]
+    assert " gateway " in found[0][0] and " scheduler fails" in found[1][0]
+
+
+def test_a_worker_that_is_back(server: Server) -> None:
+    server.one("worker identity.0").kill()
+    server.wait_log("worker identity.0 cpu is back: pid ")
+    server.wait_ready()
+    pid = server.one("worker identity.0").pid
+    ended, back = re.findall(r"worker identity\.0 cpu (ended|is back: pid \d+)", server.log())
+    assert (ended, back) == ("ended", f"is back: pid {pid}")
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+@pytest.mark.parametrize(("model", "responses"), [("identity", 1), ("stream", 2)])
+def test_a_token_for_inference_is_enough_to_infer(
+    server: Server, capsys: pytest.CaptureFixture[str], door: str, model: str, responses: int
+) -> None:
+    url = f"http://{server.url}" if door == "http" else f"grpc://{server.grpc_url}"
+    token = f"--header=Authorization: Bearer {TOKEN}"
+    value = "INPUT0=[1]" if model == "stream" else "INPUT0=[1, 2]"
+    command = ["client", "infer", model, f"--url={url}", token, f"--input={value}"]
+    assert main(command) == 0, capsys.readouterr().err
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["model_name"] for line in lines] == [model] * responses
+
+
+def test_a_class_that_does_not_load_is_told_once_with_its_own_path(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(f"import numpy as np\nfrom shmserve.model import FP32\n{BAD}")
+    flags = ("--exit-on-error=false", "--strict-readiness=false")
+    with running([], f"{file}:Bad", *flags) as server:
+        server.wait_log("the server is ready")
+        log = server.log()
+    assert len(re.findall(r"(?m)^E .*no weights", log)) == 1
+    assert f'    File "{file}", line 5, in read' in log and f'"{file}", line 9, in __init__' in log
+    assert "workers/" not in log
+
+
+def test_a_class_that_is_wrong_is_told_with_its_own_path(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text("class Wrong:\n    max_batch_size = '8'\n    def predict(self, x): ...\n")
+    with running(
+        [], f"{file}:Wrong", "--exit-on-error=false", "--strict-readiness=false"
+    ) as server:
+        server.wait_log("the server is ready")
+        log = server.log()
+    assert len(re.findall(r"(?m)^E .*wrong/1/wrong.py:2:5", log)) == 1
+    assert f'\n      File "{file}", line 2\n' in log

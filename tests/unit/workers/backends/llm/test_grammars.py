@@ -1,0 +1,120 @@
+"""Grammars: keys of schemas that the library lacks, and vocabularies of other kinds."""
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from shmserve.errors import InvalidArgument
+from shmserve.workers.backends.llm.grammars import Grammars, with_patterns
+from shmserve.workers.backends.llm.token_texts import TokenTexts
+from tests.support.hf_folders import tokenizer_text
+
+BYTES = Tokenizer.from_str(tokenizer_text())
+GRAMMARS = Grammars(TokenTexts(BYTES), BYTES.get_vocab_size(), (0,))
+
+
+def accepts(schema: dict[str, Any], value: Any) -> bool:
+    """Return whether a text of the schema may be the JSON of a value."""
+    matcher = GRAMMARS.matcher(("json_schema", json.dumps(schema)))
+    tokens = BYTES.encode(json.dumps(value, ensure_ascii=False)).ids
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("names", "right", "wrong"),
+    [
+        ({"enum": ["x.y", "b c"]}, ["x.y", "b c"], ["xay", "x.yb"]),
+        ({"const": "x", "title": "The name"}, ["x"], ["y", "xx"]),
+        ({"$ref": "#/$defs/Colour"}, ["red"], ["pink", ""]),
+        ({"type": "string", "pattern": "^[a-z]+$"}, ["ab"], ["A", "a1"]),
+        ({"minLength": 2, "maxLength": 3}, ["ab", "é😀"], ["a", "abcd"]),
+        ({"maxLength": 1}, ["", "a"], ["ab"]),
+        ({"minLength": 1}, ["a", "abcd"], [""]),
+        ({"format": "date"}, ["2026-11-28"], ["2026-13-01", "x2026-11-28"]),
+        ({"format": "time"}, ["12:30:00", "12:30:00.5Z"], ["24:00:00"]),
+        ({"format": "date-time"}, ["2026-11-28T12:30:00+01:00"], ["2026-11-28"]),
+        ({"format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567"]),
+        ({"type": "string"}, ["a", ""], []),
+        (True, ["a"], []),
+    ],
+)
+def test_names_of_properties_follow_their_schema(
+    names: Any, right: list[str], wrong: list[str]
+) -> None:
+    colours = {"Colour": {"enum": ["red", "blue"], "type": "string"}}
+    part = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    for schema, wrap in (
+        (part, lambda made: made),
+        ({"type": "object", "properties": {"propertyNames": part}, "required": ["propertyNames"]},
+         lambda made: {"propertyNames": made}),
+        ({"anyOf": [part, {"type": "null"}]}, lambda made: made),
+    ):  # fmt: skip
+        whole = {**schema, "$defs": colours}
+        assert accepts(whole, wrap(dict.fromkeys(right, 1)))
+        assert accepts(whole, wrap({}))
+        assert not accepts(whole, wrap({right[0]: "a"}))
+        for name in wrong:
+            assert not accepts(whole, wrap({name: 1})), name
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"propertyNames": {"pattern": "^a"}, "properties": {"b": {}}},
+        {"propertyNames": {"pattern": "^a"}, "patternProperties": {"^b": {}}},
+        {"propertyNames": {"pattern": "^a", "maxLength": 3}},
+        {"propertyNames": {"anyOf": [{"const": "a"}, {"const": "b"}]}},
+        {"propertyNames": {"enum": ["a", 3]}},
+        {"propertyNames": {"format": "email"}},
+        {"propertyNames": {"$ref": "#/$defs/None"}},
+        {"propertyNames": False},
+    ],
+)
+def test_other_schemas_of_names_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="propertyNames"):
+        accepts({"type": "object", **schema}, {})
+
+
+def test_values_that_look_like_schemas_are_kept() -> None:
+    value = {"propertyNames": {"const": "a"}}
+    schema = {"const": value, "properties": {"a": {"enum": [value], "default": value}}}
+    assert with_patterns(schema, schema) == schema
+
+
+TEXT = 'the quick brown fox {"a": 1, "b": [true, null]} abcdefghijklmnopqrstuvwxyz 0123456789 '
+TRAINERS: dict[str, Any] = {
+    "BPE": trainers.BpeTrainer,
+    "Unigram": trainers.UnigramTrainer,
+    "WordPiece": trainers.WordPieceTrainer,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "decoder"),
+    [
+        (models.BPE(unk_token="<unk>"), decoders.Metaspace()),
+        (models.BPE(unk_token="<unk>"), decoders.Sequence([decoders.Metaspace()])),
+        (models.BPE(unk_token="<unk>"),
+         decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])),
+        (models.Unigram(), decoders.Metaspace()),
+        (models.WordPiece(unk_token="<unk>"), decoders.WordPiece(cleanup=False)),
+    ],
+)  # fmt: skip
+def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any) -> None:
+    made = Tokenizer(model)
+    is_words = isinstance(model, models.WordPiece)
+    made.pre_tokenizer = pre_tokenizers.Whitespace() if is_words else pre_tokenizers.Metaspace()
+    made.decoder = decoder
+    trainer = TRAINERS[type(model).__name__](
+        vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False
+    )
+    made.train_from_iterator([TEXT] * 5, trainer)
+    texts = TokenTexts(made)
+    grammars = Grammars(texts, made.get_vocab_size() + 5, (1,))
+    matcher = grammars.matcher(("regex", "(a|b| ?the)+ x"))
+    allowed = matcher.compute_bitmask()
+    bits = [token for token in range(made.get_vocab_size()) if allowed[token // 8] >> token % 8 & 1]
+    begins = ("a", "b", "t", " ")
+    assert bits and all(texts.bytes_of(token).decode().startswith(begins) for token in bits)

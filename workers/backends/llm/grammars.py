@@ -1,0 +1,239 @@
+"""Grammars of texts: their compilation, and the tokens that they allow at each position.
+
+The library is llguidance. `with_patterns` adds a key of JSON schemas that it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shmserve.errors import InvalidArgument, clip
+from shmserve.workers.backends.llm.token_texts import TokenTexts
+
+
+class Grammars:
+    """A factory of matchers for one tokenizer.
+
+    Its library reads a large vocabulary for seconds, with the GIL held. A factory is therefore
+    created before there are streams.
+    """
+
+    def __init__(self, texts: TokenTexts, vocabulary: int, ends: tuple[int, ...]) -> None:
+        import llguidance
+
+        self._ends, self._tokenizer = ends, None
+        wrapped: Any = llguidance.LLTokenizer  # its type hints lack the list of ends
+        settings = {"n_vocab": vocabulary, "eos_token": [*ends]}
+        if not ends:
+            return
+        try:
+            self._tokenizer = wrapped(texts.tokenizer.to_str(), **settings)
+        except ValueError:  # a decoder that the library does not know
+            self._tokenizer = wrapped(_TokenBytes(texts, vocabulary, ends), **settings)
+
+    def matcher(self, grammar: tuple[str, str], frame: str = "", name: str = "") -> Any:
+        """Return a new matcher of a grammar (kind, text), which is `body` in the grammar `frame`.
+
+        Errors are about the parameter `name`.
+
+        Raises:
+            InvalidArgument: The text is not a grammar of its kind.
+        """
+        import llguidance
+
+        kind, text = grammar
+        if not self._ends:
+            raise InvalidArgument("response_format: the model has no token that ends a text")
+        matcher: Any = llguidance.LLMatcher
+        compilers = {
+            "json_schema": _json_grammar,
+            "regex": matcher.grammar_from_regex,
+            "grammar": _lark,
+        }
+        try:
+            made = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
+            if not made.get_error():
+                made.compute_bitmask()  # finds grammars that allow no text
+            error = made.get_error() or _unsupported(made.get_grammar_warnings())
+        except ValueError as raised:
+            error = str(raised)
+        if error:
+            raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_reason(error)}")
+        return made
+
+
+class _TokenBytes:
+    """The bytes of all tokens, in the form that the library has for other tokenizers."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, texts: TokenTexts, vocabulary: int, ends: tuple[int, ...]) -> None:
+        self.eos_token_id = ends[0]
+        self.tokens = [texts.bytes_of(token) for token in range(vocabulary)]
+        self.special_token_ids = sorted(texts.special)
+        self._tokenizer = texts.tokenizer
+
+    def __call__(self, data: bytes) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(data.decode(), add_special_tokens=False).ids
+        return ids
+
+
+def _framed(frame: str, body: str) -> str:
+    """Return a grammar whose rule `body` is another grammar."""
+    if not (frame and body):
+        return frame or body
+    found = {"lark_grammar": body}
+    if body.lstrip().startswith("{"):
+        (found,) = json.loads(body)["grammars"]
+    outer = {"name": "frame", "lark_grammar": frame}
+    return json.dumps({"grammars": [outer, {**found, "name": "body"}]})
+
+
+# White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white
+# space would otherwise write nothing else.
+_WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+
+
+def _json_grammar(text: str) -> Any:
+    """Return the grammar of a JSON schema.
+
+    Formats without an implementation are annotations. `x-guidance` may have other options.
+    """
+    import llguidance
+
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        return llguidance.LLMatcher.grammar_from_json_schema(text)
+    schema = with_patterns(schema, schema)
+    options = {"whitespace_pattern": _WHITE_SPACE, **schema.get("x-guidance", {})}
+    schema["x-guidance"] = {**options, "lenient": True}
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def _unsupported(warnings: list[str]) -> str:
+    """Return the warnings of a lenient compilation about keys that restrict texts.
+
+    Python's sets have `uniqueItems`, which is left to the client.
+    """
+    found = [each for each in warnings if not each.startswith("Unknown format: ")]
+    return "; ".join(each for each in found if each != 'Unimplemented keys: ["uniqueItems"]')
+
+
+def _reason(error: str) -> str:
+    first = error.splitlines()[0]
+    return "it allows no text" if first.startswith("NoExtension") else clip(first, 200)
+
+
+def failure(matcher: Any) -> InvalidArgument | None:
+    """Return the error of a matcher that can restrict the next tokens no more, or None."""
+    if not matcher.is_error():
+        return None
+    return InvalidArgument(
+        f"response_format: the grammar has failed: {_reason(matcher.get_error())}"
+    )
+
+
+def _lark(text: str) -> Any:
+    """Compile a grammar in Lark's language or in GBNF. Raises ValueError if it is neither."""
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(str(error)) from None
+
+
+def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
+    """Return the drafts that a grammar accepts, and the allowed tokens of each position.
+
+    The bits (int32) are those before each accepted draft and behind the last. The matcher's
+    position does not change.
+    """
+    masks = [_bits(matcher)]
+    taken: list[int] = []
+    for token in drafts:
+        if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
+            break
+        taken.append(token)
+        masks.append(_bits(matcher))
+    if taken:
+        matcher.rollback(len(taken))
+    return taken, masks
+
+
+def _bits(matcher: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+
+
+def resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema at a reference within a schema ("#/$defs/City"); None if there is none."""
+    found: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
+_ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
+_DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-][0-9]{2}:[0-9]{2})?"
+_FORMATS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "uuid": "^[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
+}
+
+
+def with_patterns(schema: Any, root: Any) -> Any:
+    """Replace `propertyNames`, which the library lacks, by `patternProperties` where possible.
+
+    Args:
+        schema: The schema, or a part of it.
+        root: The whole schema, which references are resolved in.
+    """
+    if isinstance(schema, list):
+        return [with_patterns(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            found[key] = {name: with_patterns(each, root) for name, each in value.items()}
+        else:
+            found[key] = value if key in _VALUES else with_patterns(value, root)
+    pattern = _pattern(found.get("propertyNames"), root)
+    if pattern == "":
+        del found["propertyNames"]
+    elif pattern and not found.keys() & {"properties", "patternProperties"}:
+        del found["propertyNames"]
+        found["patternProperties"] = {pattern: found.get("additionalProperties", {})}
+        found["additionalProperties"] = False
+    return found
+
+
+def _pattern(names: Any, root: Any) -> str | None:
+    """Return the regular expression of a schema of names; "" for any name, None if unknown."""
+    if isinstance(names, dict) and "$ref" in names:
+        names = resolved(str(names["$ref"]), root)
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return "" if names is True else None
+    limits = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
+    if limits.keys() <= {"minLength", "maxLength"}:
+        least, most = limits.get("minLength", 0), limits.get("maxLength", "")
+        return f"^[\\s\\S]{{{least},{most}}}$" if limits else ""
+    (key, value), *more = limits.items()
+    texts = value if key == "enum" else [value]
+    if more or not all(isinstance(text, str) for text in texts):
+        return None
+    if key in ("enum", "const"):
+        return f"^(?:{'|'.join(map(re.escape, texts))})$"
+    return _FORMATS.get(value) if key == "format" else value if key == "pattern" else None
