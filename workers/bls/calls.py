@@ -9,11 +9,11 @@ from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages.inference import Responded
 from shmserve.workers.bls.request import CallRequest, CallResponse, Outcome
-from shmserve.workers.bls.router import Call, CallRouter, decoupled_error
+from shmserve.workers.bls.router import BlsCall, CallRouter, decoupled_error
 from shmserve.workers.bls.waiting import settle_soon
 
 
-class UnaryCall(Call):
+class UnaryBlsCall(BlsCall):
     """An in-flight call with one response.
 
     Attributes:
@@ -63,7 +63,7 @@ class UnaryCall(Call):
         return self.outcome
 
 
-class StreamCall(Call):
+class StreamBlsCall(BlsCall):
     """An in-flight call with any number of responses.
 
     Attributes:

@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 Key = tuple[str, str]  # a model's name, and its version or "" for the latest
 
 
-class Call(InflightRequest):
+class BlsCall(InflightRequest):
     """An in-flight inference of another model.
 
     Attributes:
@@ -126,7 +126,7 @@ class Call(InflightRequest):
         """Complete the call with its only response or an error, and wake up its caller."""
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=BlsCall)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,11 +183,13 @@ class CallRouter:
         self._lock = self.waiting.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(identity, self.waiting.add, self.waiting.remove)
-        self.schedulers: SchedulerClient[Call] = SchedulerClient(self._links, self._resolve_later)
+        self.schedulers: SchedulerClient[BlsCall] = SchedulerClient(
+            self._links, self._resolve_later
+        )
         self._targets: dict[Key, _Target] = {}
         self._losses = 0
-        self._unresolved: list[tuple[Call, ShmserveError]] = []
-        self._cancellations: deque[tuple[Call, bool]] = deque()
+        self._unresolved: list[tuple[BlsCall, ShmserveError]] = []
+        self._cancellations: deque[tuple[BlsCall, bool]] = deque()
         self._look_for_cancelled = False
         self._responses = Schemas(ResponseSchema)
         self.add, self.remove = self.waiting.add, self.waiting.remove
@@ -217,7 +219,7 @@ class CallRouter:
         self._flush()
         return call
 
-    def begin_soon(self, call: Call, future: asyncio.Future[Any]) -> None:
+    def begin_soon(self, call: BlsCall, future: asyncio.Future[Any]) -> None:
         """Submit a call, which is sent in the next iteration of the running event loop.
 
         The loop handles received messages until the future is done. The calls submitted in one
@@ -235,11 +237,11 @@ class CallRouter:
         self.waiting.serve(future)
         future.add_done_callback(partial(self._cancel_with, call))
 
-    def _cancel_with(self, call: Call, future: asyncio.Future[Any]) -> None:
+    def _cancel_with(self, call: BlsCall, future: asyncio.Future[Any]) -> None:
         if future.cancelled():
             self.cancel(call)
 
-    def _submit(self, call: Call) -> None:
+    def _submit(self, call: BlsCall) -> None:
         """Queue a call for the next `_flush`.
 
         Raises:
@@ -255,7 +257,7 @@ class CallRouter:
                 raise
 
     @contextlib.contextmanager
-    def _known_target(self, call: Call) -> Iterator[_Target]:
+    def _known_target(self, call: BlsCall) -> Iterator[_Target]:
         """Hold the lock with the target of a call. Query the supervisor if it is not known.
 
         Raises:
@@ -270,7 +272,7 @@ class CallRouter:
                     return
             self._look_up(call)
 
-    def _look_up(self, call: Call) -> None:
+    def _look_up(self, call: BlsCall) -> None:
         """Query the supervisor for the target of a call. Must be called without the lock.
 
         The query of a model that is loaded on demand waits until the model is loaded. The response
@@ -286,7 +288,7 @@ class CallRouter:
             if losses == self._losses:
                 self._targets[call.key] = _Target(found["endpoint"], signature, config.decoupled)
 
-    def _submit_to(self, target: _Target, call: Call) -> None:
+    def _submit_to(self, target: _Target, call: BlsCall) -> None:
         """Queue a call for its target. Must be called with the lock held.
 
         Raises:
@@ -322,13 +324,13 @@ class CallRouter:
                 self.schedulers.cancel(*self._cancellations.popleft())
             self._links.flush()
 
-    def credit(self, call: Call, responses: int) -> None:
+    def credit(self, call: BlsCall, responses: int) -> None:
         """Grant credit for `responses` more responses to a call."""
         with self._lock:
             self.schedulers.credit(call, responses)
         self._flush()
 
-    def cancel(self, call: Call, listening: bool = False) -> None:
+    def cancel(self, call: BlsCall, listening: bool = False) -> None:
         """Cancel a call, later if another thread holds the lock.
 
         May be called at any time and in any thread, because an object may be garbage-collected
@@ -370,7 +372,7 @@ class CallRouter:
             self._resolve(call, error)
         self._flush()
 
-    def read(self, call: Call, message: Finished | Responded) -> Outcome:
+    def read(self, call: BlsCall, message: Finished | Responded) -> Outcome:
         """Return a copy of a response to a call, or the error if the response cannot be read.
 
         Must be called with the lock held.
@@ -411,7 +413,7 @@ class CallRouter:
                     self.schedulers.successors.add(lost, successor)
                     self.schedulers.lost(lost)
 
-    def _resolve_later(self, call: Call, refusal: Failed | None) -> None:
+    def _resolve_later(self, call: BlsCall, refusal: Failed | None) -> None:
         """Schedule the resolution of a call that is not in flight at any scheduler.
 
         A thread resolves the endpoint later, without the lock. A scheduler that refused the call
@@ -423,7 +425,7 @@ class CallRouter:
         self._unresolved.append((call, error))
         self.waiting.notify()
 
-    def _resolve(self, call: Call, error: ShmserveError) -> None:
+    def _resolve(self, call: BlsCall, error: ShmserveError) -> None:
         """Resubmit a call to the current scheduler of its model, or fail the call.
 
         The call fails if that is the scheduler that failed it. Must be called without the lock.

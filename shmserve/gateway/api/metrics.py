@@ -32,7 +32,7 @@ _OF_A_DISTRIBUTION = ("le", "quantile")
 
 
 @dataclass(slots=True)
-class MetricFamily:
+class ExpositionFamily:
     """A metric family of the page.
 
     prometheus_client is not used: it appends _total to the names of Triton's counters and takes
@@ -77,11 +77,11 @@ class ReportFamily(NamedTuple):
         """Return whether the family is a latency, which settings can disable."""
         return self.path.endswith("_ns")
 
-    def metric(self, reports: Reports) -> MetricFamily:
+    def metric(self, reports: Reports) -> ExpositionFamily:
         """Return the family with its samples."""
         plain = self.kind != "counter" or self.name.startswith("nv_")
         name = self.name if plain else f"{self.name}_total"
-        family = MetricFamily(name, self.text, self.kind)
+        family = ExpositionFamily(name, self.text, self.kind)
         for labels, report in reports:
             found: Any = report
             for key in self.path.split("."):
@@ -185,7 +185,7 @@ _PADDING = (
 _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
-def tritons(reports: Reports, *, latencies: bool) -> Iterator[MetricFamily]:
+def tritons(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
     """Yield Triton's counters and gauges; durations only with `latencies`.
 
     The families of the response cache are included if a model has one.
@@ -193,7 +193,9 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[MetricFamily]:
     for family in _TRITONS:
         if latencies or not family.is_latency:
             yield family.metric(reports)
-    failures = MetricFamily("nv_inference_request_failure", f"Number of failed {_ALL}", "counter")
+    failures = ExpositionFamily(
+        "nv_inference_request_failure", f"Number of failed {_ALL}", "counter"
+    )
     for labels, report in reports:
         for reason in _REASONS:
             # Triton counts the failure of a step and the resulting failure of the ensemble.
@@ -207,7 +209,7 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[MetricFamily]:
             yield family.metric(cached)
 
 
-def ours(reports: Reports) -> Iterator[MetricFamily]:
+def ours(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield histograms, counters and gauges that Triton does not have."""
     for name, text in _HISTOGRAMS:
         yield histogram(f"shmserve_{name}", name, text, reports)
@@ -216,7 +218,7 @@ def ours(reports: Reports) -> Iterator[MetricFamily]:
     yield from _padding(reports)
 
 
-def summaries(reports: Reports) -> Iterator[MetricFamily]:
+def summaries(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield Triton's latency summaries of successful requests.
 
     The quantiles are those of the last minute. Models with a response cache have no summary of
@@ -233,10 +235,10 @@ def summaries(reports: Reports) -> Iterator[MetricFamily]:
         yield _summary(f"nv_{name}_summary_per_model", text, cached, name, name)
 
 
-def first_responses(reports: Reports) -> Iterator[MetricFamily]:
+def first_responses(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the histogram of times to first response, if there are decoupled models."""
     text = "Duration from request to first response in milliseconds"
-    family = MetricFamily(FIRST_RESPONSE_FAMILY, text, "histogram")
+    family = ExpositionFamily(FIRST_RESPONSE_FAMILY, text, "histogram")
     for labels, report in reports:
         histogram = report.get("first_response_ms")
         if histogram is None:
@@ -253,8 +255,10 @@ def _with_cache(reports: Reports) -> Reports:
     return [(labels, report) for labels, report in reports if report.get("cache")]
 
 
-def _summary(full_name: str, text: str, reports: Reports, name: str, counter: str) -> MetricFamily:
-    family = MetricFamily(full_name, text, "summary")
+def _summary(
+    full_name: str, text: str, reports: Reports, name: str, counter: str
+) -> ExpositionFamily:
+    family = ExpositionFamily(full_name, text, "summary")
     for labels, report in reports:
         count = report["success"]
         if counter in ("cache_hit", "cache_miss"):
@@ -269,9 +273,9 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
     return family
 
 
-def histogram(name: str, path: str, text: str, reports: Reports) -> MetricFamily:
+def histogram(name: str, path: str, text: str, reports: Reports) -> ExpositionFamily:
     """Return a histogram family from the histogram at `path` of each report."""
-    family = MetricFamily(name, text, "histogram")
+    family = ExpositionFamily(name, text, "histogram")
     for labels, report in reports:
         raw = report[path]
         for bound, cumulative in _cumulative(raw):
@@ -287,10 +291,10 @@ def _cumulative(raw: dict[str, Any]) -> Iterator[tuple[float | str, int]]:
     return zip([*raw["buckets"], "+Inf"], accumulate(raw["counts"]), strict=True)
 
 
-def _padding(reports: Reports) -> Iterator[MetricFamily]:
+def _padding(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield two counters for each padded input; their ratio is the share of padding."""
     for at, (name, text) in enumerate(_PADDING):
-        family = MetricFamily(f"{name}_total", text, "counter")
+        family = ExpositionFamily(f"{name}_total", text, "counter")
         for labels, report in reports:
             for tensor, counts in report["padding"].items():
                 family.add({**labels, "input": tensor}, counts[at])
@@ -343,7 +347,7 @@ _GENERATIVE_HISTOGRAMS = (
 )
 
 
-def generative(reports: Reports) -> Iterator[MetricFamily]:
+def generative(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
     found = [
         (labels, {**report, **_derived(report)})
@@ -387,7 +391,7 @@ class MetricsExporter:
         return (_text(families) + _models_own(reports, taken)).encode()
 
 
-def _text(families: Iterable[MetricFamily]) -> str:
+def _text(families: Iterable[ExpositionFamily]) -> str:
     shown = (family for family in families if family.samples)  # as in Triton
     return "".join(f"{line}\n" for family in shown for line in family.lines())
 
@@ -424,7 +428,7 @@ class _Families:
             for report in reports
         ]
 
-    def collect(self) -> Iterator[MetricFamily]:
+    def collect(self) -> Iterator[ExpositionFamily]:
         """Yield all families."""
         settings = self._gateway.settings
         tagged = [
@@ -448,28 +452,30 @@ class _Families:
         model = self._gateway.models.find(name, version)
         return {} if model is None else model.tags
 
-    def _load_seconds(self) -> MetricFamily:
-        family = MetricFamily("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
+    def _load_seconds(self) -> ExpositionFamily:
+        family = ExpositionFamily(
+            "nv_model_load_duration_secs", "Model load time in seconds", "gauge"
+        )
         for model in self._gateway.models.all():
             labels = {"model": model.name, "version": model.version, **model.tags}
             family.add(labels, model.load_seconds)
         return family
 
-    def _failed_loads(self) -> Iterator[MetricFamily]:
+    def _failed_loads(self) -> Iterator[ExpositionFamily]:
         failures, ready = self._gateway.failures, self._gateway.models.all()
-        failed = MetricFamily(
+        failed = ExpositionFamily(
             "shmserve_model_failed", "Model versions that do not serve: their load failed", "gauge"
         )
         for name, version in failures.models:
             failed.add({"model": name, "version": version}, 1)
-        models = MetricFamily("shmserve_models", "Model versions by state", "gauge")
+        models = ExpositionFamily("shmserve_models", "Model versions by state", "gauge")
         models.add({"state": "failed"}, len(failures.models))
         models.add({"state": "ready"}, sum(model.ready for model in ready))
-        loads = MetricFamily("shmserve_load_failures_total", "Loads that failed", "counter")
+        loads = ExpositionFamily("shmserve_load_failures_total", "Loads that failed", "counter")
         loads.add({}, failures.count)
         yield from (failed, models, loads)
 
-    def _regions(self) -> Iterator[MetricFamily]:
+    def _regions(self) -> Iterator[ExpositionFamily]:
         table = self._gateway.regions
         for kind, regions, text in (
             ("", table.all(), "registered regions of shared memory"),
@@ -482,7 +488,7 @@ class _Families:
             yield _gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
             yield _gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
 
-    def _host(self) -> Iterator[MetricFamily]:
+    def _host(self) -> Iterator[ExpositionFamily]:
         total, used = memory_bytes()
         yield _gauge(
             "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu_utilization
@@ -495,14 +501,16 @@ class _Families:
             yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
 
 
-def _processes() -> Iterator[MetricFamily]:
-    resident = MetricFamily(
+def _processes() -> Iterator[ExpositionFamily]:
+    resident = ExpositionFamily(
         "shmserve_process_resident_bytes", "Resident memory of a process", "gauge"
     )
-    descriptors = MetricFamily(
+    descriptors = ExpositionFamily(
         "shmserve_process_open_fds", "Open file descriptors of a process", "gauge"
     )
-    seconds = MetricFamily("shmserve_process_cpu_seconds_total", "CPU time of a process", "counter")
+    seconds = ExpositionFamily(
+        "shmserve_process_cpu_seconds_total", "CPU time of a process", "counter"
+    )
     for process in processes(os.getppid()):
         labels = {"process": process.title}
         resident.add(labels, process.resident_bytes)
@@ -511,7 +519,7 @@ def _processes() -> Iterator[MetricFamily]:
     yield from (resident, descriptors, seconds)
 
 
-def _gauge(name: str, text: str, value: float) -> MetricFamily:
-    family = MetricFamily(name, text, "gauge")
+def _gauge(name: str, text: str, value: float) -> ExpositionFamily:
+    family = ExpositionFamily(name, text, "gauge")
     family.add({}, value)
     return family

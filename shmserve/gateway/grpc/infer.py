@@ -1,7 +1,7 @@
 """Inference requests over gRPC, of unary calls and of streams: decoded, submitted, and encoded.
 
 message ──> `begin`: known by its layout or fingerprint, received into the arena, or parsed
-        ──> `submit` ──> Inference ──> `response`: from a template, or serialized
+        ──> `submit` ──> UnaryInference ──> `response`: from a template, or serialized
                     └──> StreamingInference, for decoupled models in streams (stream_call.py)
 """
 
@@ -28,9 +28,9 @@ from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.arriving import ArrivingRequest, receive
 from shmserve.gateway.inference.inference import (
     ActiveCount,
-    Inference,
     Message,
     StreamingInference,
+    UnaryInference,
     fail,
     submit,
 )
@@ -105,7 +105,7 @@ class Inferences(ActiveCount):
             call.on_gone = None
             self.infer(raw, call)
 
-    def _respond(self, call: UnaryCall, inference: Inference) -> None:
+    def _respond(self, call: UnaryCall, inference: UnaryInference) -> None:
         try:
             response = self.response(inference)
         except Exception as error:
@@ -136,16 +136,16 @@ class Inferences(ActiveCount):
         raw: bytes | ArrivingRequest,
         call: GrpcCall,
         headers: Mapping[str, str],
-        on_response: Callable[[Inference], None],
+        on_response: Callable[[UnaryInference], None],
         on_streamed: OnStreamed | None = None,
-    ) -> Inference | StreamingInference:
+    ) -> UnaryInference | StreamingInference:
         """Submit a request.
 
         Args:
             raw: The serialized ModelInferRequest, or the request in the arena.
             call: The call of the client.
             headers: The metadata that becomes parameters.
-            on_response: The callback for the response of an `Inference`.
+            on_response: The callback for the response of an `UnaryInference`.
             on_streamed: The callback for the responses of a decoupled model. None: the call is
                 unary, and decoupled models are refused.
 
@@ -154,7 +154,7 @@ class Inferences(ActiveCount):
         """
         arrived_ns = time.monotonic_ns()
         built = self._read(raw, headers, streamed=on_streamed is not None)
-        how: tuple[Any, ...] = (Inference, on_response, True)
+        how: tuple[Any, ...] = (UnaryInference, on_response, True)
         if built.model.decoupled:
             if on_streamed is None:
                 built.release()
@@ -164,7 +164,7 @@ class Inferences(ActiveCount):
         if call.head.timeout_s is not None:
             limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
-            inference: Inference | StreamingInference = submit(
+            inference: UnaryInference | StreamingInference = submit(
                 *(self.gateway, built, call.client, arrived_ns, *how),
                 call_limit=limit,
                 traceparent=call.head.traceparent,
@@ -256,7 +256,7 @@ class Inferences(ActiveCount):
 
     # --- out
 
-    def response(self, inference: Inference) -> bytes:
+    def response(self, inference: UnaryInference) -> bytes:
         """Return the serialized ModelInferResponse of an inference whose response has arrived.
 
         Raises:
@@ -275,7 +275,7 @@ class Inferences(ActiveCount):
             inference.built.trace.finish()
         return response
 
-    def _encoded(self, inference: Inference, message: m.Finished | m.Responded) -> bytes:
+    def _encoded(self, inference: UnaryInference, message: m.Finished | m.Responded) -> bytes:
         built = inference.built
         inferred = inference.outputs(message)
         explained = built.trace is not None and built.trace.explained

@@ -26,7 +26,12 @@ from shmserve.gateway.grpc.wire.response import (
     streamed_error,
 )
 from shmserve.gateway.inference.arriving import ArrivingRequest
-from shmserve.gateway.inference.inference import Inference, Message, StreamingInference, is_last
+from shmserve.gateway.inference.inference import (
+    Message,
+    StreamingInference,
+    UnaryInference,
+    is_last,
+)
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -37,7 +42,7 @@ _WINDOW = 32 * 1024 * 1024
 _LEAST = _WINDOW // 1024
 _MOST_BYTES_AT_ONCE = 32 * 1024  # of responses that are written together
 
-_Ordered = Inference | RequestRefused
+_Ordered = UnaryInference | RequestRefused
 
 
 class _Window:
@@ -192,14 +197,14 @@ class _Stream:
 
     def _submitted(
         self, raw: bytes | ArrivingRequest
-    ) -> Inference | StreamingInference | RequestRefused:
+    ) -> UnaryInference | StreamingInference | RequestRefused:
         how = (self._headers, self._arrived, self._responded)
         try:
             return self._inferences.begin(raw, self._call, *how)
         except RequestRefused as refused:
             return refused.bare()
 
-    def _arrived(self, _: Inference) -> None:
+    def _arrived(self, _: UnaryInference) -> None:
         self._news.set()
 
     def _responded(self, request: StreamingInference, message: Message) -> None:
@@ -265,7 +270,7 @@ class _Stream:
             while self._ordered and size < together and _is_done(self._ordered[0][0]):
                 item, occupied = self._ordered[0]
                 self._ordered.popleft()
-                taken += isinstance(item, Inference)
+                taken += isinstance(item, UnaryInference)
                 window += occupied
                 try:
                     response = self._response(item)
@@ -302,7 +307,7 @@ class _Stream:
         """Cancel all requests in flight, since the call ends early."""
         while self._ordered:
             item, _ = self._ordered.popleft()
-            if isinstance(item, Inference):
+            if isinstance(item, UnaryInference):
                 item.cancel()
                 self._inferences.decrement()
         while self._outbox:

@@ -42,8 +42,8 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import (
-    Inference,
     Message,
+    UnaryInference,
     error_of,
     fail,
     is_last,
@@ -154,7 +154,7 @@ def _repeat(
 
 
 @dataclass(slots=True, eq=False)
-class HttpInference(Inference):
+class HttpInference(UnaryInference):
     """An inference for a client of HTTP.
 
     Attributes:

@@ -6,9 +6,9 @@
        ├── large tensors not yet received ───> receive: into the arena       arriving.py
        └── any other ────────────────────────> build: placed and checked     prepare.py
        │
-    BuiltRequest ──submit──> Inference, StreamingInference                   inference.py
+    BuiltRequest ──submit──> UnaryInference, StreamingInference              inference.py
        │
-       ├── schema of the response known ─────> its template, in Inference.responded
+       ├── schema of the response known ─────> its template, in UnaryInference.responded
        └── any other ────────────────────────> outputs, classified           response.py
        │
     encoded by its protocol

@@ -1,6 +1,6 @@
 """Inferences: requests in flight at a scheduler, and their responses, for every protocol.
 
-An `Inference` has one response, a `StreamingInference` any number. Both are begun by `submit`:
+An `UnaryInference` has one response, a `StreamingInference` any number. Both are begun by `submit`:
 
     admitted ──> in flight ──response──> read by its protocol
                     ├──cancelled: the scheduler is notified, later responses are discarded
@@ -191,7 +191,7 @@ def fail(built: BuiltRequest, error: ShmserveError) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Inference(GatewayRequest):
+class UnaryInference(GatewayRequest):
     """A request in flight with one response.
 
     Attributes:

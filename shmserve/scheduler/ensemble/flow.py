@@ -37,7 +37,7 @@ Tensors = Sequence[tuple[str, Value]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EnsembleStep:
+class StepNode:
     """A model to run.
 
     Attributes:
@@ -71,7 +71,7 @@ class Graph:
     """
 
     name: str
-    steps: tuple[EnsembleStep, ...]
+    steps: tuple[StepNode, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     max_inflight: int = 0
@@ -82,9 +82,7 @@ class Graph:
         scheduling = config.ensemble_scheduling
         assert scheduling is not None
         steps = tuple(
-            EnsembleStep(
-                i, each.model_name, each.version, each.input_map, each.output_map, condition
-            )
+            StepNode(i, each.model_name, each.version, each.input_map, each.output_map, condition)
             for i, each in enumerate(scheduling.step)
             for condition in (config.parameters.get(_CONDITION.format(i), ""),)
         )
@@ -93,7 +91,7 @@ class Graph:
         return cls(config.name, steps, inputs, outputs, scheduling.max_inflight_requests)
 
     @cached_property
-    def writers(self) -> Mapping[str, EnsembleStep]:
+    def writers(self) -> Mapping[str, StepNode]:
         """Return the step that makes each tensor that is not an input."""
         return {tensor: step for step in self.steps for tensor in step.outputs.values()}
 
@@ -113,10 +111,10 @@ class Graph:
                 tensors += step.reads
         return frozenset(found)
 
-    def in_order(self) -> tuple[EnsembleStep, ...]:
+    def in_order(self) -> tuple[StepNode, ...]:
         """Return the steps in topological order, without those in cycles."""
         written = set(self.inputs)
-        ordered: list[EnsembleStep] = []
+        ordered: list[StepNode] = []
         waiting = list(self.steps)
         while ready := [step for step in waiting if step.reads <= written]:
             ordered += ready
@@ -125,7 +123,7 @@ class Graph:
                 written.update(step.outputs.values())
         return tuple(ordered)
 
-    def origins(self, decoupled: Callable[[EnsembleStep], bool]) -> dict[str, int]:
+    def origins(self, decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
         """Return the origin of each tensor."""
         found = dict.fromkeys(self.inputs, ONCE)
         for step in self.in_order():
@@ -134,7 +132,7 @@ class Graph:
         return found
 
 
-def origin_of(step: EnsembleStep, origins: Mapping[str, int]) -> int:
+def origin_of(step: StepNode, origins: Mapping[str, int]) -> int:
     """Return the origin that a step follows; in a loaded graph it follows at most one."""
     return max(origins[tensor] for tensor in step.reads)
 
@@ -180,9 +178,7 @@ class PlannedStep(TensorReader):
         responses: What that module derived from the schemas of earlier responses.
     """
 
-    def __init__(
-        self, step: EnsembleStep, model: ModelProperties, origins: Mapping[str, int]
-    ) -> None:
+    def __init__(self, step: StepNode, model: ModelProperties, origins: Mapping[str, int]) -> None:
         super().__init__(step.index, sorted(step.reads), origins)
         self.step = step
         self.outputs = step.outputs
@@ -224,7 +220,7 @@ class Plan:
         self,
         graph: Graph,
         outputs: Iterable[str],
-        models: Callable[[EnsembleStep], ModelProperties],
+        models: Callable[[StepNode], ModelProperties],
     ) -> None:
         """Make a plan.
 

@@ -37,7 +37,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.ensemble.flow import EnsembleStep, Firing, Graph, PlannedStep, Tensors
+from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, StepNode, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, sequence_of
 from shmserve.scheduler.ensemble.targets import Target
@@ -410,7 +410,7 @@ def _wanted(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutpu
 
 
 def placed_sizes(
-    step: EnsembleStep,
+    step: StepNode,
     target: Target,
     graph: Graph,
     batch_size: int,

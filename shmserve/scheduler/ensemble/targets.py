@@ -8,7 +8,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.ensemble.flow import EnsembleStep, Graph, ModelProperties
+from shmserve.scheduler.ensemble.flow import Graph, ModelProperties, StepNode
 
 # These backends compute on tensors where they are. A Python model's inputs are copied to the host
 # unless its configuration has the parameter.
@@ -79,7 +79,7 @@ class Targets:
                     del versions[version]
                     self.changes += 1
 
-    def find(self, step: EnsembleStep) -> Target:
+    def find(self, step: StepNode) -> Target:
         """Return the target that runs a step now.
 
         Raises:
@@ -90,7 +90,7 @@ class Targets:
             target = self._of_steps[step.index] = self._find(step)
         return target
 
-    def _find(self, step: EnsembleStep) -> Target:
+    def _find(self, step: StepNode) -> Target:
         versions = self._known.get(step.model, {})
         target = versions.get(step.version or self._latest.get(step.model, ""))
         if target is None:

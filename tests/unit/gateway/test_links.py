@@ -17,7 +17,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.infer import HttpInference
-from shmserve.gateway.inference.inference import Inference, submit
+from shmserve.gateway.inference.inference import UnaryInference, submit
 from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
@@ -100,7 +100,7 @@ def run(tmp_path: Path, story: Callable[[Rig], Coroutine[Any, Any, None]]) -> No
 
 
 @pytest.mark.parametrize("answered", ["before", "after"])
-@pytest.mark.parametrize("kind", [HttpInference, Inference])
+@pytest.mark.parametrize("kind", [HttpInference, UnaryInference])
 def test_an_answer_that_is_not_read_is_given_back(tmp_path: Path, kind: Any, answered: str) -> None:
     """Once, whether it came before the request was given up or after."""
 
@@ -109,7 +109,7 @@ def test_an_answer_that_is_not_read_is_given_back(tmp_path: Path, kind: Any, ans
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified: list[Any] = []
         how = (message, rig.schedulers, lambda: None, built, notified.append, True)
-        request = Inference(*how)
+        request = UnaryInference(*how)
         if kind is HttpInference:
             request = HttpInference(*how, MagicMock(), MagicMock())
         rig.schedulers.submit(request, rig.endpoint)
@@ -264,6 +264,6 @@ def test_what_begins_while_the_server_ends_is_refused(
     built: Any = MagicMock(infer_request=begins, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        submit(leaving, built, client, 0, Inference, None, True)
+        submit(leaving, built, client, 0, UnaryInference, None, True)
     assert caught.value.message == text
     built.release.assert_called_once()

@@ -24,7 +24,7 @@ from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.ipc.transport import dealer
-from shmserve.workers.bls.calls import UnaryCall
+from shmserve.workers.bls.calls import UnaryBlsCall
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from shmserve.workers.bls.router import CallRouter
 from tests.rigs.called_models import Others, finished, work
@@ -65,12 +65,12 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
 
 
 def call(calls: CallRouter, what: CallRequest) -> CallResponse:
-    return calls.begin(UnaryCall(calls, what)).wait()
+    return calls.begin(UnaryBlsCall(calls, what)).wait()
 
 
 def call_soon(calls: CallRouter, what: CallRequest) -> asyncio.Future[CallResponse]:
     future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
-    calls.begin_soon(UnaryCall(calls, what, future), future)
+    calls.begin_soon(UnaryBlsCall(calls, what, future), future)
     return future
 
 

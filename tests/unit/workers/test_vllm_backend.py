@@ -25,8 +25,8 @@ from shmserve.ipc.tensors.inference import (
     unpack_inferred,
 )
 from shmserve.workers.backends.vllm import VllmBackend, devices_of, families
-from shmserve.workers.backends.vllm.answers import Answer
-from shmserve.workers.backends.vllm.engine import Arguments, Call, VllmEngine
+from shmserve.workers.backends.vllm.answers import VllmAnswer
+from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until
@@ -62,13 +62,13 @@ class FakeEngine:
 
     async def call(
         self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
-    ) -> Call:
+    ) -> VllmCall:
         self.calls.append((parameters, echoes, openai))
         if parameters.get("temperature", 0) < 0:
             raise Refused("temperature")
-        return Call(given.get("text_input"), None, text="")
+        return VllmCall(given.get("text_input"), None, text="")
 
-    async def generate(self, call: Call, request_id: str, priority: int) -> AsyncIterator[Any]:
+    async def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
         self.priorities.append(priority)
         try:
             for each in self.outputs:
@@ -323,8 +323,8 @@ def likeliest(token: int, logprob: float, rank: int) -> SimpleNamespace:
 
 
 def test_logprobs_of_an_echoed_prompt() -> None:
-    call = Call(None, None, text="ab", first="<1>", top=1, prompt_top=1)
-    answer = Answer(call, ["text_output", "logprobs"], [], stream=False)
+    call = VllmCall(None, None, text="ab", first="<1>", top=1, prompt_top=1)
+    answer = VllmAnswer(call, ["text_output", "logprobs"], [], stream=False)
     found = output(
         sample("c", [3], finish_reason="stop", logprobs=[{3: likeliest(3, -1.0, 1)}]),
         finished=True,
@@ -344,8 +344,8 @@ def test_logprobs_of_an_echoed_prompt() -> None:
 
 
 def test_only_the_prompt() -> None:
-    call = Call(None, None, text="ab", only_prompt=True)
-    answer = Answer(call, ["text_output", "finish_reason", "usage"], [], stream=False)
+    call = VllmCall(None, None, text="ab", only_prompt=True)
+    answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [], stream=False)
     found = output(sample("c", [3], finish_reason="length"), finished=True)
     made = {each.name: each.data[0] for each in answer.responses(found)[0]}
     assert (made["text_output"], made["finish_reason"]) == (b"ab", b"length")

@@ -173,7 +173,7 @@ def _likelihood(sample: SampleText) -> float:
     return sum(each.logprobs.logprob for each in sample.logprobs) / max(len(sample.logprobs), 1)
 
 
-class Answer:
+class TextResponse:
     """The samples of one request, and the responses with them."""
 
     def __init__(

@@ -27,11 +27,11 @@ CLOSING = {"{": "}", "[": "]", "(": ")"}
 NAME = re.compile(r"[\w.:/-]+")
 
 
-class Malformed(Exception):
+class MalformedCall(Exception):
     """An error: the text is not a tool call."""
 
 
-class Family(NamedTuple):
+class ToolSyntax(NamedTuple):
     """The format in which a family of models writes tool calls.
 
     Attributes:
@@ -71,7 +71,7 @@ class MessageFormat:
         kept: The special tokens that mark calls and reasoning. They are a part of the text.
     """
 
-    family: Family
+    family: ToolSyntax
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reasoning: tuple[str, ...] = ()
     thinking: bool = False
@@ -198,7 +198,7 @@ class MessageParser:
         """Set the name of the call, which is passed on with the first of its arguments."""
         call = self.call
         if not NAME.fullmatch(name) or call.name:
-            raise Malformed
+            raise MalformedCall
         call.name = name
         if call.arguments:
             self._announce(call)
@@ -246,9 +246,9 @@ class MessageParser:
         try:
             yield from body
             if not (self.stream and call.index >= 0) and not _is_object(call.arguments):
-                raise Malformed
+                raise MalformedCall
             yield from self.until(ignore, end) if end else ()
-        except Malformed:
+        except MalformedCall:
             raw, self._raw = self._raw, ""
             if call.index < 0:
                 self.add_content(raw)
@@ -290,12 +290,12 @@ class MessageParser:
         """Read white space and a text.
 
         Raises:
-            Malformed: Another text follows.
+            MalformedCall: Another text follows.
         """
         yield from self.skip()
         for wanted in text:
             if (yield from self.peek()) != wanted:
-                raise Malformed
+                raise MalformedCall
             self.pull(1)
 
     def until(self, emit: Emit, *tags: str) -> Reading[str]:
@@ -328,29 +328,29 @@ class MessageParser:
         """Return the text before the first of the tags, and the tag.
 
         Raises:
-            Malformed: The text ends before.
+            MalformedCall: The text ends before.
         """
         parts: list[str] = []
         tag = yield from self.until(parts.append, *tags)
         if not tag:
-            raise Malformed
+            raise MalformedCall
         return "".join(parts), tag
 
     def json(self, emit: Emit) -> Reading[None]:
         """Pass the text of a JSON value to `emit` as it arrives.
 
         Raises:
-            Malformed: The text is no JSON value. Literals are not checked.
+            MalformedCall: The text is no JSON value. Literals are not checked.
         """
         yield from self.skip()
         scan = _JsonScan()
         while not scan.complete:
             if not (yield from self.peek()):
-                raise Malformed
+                raise MalformedCall
             size, valid = scan.advance(self._buffer)
             emit(self.pull(size))
             if not valid:
-                raise Malformed
+                raise MalformedCall
 
     def json_string(self) -> Reading[str]:
         """Return a JSON string; raise Malformed for another value."""
@@ -359,7 +359,7 @@ class MessageParser:
         yield from self.json(parts.append)
         found = _loads("".join(parts))
         if not isinstance(found, str):
-            raise Malformed
+            raise MalformedCall
         return found
 
     def json_arguments(self) -> Reading[None]:
@@ -372,7 +372,7 @@ class MessageParser:
         found = _loads("".join(parts))
         text = "{}" if found is None else found
         if not (isinstance(text, str) and _is_object(text)):
-            raise Malformed
+            raise MalformedCall
         self.arguments(text)
 
 
@@ -437,7 +437,7 @@ def _loads(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise Malformed from None
+        raise MalformedCall from None
 
 
 def _is_object(text: str) -> bool:

@@ -17,7 +17,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
 from shmserve.workers.backends import ResponseStream
-from shmserve.workers.backends.llm.answers import Answer
+from shmserve.workers.backends.llm.answers import TextResponse
 from shmserve.workers.backends.llm.engine import Emitted
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.prompts import LONG, PromptReader
@@ -52,7 +52,7 @@ class Texts:
         self.reader = PromptReader(checkpoint, settings, self._texts)
         # Long prompts and grammars are read beside the texts of others.
         self._aside = ThreadPoolExecutor(1, "long prompts")
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, TextResponse] = {}
         # Key -> the time (monotonic ns) since which the client has read no response, oldest first.
         self._held: dict[int, int] = {}
         self._worked_ns = self._reported_ns = 0
@@ -135,7 +135,7 @@ class Texts:
         self, stream: ResponseStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
-        answer = Answer(prompt, self._texts, stream, self._link, echo)
+        answer = TextResponse(prompt, self._texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for each in resumed:
                 answer.samples[each.sample].resume(each, prompt.resumed.get(each.sample, []))
@@ -217,7 +217,7 @@ class Texts:
             self._forget(answer)  # before the scheduler plans another step
             answer.stream.send(final=True)
 
-    def _forget(self, answer: Answer) -> None:
+    def _forget(self, answer: TextResponse) -> None:
         key = answer.prompt.key
         if self._answers.get(key) is answer:
             self._held.pop(key, None)

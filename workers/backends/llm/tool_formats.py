@@ -15,10 +15,10 @@ from shmserve.workers.backends.llm.grammars import resolved, with_patterns
 from shmserve.workers.backends.llm.message_parsers import (
     CLOSING,
     NAME,
-    Family,
-    Malformed,
+    MalformedCall,
     MessageParser,
     Reading,
+    ToolSyntax,
     ignore,
 )
 
@@ -116,7 +116,7 @@ def _json_call(parser: MessageParser, known: bool = False) -> Reading[None]:
         if key == "name":
             name = yield from parser.json_string()
             if known and name not in parser.format.tools:
-                raise Malformed
+                raise MalformedCall
             parser.name(name)
         elif key in ("arguments", "parameters") and not complete:
             yield from parser.json_arguments()
@@ -124,13 +124,13 @@ def _json_call(parser: MessageParser, known: bool = False) -> Reading[None]:
         elif key in ("id", "type"):
             yield from parser.json(ignore)
         else:
-            raise Malformed
+            raise MalformedCall
         found = yield from parser.skip()
         if found == ",":
             parser.pull(1)
             continue
         if not parser.call.name or (found != "}" and not complete):
-            raise Malformed
+            raise MalformedCall
         if not complete:
             parser.arguments("{}")
         if found == "}":  # models may omit the last brace
@@ -259,7 +259,7 @@ def _xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str) -> R
     if is_plain_text(schema, name):
         parser.arguments('"')
         if not (yield from parser.until(lambda text: parser.arguments(_escaped(text)), *ends)):
-            raise Malformed
+            raise MalformedCall
         parser.arguments('"')
         return
     text, _ = yield from parser.text_until(*ends)
@@ -378,7 +378,7 @@ def _python_call(parser: MessageParser) -> Reading[None]:
     yield from parser.skip()
     name = yield from _identifier(parser, "(")
     if name not in parser.format.tools:
-        raise Malformed
+        raise MalformedCall
     parser.name(name)
     opening = "{"
     while (yield from parser.skip()) != ")":
@@ -389,7 +389,7 @@ def _python_call(parser: MessageParser) -> Reading[None]:
         if (yield from parser.skip()) == ",":
             parser.pull(1)
         elif (yield from parser.peek()) != ")":
-            raise Malformed
+            raise MalformedCall
     parser.pull(1)
     parser.arguments("{}" if opening == "{" else "}")
 
@@ -401,7 +401,7 @@ def _identifier(parser: MessageParser, end: str) -> Reading[str]:
         found += parser.pull(1)
     yield from parser.expect(end)
     if not found:
-        raise Malformed
+        raise MalformedCall
     return found
 
 
@@ -415,7 +415,7 @@ def _python_value(parser: MessageParser) -> Reading[None]:
         parser.arguments('"')
         while (char := (yield from parser.peek())) != quote:
             if not char:
-                raise Malformed
+                raise MalformedCall
             parser.pull(1)
             known = char != "\\"
             parser.arguments(_escaped(char) if known else (yield from _python_escape(parser)))
@@ -425,7 +425,7 @@ def _python_value(parser: MessageParser) -> Reading[None]:
     text = yield from _python_literal(parser)
     _, written = _literal(text)
     if not written:
-        raise Malformed
+        raise MalformedCall
     parser.arguments(written)
 
 
@@ -441,7 +441,7 @@ def _python_escape(parser: MessageParser) -> Reading[str]:
         return _escaped(f"\\{sequence}")
     with suppress(SyntaxError):
         return _escaped("/" if kind == "/" else ast.literal_eval(f'"\\{sequence}"'))
-    raise Malformed
+    raise MalformedCall
 
 
 def _python_literal(parser: MessageParser) -> Reading[str]:
@@ -464,7 +464,7 @@ def _python_literal(parser: MessageParser) -> Reading[str]:
             stack = stack[:-1]
         elif char in ")]}":
             break
-    raise Malformed
+    raise MalformedCall
 
 
 def _escaped(text: str) -> str:
@@ -494,23 +494,25 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
     return lark.rule(first)
 
 
-FAMILIES: Mapping[str, Family] = {
-    "qwen3_coder": Family(_qwen_xml, _qwen_calls, ("<tool_call>", "</tool_call>"), "<function="),
-    "hermes": Family(_hermes, _hermes_calls, ("<tool_call>", "</tool_call>"), "<tool_call>"),
-    "mistral": Family(
+FAMILIES: Mapping[str, ToolSyntax] = {
+    "qwen3_coder": ToolSyntax(
+        _qwen_xml, _qwen_calls, ("<tool_call>", "</tool_call>"), "<function="
+    ),
+    "hermes": ToolSyntax(_hermes, _hermes_calls, ("<tool_call>", "</tool_call>"), "<tool_call>"),
+    "mistral": ToolSyntax(
         _mistral,
         _mistral_calls,
         ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         r"\[TOOL_CALLS\]",
         id_length=9,  # as Mistral's templates demand
     ),
-    "pythonic": Family(
+    "pythonic": ToolSyntax(
         _pythonic,
         _pythonic_calls,
         ("<|python_start|>", "<|python_end|>"),
         r"\[\w+\(\w+=\w+",
     ),
-    "llama3_json": Family(
+    "llama3_json": ToolSyntax(
         _llama_json,
         _llama_calls,
         ("<|python_tag|>",),

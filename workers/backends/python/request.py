@@ -33,7 +33,7 @@ from shmserve.workers.backends.python.response import (
     from_error,
 )
 from shmserve.workers.backends.python.tensor import Lender, ReceivedTensor, Tensor
-from shmserve.workers.bls.calls import StreamCall
+from shmserve.workers.bls.calls import StreamBlsCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
 
 RELEASE_ALL = 1
@@ -284,7 +284,7 @@ async def _response(reply: asyncio.Future[CallResponse]) -> InferenceResponse | 
 
 
 async def _iterator(
-    call: StreamCall, first_response: asyncio.Future[None]
+    call: StreamBlsCall, first_response: asyncio.Future[None]
 ) -> InferenceResponse | ResponseIterator:
     await first_response
     return ResponseIterator(call)

@@ -21,7 +21,7 @@ from shmserve.workers.backends.python.errors import (
     to_server,
 )
 from shmserve.workers.backends.python.tensor import ReceivedTensor, Tensor
-from shmserve.workers.bls.calls import StreamCall
+from shmserve.workers.bls.calls import StreamBlsCall
 from shmserve.workers.bls.request import CallResponse
 
 # An Output, created without the Python function of named tuples.
@@ -103,7 +103,7 @@ class ResponseIterator:
     continues after the last response taken. Collecting the iterator cancels its call.
     """
 
-    def __init__(self, call: StreamCall | None, *responses: InferenceResponse) -> None:
+    def __init__(self, call: StreamBlsCall | None, *responses: InferenceResponse) -> None:
         self._call = call  # None: all responses have arrived
         self._responses = list(responses)
         self._next = 0

@@ -30,7 +30,7 @@ from shmserve.ipc.messages.inference import Caller
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import StreamCall, UnaryCall
+from shmserve.workers.bls.calls import StreamBlsCall, UnaryBlsCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.router import CallRouter, not_begun
 from shmserve.workers.links.workspace import LeasedWorkspace
@@ -99,7 +99,7 @@ class ServerApi:
             ShmserveError: The inference has failed.
         """
         with self._beginning(request):
-            call = self.calls.begin(UnaryCall(self.calls, request))
+            call = self.calls.begin(UnaryBlsCall(self.calls, request))
         return call.wait()
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
@@ -113,19 +113,21 @@ class ServerApi:
         """
         future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
         with self._beginning(request):
-            self.calls.begin_soon(UnaryCall(self.calls, request, future), future)
+            self.calls.begin_soon(UnaryBlsCall(self.calls, request, future), future)
         return future
 
-    def open(self, request: CallRequest) -> StreamCall:
+    def open(self, request: CallRequest) -> StreamBlsCall:
         """Start an inference that may have any number of responses.
 
         Raises:
             ShmserveError: The inference cannot be started.
         """
         with self._beginning(request):
-            return self.calls.begin(StreamCall(self.calls, request))
+            return self.calls.begin(StreamBlsCall(self.calls, request))
 
-    def open_soon(self, request: CallRequest, first_response: asyncio.Future[None]) -> StreamCall:
+    def open_soon(
+        self, request: CallRequest, first_response: asyncio.Future[None]
+    ) -> StreamBlsCall:
         """Start an inference with any number of responses from the running event loop.
 
         Args:
@@ -135,7 +137,7 @@ class ServerApi:
         Raises:
             ShmserveError: The inference cannot be started.
         """
-        call = StreamCall(self.calls, request, first_response)
+        call = StreamBlsCall(self.calls, request, first_response)
         with self._beginning(request):
             self.calls.begin_soon(call, first_response)
         return call

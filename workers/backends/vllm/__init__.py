@@ -25,7 +25,7 @@ from shmserve.errors import Cancelled, Internal, InvalidArgument, Unavailable, U
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.llm.prompts import given_inputs, merged_parameters
-from shmserve.workers.backends.vllm.answers import FLAGS, OUTPUTS, Answer, output
+from shmserve.workers.backends.vllm.answers import FLAGS, OUTPUTS, VllmAnswer, output
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
 from shmserve.workers.batch.response_stream import MOST_WAIT_S
 from shmserve.workers.user_code import EventLoopThread
@@ -163,7 +163,7 @@ class VllmBackend(Backend):
         streams = bool(parameters.get("stream"))
         call = await self._engine.call(given, parameters, echoes, openai="usage" in wanted)
         flags = [name for name in FLAGS if given.get(f"return_{name}")]
-        answer = Answer(call, wanted, flags, streams)
+        answer = VllmAnswer(call, wanted, flags, streams)
         self._number += 1
         work, credit = stream.request.work, asyncio.Event()
         stream.on_credit(partial(asyncio.get_running_loop().call_soon_threadsafe, credit.set))

@@ -11,7 +11,7 @@ import numpy as np
 from shmserve.errors import Internal
 from shmserve.ipc.tensors.arrays import STORED
 from shmserve.workers.backends import Output
-from shmserve.workers.backends.vllm.engine import Call, Parser
+from shmserve.workers.backends.vllm.engine import Parser, VllmCall
 
 OUTPUTS: Mapping[str, str] = {
     "text_output": "BYTES",
@@ -37,7 +37,7 @@ def output(name: str, values: Iterable[Any]) -> Output:
     return Output(name, kind, np.array(list(values), STORED.get(kind, np.dtype(object))))
 
 
-class Answer:
+class VllmAnswer:
     """The responses to one request.
 
     Args:
@@ -48,7 +48,7 @@ class Answer:
     """
 
     def __init__(
-        self, call: Call, wanted: Collection[str], flags: Collection[str], stream: bool
+        self, call: VllmCall, wanted: Collection[str], flags: Collection[str], stream: bool
     ) -> None:
         self._call = call
         self._wanted = {*(wanted or ("text_output",)), *flags}

@@ -110,7 +110,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 @dataclass
-class Call:
+class VllmCall:
     """A request in the form of the engine: a rendered prompt and sampling parameters.
 
     Attributes:
@@ -218,7 +218,7 @@ class VllmEngine:
         """Return whether the engine has ended or failed for good."""
         return bool(self._engine.errored)
 
-    def generate(self, call: Call, request_id: str, priority: int) -> AsyncIterator[Any]:
+    def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
         """Return the iterator of the outputs of a call; closing it aborts the request."""
         options = {"priority": priority, **call.options}
         found: AsyncIterator[Any] = self._engine.generate(
@@ -252,7 +252,7 @@ class VllmEngine:
 
     async def call(
         self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
-    ) -> Call:
+    ) -> VllmCall:
         """Return the call for the inputs and the parameters of a request.
 
         Args:
@@ -335,7 +335,7 @@ class VllmEngine:
         strings = self._tokenizer.convert_ids_to_tokens(tokens)
         return {"token_ids": tokens, "text_output": [orjson.dumps(strings)]}
 
-    async def _completion(self, body: dict[str, Any], defaults: dict[str, Any]) -> Call:
+    async def _completion(self, body: dict[str, Any], defaults: dict[str, Any]) -> VllmCall:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
         request = _parsed(CompletionRequest, body)
@@ -347,7 +347,7 @@ class VllmEngine:
         call.only_prompt = request.echo and request.max_tokens == 0
         return call
 
-    async def _chat(self, conversation: Any, body: dict[str, Any]) -> Call:
+    async def _chat(self, conversation: Any, body: dict[str, Any]) -> VllmCall:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         encoded = {"messages": conversation} if isinstance(conversation, list) else conversation
@@ -373,12 +373,14 @@ class VllmEngine:
             call.make_parser = lambda: Parser(kind(self._tokenizer, request.tools, **more), request)
         return call
 
-    def _call(self, prompt: Any, request: Any, limit: int | None, defaults: dict[str, Any]) -> Call:
+    def _call(
+        self, prompt: Any, request: Any, limit: int | None, defaults: dict[str, Any]
+    ) -> VllmCall:
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
         size = len(prompt["prompt_token_ids"])
         most = get_max_tokens(self._config.max_model_len, limit, size, defaults)
-        call = Call(prompt, request.to_sampling_params(most, defaults))
+        call = VllmCall(prompt, request.to_sampling_params(most, defaults))
         if request.priority:
             call.options["priority"] = request.priority
         if request.prompt_logprobs is not None:

@@ -12,11 +12,11 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.gateway.grpc.infer import RequestRefused
 from shmserve.gateway.grpc.stream_call import stream_infer
-from shmserve.gateway.inference.inference import ActiveCount, Inference
+from shmserve.gateway.inference.inference import ActiveCount, UnaryInference
 from shmserve.ipc.messages import inference as m
 
 
-class Asked(Inference):
+class Asked(UnaryInference):
     """A request that has its response at once."""
 
     def __init__(self, cancelled: list[str], name: str) -> None:
@@ -36,7 +36,7 @@ class Taking(ActiveCount):
         self.large: list[int] = []
         self.gateway = SimpleNamespace(malloc_trim=SimpleNamespace(soon=self.large.append))
 
-    def response(self, inference: Inference) -> bytes:
+    def response(self, inference: UnaryInference) -> bytes:
         return bytes(40_000)  # no other is written with it
 
     def headers(self, call: Any) -> dict[str, str]:
@@ -91,7 +91,7 @@ def test_who_does_not_read_is_cut_off() -> None:
     cancelled: list[str] = []
 
     class Inferences(Taking):
-        def begin(self, raw: bytes, *_: Any) -> Inference:
+        def begin(self, raw: bytes, *_: Any) -> UnaryInference:
             return Asked(cancelled, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
@@ -131,7 +131,7 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
     asked = 0
 
     class Inferences(Taking):
-        def begin(self, raw: bytes, *_: Any) -> Inference:
+        def begin(self, raw: bytes, *_: Any) -> UnaryInference:
             nonlocal asked
             asked += 1
             return Asked(cancelled, str(asked))
@@ -150,7 +150,7 @@ def test_memory_is_given_back_when_the_call_is_over() -> None:
     """The call may hold much of it until then, long after the stream was given up."""
 
     class Inferences(Taking):
-        def begin(self, raw: bytes, *_: Any) -> Inference:
+        def begin(self, raw: bytes, *_: Any) -> UnaryInference:
             return Asked([], "")
 
     async def requests() -> AsyncIterator[bytes]:
@@ -172,7 +172,7 @@ def test_a_request_that_cannot_be_taken_fails_the_call() -> None:
     """Its client would wait for a response, or take the stream for complete."""
 
     class Inferences(Taking):
-        def begin(self, raw: bytes, *_: Any) -> Inference:
+        def begin(self, raw: bytes, *_: Any) -> UnaryInference:
             if raw == b"bad":
                 raise KeyError("a fault of ours")
             return Asked([], "")

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.memory.lent import Holding
 from shmserve.scheduler.ensemble.flow import (
-    EnsembleStep,
     Firing,
     Flow,
     Graph,
     ModelProperties,
     Plan,
+    StepNode,
 )
 from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
 
@@ -30,14 +30,14 @@ def value(text: str, freed: list[str] | None = None, holds: bool = True) -> Valu
 def graphs(draw: st.DrawFn) -> Graph:
     """A graph without circles: each step reads tensors that come before it."""
     tensors = ["IN"]
-    steps: list[EnsembleStep] = []
+    steps: list[StepNode] = []
     for index in range(draw(st.integers(1, 7))):
         read = draw(st.lists(st.sampled_from(tensors), min_size=1, max_size=3, unique=True))
         condition = draw(st.sampled_from(["", "", *tensors]))
         made = [f"t{index}.{n}" for n in range(draw(st.integers(1, 2)))]
         inputs = {f"i{n}": tensor for n, tensor in enumerate(read)}
         outputs = {f"o{n}": tensor for n, tensor in enumerate(made)}
-        steps.append(EnsembleStep(index, "m", "", inputs, outputs, condition))
+        steps.append(StepNode(index, "m", "", inputs, outputs, condition))
         tensors += made
     wanted = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
     return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(wanted))
@@ -47,7 +47,7 @@ def models(
     many: tuple[int, ...] = (),
     optional: tuple[str, ...] = (),
     devices: Mapping[int, int] | None = None,
-) -> Callable[[EnsembleStep], ModelProperties]:
+) -> Callable[[StepNode], ModelProperties]:
     """Return the models of a graph's steps.
 
     Args:
@@ -120,9 +120,9 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
 STREAM = Graph(
     "e",
     (
-        EnsembleStep(0, "many", "", {"X": "IN"}, {"Y": "m"}),
-        EnsembleStep(1, "one", "", {"X": "m", "Z": "once"}, {"Y": "OUT"}),
-        EnsembleStep(2, "one", "", {"X": "IN"}, {"Y": "once"}),
+        StepNode(0, "many", "", {"X": "IN"}, {"Y": "m"}),
+        StepNode(1, "one", "", {"X": "m", "Z": "once"}, {"Y": "OUT"}),
+        StepNode(2, "one", "", {"X": "IN"}, {"Y": "once"}),
     ),
     ("IN",),
     ("OUT",),
@@ -146,7 +146,7 @@ def test_a_stream_meets_what_there_is_one_of_in_any_order(order: list[str]) -> N
 def test_a_skipped_stream_is_one_response_without_it() -> None:
     graph = Graph(
         "e",
-        (EnsembleStep(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),),
+        (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),),
         ("IN",),
         ("OUT",),
     )
@@ -156,7 +156,7 @@ def test_a_skipped_stream_is_one_response_without_it() -> None:
 
 
 def test_an_optional_input_does_without_what_was_skipped() -> None:
-    step = EnsembleStep(0, "m", "", {"X": "IN", "Z": "Z"}, {"Y": "OUT"})
+    step = StepNode(0, "m", "", {"X": "IN", "Z": "Z"}, {"Y": "OUT"})
     graph = Graph("e", (step,), ("IN", "Z"), ("OUT",))
     for optional, runs in (((), False), (("Z",), True)):
         flow = Flow(plan(graph, optional=optional))
