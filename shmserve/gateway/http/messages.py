@@ -227,7 +227,8 @@ class HttpResponse:
                     if request.connection.writing_paused:
                         await drain(request.connection, transport, stall_s)
         finally:
-            transport.set_write_buffer_limits()
+            if not transport.is_closing():
+                transport.set_write_buffer_limits()
 
 
 class ChunkedResponse(HttpResponse):

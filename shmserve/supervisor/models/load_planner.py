@@ -152,6 +152,10 @@ class LoadPlanner:
         """Remove the folder of a load request's files when no process uses it."""
         self._remove(plan.model_dir)
 
+    def has_environments(self) -> bool:
+        """Check whether an archive of an environment was unpacked."""
+        return self._environments.is_dir()
+
     def remove_unused_environments(self) -> None:
         """Remove the unpacked archives of environments that no worker has locked."""
         for file in self._environments.glob("*.lock"):

@@ -253,7 +253,8 @@ class LifecycleExecutor(LifecycleActions):
         for spec in {spec.model_dir: spec for spec in specs}.values():
             if spec.model_dir not in used:
                 self._planner.discard(spec)
-        self._remove_environments()
+        if self._planner.has_environments():
+            self._remove_environments()
 
     @_in_background
     async def _remove_environments(self) -> None:

@@ -46,7 +46,7 @@ class NoPrograms:
     def numbers(self) -> list[int]:
         return []
 
-    def tell(self, message: Any) -> None:
+    def broadcast(self, message: Any) -> None:
         pass
 
 

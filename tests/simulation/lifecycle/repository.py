@@ -54,6 +54,10 @@ class DrawnRepository:
             below += [each for each in ENSEMBLES if each > name]
         return sorted(self._random.sample(below, self._random.randint(1, 2)))
 
+    def has_environments(self) -> bool:
+        """No model has an environment of its own."""
+        return False
+
     def change(self) -> None:
         """Something of it is written, or removed."""
         name = self._random.choice([*self.steps])

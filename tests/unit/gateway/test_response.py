@@ -33,7 +33,11 @@ DATATYPES = "BOOL, UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP1
 NO_VERSION = " (a version is a whole number)"
 MORE = " (input 'INPUT0': its shape has 16 elements, more are given)"
 # What this server says behind Triton's text of an error.
+AS_A_BODY = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
 ADDED = {
+    **dict.fromkeys(("json string", "json null"), AS_A_BODY),
+    "raw two var": " (send JSON with its shape before the bytes, and the length of the JSON in "
+    "Inference-Header-Content-Length)",
     "datatype bad": f" ('FOO'; there are: {DATATYPES}, BYTES, BF16)",
     "datatype lower": f" ('int32'; there are: {DATATYPES}, BYTES, BF16)",
     "datatype other bytes": " (input 'INPUT0' has 0)",

@@ -44,6 +44,7 @@ EXAMPLES: dict[Any, Any] = {
     list[int]: [1, 2],
     list[Any]: [1, b"x"],
     list[list[Any]]: [[1, 2, b"x"]],
+    list[list[str]]: [["x", "y"]],
     list[m.Work]: [m.Work(1, 2, b"x", [b"y"])],
     list[m.SequenceRow]: [m.SequenceRow(1, 2, 3, 4, "x")],
     list[m.Reply]: [m.Reply(1, "", "", b"x", [b"y"])],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmserve.common.auth_tokens import RESTRICTABLE
+from shmserve.common.auth_tokens import RESTRICTABLE, SIGNATURE
 from shmserve.gateway.grpc.service import (
     HEALTH_WATCH,
     MODEL_INFER,
@@ -28,7 +28,7 @@ def test_every_rpc_has_a_scope() -> None:
     assert len(ALL) == 22
     assert set(RPCS) == {*ALL, *REFLECTIONS}
     for path, rpc in RPCS.items():
-        assert rpc.scope in RESTRICTABLE, path
+        assert rpc.scope in (*RESTRICTABLE, SIGNATURE), path
 
 
 def test_every_rpc_has_a_handler() -> None:
