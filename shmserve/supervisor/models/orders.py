@@ -189,10 +189,19 @@ class Order:
 
     @property
     def hangs(self) -> bool:
-        """Whether the load has been reported to take long, or waits for such a load."""
+        """Return whether the load takes long, or waits for such a load or behind an unload.
+
+        An unload in front of an order that this load waits for may itself wait for this load.
+        """
         if self.phase is OrderPhase.STARTING:
             return any(version.instances.hangs for version in self.model.coming.values())
-        return self.phase is OrderPhase.WAITING and any(each.hangs for each in self.before)
+        waits = self.phase is OrderPhase.WAITING
+        return waits and any(each.hangs or each._follows_unload for each in self.before)
+
+    @property
+    def _follows_unload(self) -> bool:
+        earlier = itertools.takewhile(lambda each: each is not self, self.model.orders)
+        return not self.settled and any(each.kind is OrderKind.UNLOAD for each in earlier)
 
     @property
     def settled(self) -> bool:
