@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,7 @@ def browser(folder: Path) -> Iterator[Page]:
         for number, end in enumerate(ends, 3):
             os.dup2(end, number)
 
+    sockets = tempfile.mkdtemp()  # a path of pytest is too long for sockets, once it has run often
     process = subprocess.Popen(
         [CHROMIUM, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"],
         stdin=subprocess.DEVNULL,
@@ -144,7 +146,7 @@ def browser(folder: Path) -> Iterator[Page]:
         stderr=subprocess.DEVNULL,
         pass_fds=(3, 4, theirs, answers),
         preexec_fn=inherit,
-        env={**os.environ, "TMPDIR": str(folder), "HOME": str(folder)},
+        env={**os.environ, "TMPDIR": sockets, "HOME": str(folder)},
     )
     os.close(theirs)
     os.close(answers)
@@ -158,5 +160,6 @@ def browser(folder: Path) -> Iterator[Page]:
                 each.kill()
         process.wait()
         psutil.wait_procs(members, timeout=5)
+        shutil.rmtree(sockets, ignore_errors=True)
         os.close(reading)
         os.close(writing)
