@@ -161,8 +161,8 @@ def test_an_unload_waits_for_the_load_that_runs(
     loading.release()
     asked.result().ok()
     unload.result().ok()
-    assert state(server, "slow") == "UNAVAILABLE"
     assert not server.find("worker slow")
+    until("its scheduler has ended", lambda: state(server, "slow") == "UNAVAILABLE")
     again = change(people, "slow")
     server.gate.next().release()
     again.result().ok()

@@ -11,7 +11,7 @@ import tritonclient.grpc as grpc
 from tests.support import repositories
 from tests.support.servers import Server, running
 from tests.support.waiting import until
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import json_input, raw_connection
 
 MODEL = """
 import pathlib
@@ -120,7 +120,7 @@ def test_one_that_takes_long_is_joined_and_holds_up_nothing(
     config = repositories.identity_config("slow", "INT32", [1])
     repositories.write(repository, "slow", config, MODEL + slow)
     ready = "/v2/models/slow/ready"
-    with server.http() as http, server.http() as other:
+    with server.http() as http, raw_connection(server.http_port) as other:
         http.load("slow").ok()
         with ThreadPoolExecutor() as pool:
             first = pool.submit(http.get, ready)
@@ -131,7 +131,9 @@ def test_one_that_takes_long_is_joined_and_holds_up_nothing(
                 third.infer("slow", given).ok()
             assert time.monotonic() - began < 3, "it executes meanwhile"
             assert first.result().status == 400
-            second = pool.submit(other.get, ready)
+            other.sendall(f"GET {ready} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            for _ in range(2):  # the supervisor answers behind the second request
+                http.post("/v2/repository/index", {}).ok()
             goes_on.touch()
-            assert second.result().status == 200
+            assert other.recv(65536).startswith(b"HTTP/1.1 200 ")
     assert called.read_text() == "once "
