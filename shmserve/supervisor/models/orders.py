@@ -200,8 +200,9 @@ class Order:
 
     @property
     def _follows_unload(self) -> bool:
-        earlier = itertools.takewhile(lambda each: each is not self, self.model.orders)
-        return not self.settled and any(each.kind is OrderKind.UNLOAD for each in earlier)
+        orders = list(self.model.orders)
+        earlier = orders[: orders.index(self)] if self in orders else []
+        return any(each.kind is OrderKind.UNLOAD for each in earlier)
 
     @property
     def settled(self) -> bool:

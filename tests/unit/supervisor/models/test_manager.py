@@ -60,6 +60,9 @@ class Repository:
     def discard(self, discarded: VersionSpec) -> None:
         self.discarded += 1
 
+    def has_environments(self) -> bool:
+        return False
+
 
 def models(processes: Processes, repository: Repository) -> ModelManager:
     """Return the manager of a repository's models."""

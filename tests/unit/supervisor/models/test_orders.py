@@ -87,6 +87,9 @@ class Repository:
     def discard(self, plan: VersionSpec) -> None:
         pass
 
+    def has_environments(self) -> bool:
+        return False
+
 
 class Server(Processes):
     """Models of a repository, and a gateway, which acknowledges nothing while it is `deaf`."""
