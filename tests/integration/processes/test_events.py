@@ -210,10 +210,10 @@ def test_counters_are_printed_only_if_they_are_asked_for(server: Server) -> None
         shown = ""
         while "counters of simple" not in shown:  # it comes once a second
             shown = count()
-        line()  # it runs: the snapshot has begun
+        first = line()  # it runs: the snapshot has begun
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
-        assert process.stdout is not None and "counters" not in line() + process.stdout.read()
+        assert process.stdout is not None and "counters" not in first + process.stdout.read()
 
 
 def test_no_server(tmp_path: Path) -> None:
