@@ -24,7 +24,7 @@ import pytest
 if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
-from tests.support import certificates, leaks, servers, tokens
+from tests.support import certificates, leaks, servers, tokens, watchdog
 from tests.support.crowd import Crowd, crowd
 from tests.support.wire.raw_http import Http
 
@@ -53,7 +53,8 @@ _NEEDS_TORCH = ("No module named 'torch'", "shmserve[torch]")
 
 @functools.cache
 def _start_what_stays() -> None:
-    """tritonclient's event loop, gRPC's threads and the standard library's tracker: made once."""
+    """tritonclient's event loop, gRPC's threads, the standard library's tracker, the watchdog."""
+    watchdog.start()
     gevent.get_hub().loop  # noqa: B018
     resource_tracker.ensure_running()
     with contextlib.suppress(ImportError):

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support import watchdog
 from tests.support.gates import Gate
 from tests.support.process_table import descendants, table
 from tests.support.waiting import until
@@ -99,6 +100,7 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
+        watchdog.register(self.pid, str(self.folder))
         RUNNING.append(self)
 
     @property
@@ -287,6 +289,7 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+        watchdog.unregister(self.pid)
         for held in self._held:
             held.close()
         if self in RUNNING:

@@ -1,0 +1,48 @@
+"""A test run that is killed: its servers end, and nothing of them is left."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import repositories
+from tests.support.servers import ROOT, tree
+from tests.support.waiting import until
+
+_RUN = """
+import sys
+from pathlib import Path
+from tests.support.servers import Server
+
+server = Server([Path(sys.argv[1])])
+server.wait_ready()
+print(server.pid, server.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_of_a_killed_run_ends(tmp_path: Path, number: signal.Signals) -> None:
+    repositories.add(tmp_path, "simple")
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "-c", _RUN, tmp_path],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        pid, folder = run.stdout.readline().split()
+        members = tree(int(pid))
+        assert len(members) > 3
+        run.send_signal(number)
+        run.wait()
+    _, alive = psutil.wait_procs(members, timeout=15)
+    assert not alive
+    until("the folder is removed", lambda: not Path(folder).exists(), 5)
+    assert set(os.listdir("/dev/shm")) <= before
