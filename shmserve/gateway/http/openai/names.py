@@ -31,9 +31,11 @@ async def own_name(gateway: Gateway, name: str) -> str:
         NotFound: The name stands for the only model that generates text, but there are several.
     """
     models = gateway.models
+    if name in models:
+        return name
     served = {each: model for model, each in reversed(gateway.settings.served_names)}
-    own = name if name in models else served.get(name) or models.own_name(name)
-    if own != name or name in models:
+    own = served.get(name) or models.own_name(name)
+    if own != name:
         return own
     asleep = await names_asleep(gateway)
     if name in served:
