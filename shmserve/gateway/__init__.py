@@ -18,7 +18,7 @@ A gRPC request:
 
     grpc/connection.py              bytes to the engine in http2/, to calls (grpc/calls/)
     grpc/service.py                 the call authorised, errors become a status
-    grpc/infer.py                   inference; stream_call.py for many requests in a call
+    grpc/infer.py                   inference; stream_infer.py for many requests in a call
     grpc/wire/fingerprint.py        a template for a known message, otherwise
     grpc/wire/request.py            protobuf to inference/request.py, checked
     inference/ and links.py         as above
@@ -28,12 +28,12 @@ A gRPC request:
     context.py                      its state (model_table.py, region_table.py), and loading on
                                     demand
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
-    client_identity.py              the identity and the rights of a client; connection_limits.py:
-                                    the number of connections
+    listener.py                     the access rules of a listener, the identity of its clients, and
+                                    the limits of its connections
     api/                            the other APIs, for any protocol; api/metrics.py has the
                                     families of /metrics
-    request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:
-                                    their export to OpenTelemetry
+    tracer.py                       traces of requests: the log and the trace file; otel.py: their
+                                    export to OpenTelemetry
     http/dashboard.py               the page of the dashboard, and the feed of api/figures.py
     http/handlers.py, grpc/admin.py HTTP's and gRPC's form of these APIs
 """

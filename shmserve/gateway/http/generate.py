@@ -37,13 +37,11 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     error_json,
 )
-from shmserve.gateway.http.openai.bodies import check_prompts
-from shmserve.gateway.http.openai.names import generates
+from shmserve.gateway.http.openai.bodies import check_prompts, generates
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
-from shmserve.gateway.inference.inference import error_of, reload
+from shmserve.gateway.inference.inference import error_of, output_bytes, reload
 from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
-from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef

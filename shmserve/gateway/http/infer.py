@@ -44,15 +44,16 @@ from shmserve.gateway.http.response_queue import ResponseQueue, streaming_respon
 from shmserve.gateway.inference.inference import (
     Message,
     UnaryInference,
+    classified_as_requested,
     error_of,
     fail,
     is_last,
     log_failure,
+    output_bytes,
     reload,
     submit,
 )
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.inference.response import classified_as_requested, output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
