@@ -32,8 +32,8 @@ A gRPC request:
                                     the limits of its connections
     api/                            the other APIs, for any protocol; api/metrics.py has the
                                     families of /metrics
-    tracer.py                       traces of requests: the log and the trace file; otel.py: their
-                                    export to OpenTelemetry
+    request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:
+                                    their export to OpenTelemetry
     http/dashboard.py               the page of the dashboard, and the feed of api/figures.py
     http/handlers.py, grpc/admin.py HTTP's and gRPC's form of these APIs
 """

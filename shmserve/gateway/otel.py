@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 import shmserve
-from shmserve.gateway.tracer import RequestTrace
+from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.trace import Span
 
 _PHASES = (

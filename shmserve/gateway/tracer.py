@@ -1,12 +1,11 @@
 """Traces of requests: explanations, log lines, Triton's trace file, and OpenTelemetry spans.
 
-    Tracer.begin ──> RequestTrace; its span id travels in `Submit.trace`
-    response ──> RequestTrace.on_response ──> an explanation in the response, if requested
-    response sent ──> RequestTrace.finish ──> Tracer.finish: log, trace file or collector (otel.py)
+    begin ──> Submit.trace ... response ──on_response──> explanation, if requested ──> finish
+                                                          log, file, collector <─────────┘
 
-The trace file is a JSON array. Each request has one entry with its names and one entry with its
-timestamps (monotonic ns). The steps of an ensemble and the calls between models have the same two
-entries. Several gateways append to one file: each write holds a lock and leaves a complete array.
+The file is a JSON array. Each request has an entry with its names and an entry with its timestamps
+(monotonic ns); so has each request of an ensemble's step or of a model's call. Several gateways
+write to the file. Each write holds a lock and leaves a complete array.
 """
 
 from __future__ import annotations
@@ -18,184 +17,16 @@ import itertools
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.trace_settings import (
-    OPENTELEMETRY,
-    TENSORS,
-    TIMESTAMPS,
-    Sampler,
-    Samplers,
-    TraceSettings,
-)
-from shmserve.ipc.messages.inference import Failed, Responded, Response
+from shmserve.common.trace_settings import OPENTELEMETRY, Sampler, Samplers, TraceSettings
+from shmserve.gateway.request_trace import RequestTrace, entries_of
 from shmserve.ipc.messages.supervision import RequestTraced
-from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.trace import Span, TraceContext, TracedTensor, explain, unpack_spans, within
+from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)
-
-_ID_DIGITS = 13  # of 16, since not every JSON parser has integers of 64 bits
-_OF_PROTOCOL = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
-_EXECUTED = (
-    ("COMPUTE_START", "compute_start_ns"),
-    ("COMPUTE_INPUT_END", "input_end_ns"),
-    ("COMPUTE_OUTPUT_START", "output_start_ns"),
-    ("COMPUTE_END", "compute_end_ns"),
-)
-
-
-@dataclass(slots=True, eq=False)
-class RequestTrace:
-    """The trace of one request. Times are monotonic ns; 0 means that the event is still to happen.
-
-    Attributes:
-        on_end: The callback for the end of the request.
-        context: The gateway's span.
-        scheduler: The scheduler's span.
-        spans: The scheduler's span and the spans within it, once the response has arrived.
-        tensors: The traced inputs and outputs of these spans.
-        explained: Whether the response contains an explanation.
-        sampled: Whether the trace is written to the file or sent to the collector.
-        local: Whether a scheduler received the request from a program on this host.
-        error: The message of the error, if the request failed.
-    """
-
-    on_end: Callable[[RequestTrace], None]
-    model: str
-    version: str
-    request_id: str
-    context: TraceContext
-    arrived_ns: int
-    explained: bool
-    sampled: bool
-    local: bool = False
-    scheduler: TraceContext = field(init=False)
-    submitted_ns: int = field(default_factory=time.monotonic_ns)
-    responded_ns: int = 0
-    ended_ns: int = 0
-    spans: list[Span] = field(default_factory=list)
-    tensors: list[TracedTensor] = field(default_factory=list)
-    error: str = ""
-
-    def __post_init__(self) -> None:
-        self.scheduler = self.context.child()
-
-    def on_response(self, message: Response) -> None:
-        """Record the last response."""
-        self.responded_ns = time.monotonic_ns()
-        if isinstance(message, Failed | Responded) and message.code:
-            self.error = message.message
-        if not isinstance(message, Failed) and message.spans:
-            self.read_spans(message.spans)
-
-    def read_spans(self, spans: bytes) -> None:
-        """Record the spans of the last response."""
-        self.spans = within(unpack_spans(spans, self.tensors), self.scheduler.span_id)
-
-    def explanation(self, now_ns: int) -> dict[str, Any]:
-        """Return the durations of the phases until `now_ns`, as `ipc.trace.explain` does."""
-        times = (self.arrived_ns, self.submitted_ns, now_ns)
-        return explain(self.spans, self.scheduler.span_id, *times)
-
-    def explain(self, inferred: Inferred) -> Inferred:
-        """Return the response, with an explanation if the request asked for one."""
-        if not self.explained:
-            return inferred
-        added = {"explanation": self.explanation(time.monotonic_ns())}
-        return replace(inferred, parameters=inferred.parameters | added)
-
-    def finish(self, error: str = "") -> None:
-        """Record the end of the request. The first call and the first error count."""
-        if not self.ended_ns:
-            self.ended_ns, self.error = time.monotonic_ns(), self.error or error
-            self.on_end(self)
-
-    def on_disconnect(self) -> None:
-        """Record that the client has disconnected, unless the request has ended."""
-        self.finish("its client has gone")
-
-
-def entries_of(
-    trace: RequestTrace, protocol: str, level: Sequence[str] = (TIMESTAMPS,)
-) -> list[dict[str, Any]]:
-    """Return the entries of a request that has ended, which the trace `level` selects.
-
-    The first and last timestamps have the names of the `protocol`; a local request has none ("").
-    """
-    made = _timestamps(trace, protocol) if TIMESTAMPS in level else []
-    return [*made, *_tensors(trace)] if TENSORS in level else made
-
-
-def _tensors(trace: RequestTrace) -> Iterator[dict[str, Any]]:
-    """Yield the entries of tensors; an input is recorded with each response of a request."""
-    inputs = {(each.span_id, each.name): each for each in trace.tensors if not each.is_output}
-    outputs = [each for each in trace.tensors if each.is_output]
-    own = {span.span_id for span in trace.spans}
-    for span_id, is_output, name, datatype, shape, data in [*inputs.values(), *outputs]:
-        if span_id in own:
-            activity = "TENSOR_BACKEND_OUTPUT" if is_output else "TENSOR_QUEUE_INPUT"
-            tensor = {"name": name, "data": data, "shape": shape, "dtype": datatype}
-            yield {"id": _number(span_id), "activity": activity, "tensor": tensor}
-
-
-def _timestamps(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
-    responded_ns = trace.responded_ns or trace.ended_ns
-    own: list[tuple[str, int]] = []
-    ends: list[tuple[str, int]] = []
-    if protocol:
-        receive, send = _OF_PROTOCOL[protocol]
-        own = [(f"{receive}_START", trace.arrived_ns), (f"{receive}_END", trace.submitted_ns)]
-        ends = [(f"{send}_START", responded_ns), (f"{send}_END", trace.ended_ns)]
-    root = trace.scheduler.span_id
-    made: list[dict[str, Any]] = []
-    for span in trace.spans:
-        stamps = _stamps(span)
-        if span.span_id == root:
-            stamps = [*own, ("REQUEST_START", trace.submitted_ns), *stamps[1:], *ends]
-        parent = "" if span.span_id == root else span.parent_id
-        made += _entry(span.span_id, span.model, span.version, span.request_id, parent, stamps)
-    if not made:  # The request has failed.
-        stamps = [*own, ("REQUEST_START", trace.submitted_ns), ("REQUEST_END", responded_ns), *ends]
-        made = _entry(root, trace.model, trace.version, trace.request_id, "", stamps)
-    return made
-
-
-def _stamps(span: Span) -> list[tuple[str, int]]:
-    executed = [(name, getattr(span, field)) for name, field in _EXECUTED]
-    return [
-        ("REQUEST_START", span.arrived_ns),
-        ("QUEUE_START", span.enqueued_ns),
-        *(executed if span.compute_start_ns else ()),
-        ("INFER_RESPONSE_COMPLETE", span.responded_ns),
-        ("REQUEST_END", span.responded_ns),
-    ]
-
-
-def _entry(
-    span_id: str,
-    model: str,
-    version: str,
-    request_id: str,
-    parent_id: str,
-    stamps: list[tuple[str, int]],
-) -> list[dict[str, Any]]:
-    number = _number(span_id)
-    about: dict[str, Any] = {"id": number, "model_name": model, "model_version": int(version)}
-    if request_id:
-        about["request_id"] = request_id
-    if parent_id:
-        about["parent_id"] = _number(parent_id)
-    return [about, {"id": number, "timestamps": [{"name": n, "ns": ns} for n, ns in stamps]}]
-
-
-def _number(span_id: str) -> int:
-    return int(span_id[:_ID_DIGITS], 16)
 
 
 _NS_PER_MS = 1_000_000

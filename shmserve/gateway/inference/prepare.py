@@ -32,7 +32,7 @@ from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import GatewayRegion, RegionTable, Uses
-from shmserve.gateway.tracer import RequestTrace
+from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
