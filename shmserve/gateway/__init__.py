@@ -5,7 +5,7 @@ The files that an HTTP request passes, in order:
     http/connection.py              bytes to requests, one after the other
     http/routing.py                 match, authorise, handle; errors become responses (routes.py has
                                     the route tables)
-    http/infer.py                   inference; response_queue.py for responses in many parts
+    http/infer.py                   inference, and the queue of responses in many parts
     http/body.py                    the body, read and decoded to a request
     http/json/fingerprint.py        a template for a known header, otherwise
     http/json/infer_request.py      JSON to inference/request.py, checked

@@ -24,6 +24,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
 from shmserve.gateway.context import Gateway, awaits_load, loaded
+from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -43,7 +44,6 @@ from shmserve.gateway.http.openai.fields import (
     TOKENIZE,
     carried,
 )
-from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import error_of, output_bytes
 from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
