@@ -46,9 +46,11 @@ async def own_name(gateway: Gateway, name: str) -> str:
         NotFound: The name stands for the only model that generates text, but there are several.
     """
     models = gateway.models
+    if name in models:
+        return name
     served = {each: model for model, each in reversed(gateway.settings.served_names)}
-    own = name if name in models else served.get(name) or models.own_name(name)
-    if own != name or name in models:
+    own = served.get(name) or models.own_name(name)
+    if own != name:
         return own
     asleep = await names_asleep(gateway)
     if name in served:
@@ -142,9 +144,9 @@ class TextRequest(NamedTuple):
 def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
     """Return the outputs that few requests want."""
     found: tuple[str, ...] = ()
-    if parameters.get("return_token_ids") is True:
+    if "return_token_ids" in parameters and parameters["return_token_ids"] is True:
         found = ("token_ids", "prompt_token_ids")
-    return (*found, "logprobs") if parameters.get("prompt_logprobs") is not None else found
+    return (*found, "logprobs") if "prompt_logprobs" in parameters else found
 
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
@@ -218,9 +220,9 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     Raises:
         InvalidArgument: The member is not of this kind.
     """
-    value = body.get(name)
-    if value is None:
+    if name not in body or body[name] is None:
         return default
+    value = body[name]
     if type(value) is not kind:
         wanted = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
         allowed = wanted.get(kind, "a whole number")
@@ -242,12 +244,12 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     model = await generating(gateway, given)
     variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
     prompt = conversation(given, variables)
-    limit = next((name for name in _LIMITS if name in given), "max_tokens")
-    others = set(_LIMITS) - {limit}
-    if given.get("top_logprobs") and not wants_logprobs(given):
+    limits = [name for name in _LIMITS if name in given] or ["max_tokens"]
+    if "top_logprobs" in given and given["top_logprobs"] and not wants_logprobs(given):
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
-    parameters = {"add_special_tokens": False, "echo": False, limit: _UNLIMITED, **given}
-    parameters = {name: value for name, value in parameters.items() if name not in others}
+    parameters = {"add_special_tokens": False, "echo": False, limits[0]: _UNLIMITED, **given}
+    for name in limits[1:]:
+        del parameters[name]
     made = _text_request(model, [prompt], parameters)
     parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
     return made._replace(details=(*made.details, MESSAGE)) if parsed else made
@@ -292,7 +294,7 @@ def _text_request(
         for name, value in parameters.items()
         if name not in ("model", "prompt", "messages", "stream_options")
     }
-    usage = checked(options, "include_usage", bool, False)
+    usage = bool(options) and checked(options, "include_usage", bool, False)
     return TextRequest(model, prompts, given, samples, stream, usage, _details(given))
 
 
