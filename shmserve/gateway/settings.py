@@ -127,7 +127,7 @@ class GrpcSettings:
 class GatewaySettings:
     """Settings of the server that matter to a gateway.
 
-    common/auth_tokens.py describes `tokens` and `..._restricted`, and client_identity.py
+    common/auth_tokens.py describes `tokens` and `..._restricted`, and listener.py
     `allow_client_shm`.
 
     Attributes:
@@ -149,7 +149,7 @@ class GatewaySettings:
         slow_request_ms: The duration from which requests are logged; 0 logs none.
         refuse_unknown_fields: Whether unknown fields of OpenAI's API are refused.
         cors_origins: The origins whose pages may use HTTP listeners (routing.py).
-        allowed_hosts: Further names of the server in Host headers (client_identity.py).
+        allowed_hosts: Further names of the server in Host headers (listener.py).
         served_names: Names of models in OpenAI's API, as (model or "", name).
     """
 

@@ -25,8 +25,8 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.model_table import GatewayModel, describe, whole_version
 from shmserve.ipc.messages.control_requests import (
     AskReady,
