@@ -24,7 +24,6 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
 )
-from shmserve.gateway.client_identity import ListenerKind
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import BrokenBody
@@ -40,6 +39,7 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.inference.body_arrival import BodyTimeout
 from shmserve.gateway.inference.inference import ActiveCount
+from shmserve.gateway.listener import ListenerKind
 from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,13 @@ from shmserve.errors import (
     Unknown,
     Unsupported,
 )
-from shmserve.gateway.client_identity import MisdirectedHost
 from shmserve.gateway.http.messages import WholeBody
-from shmserve.gateway.http.openai import bodies, names
+from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import RequestTooLarge, TooManyRequests, openai_error
 from shmserve.gateway.http.openai.generation import CHAT, COMPLETION, Choices, Delta
 from shmserve.gateway.http.routing import MethodNotAllowed, NoRoute
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
+from shmserve.gateway.listener import MisdirectedHost
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
@@ -152,7 +152,7 @@ def test_the_type_of_an_error_is_that_of_its_status(
 
 def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
-    signature = SimpleNamespace(inputs={names.PARAMETERS: None}, outputs={names.TEXT: None})
+    signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
     model = SimpleNamespace(name="m", signature=signature)
     models = MagicMock(on_demand=(), own_name=str)
     models.__contains__.return_value = True

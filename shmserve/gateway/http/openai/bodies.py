@@ -1,14 +1,16 @@
-"""The bodies of requests (model, prompts and parameters) and of errors."""
+"""The parts of a request's JSON body (model, prompts and parameters), and the bodies of errors.
+
+A model has the names of --served-model-name, its own name, and the `aliases` of its engine.yaml.
+As in vLLM, requests may use any of these names, and responses contain the first one.
+"""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
@@ -20,16 +22,84 @@ from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
-from shmserve.gateway.http.openai.names import PARAMETERS, TEXT, generates, names_of, own_name
-from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.http.routing import NoRoute
-from shmserve.gateway.inference.inference import error_of
-from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
-from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
-from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.messages.control_requests import NameModels
+
+# The input and the output by which a model that generates text is recognised.
+PARAMETERS = "sampling_parameters"
+TEXT = "text_output"
+
+
+def generates(model: GatewayModel) -> bool:
+    """Return whether a model has the input and the output of models that generate text."""
+    signature = model.signature
+    return PARAMETERS in signature.inputs and TEXT in signature.outputs
+
+
+async def own_name(gateway: Gateway, name: str) -> str:
+    """Return the own name of the model that has a name; unknown names are returned as they are.
+
+    Raises:
+        NotFound: The name stands for the only model that generates text, but there are several.
+    """
+    models = gateway.models
+    if name in models:
+        return name
+    served = {each: model for model, each in reversed(gateway.settings.served_names)}
+    own = served.get(name) or models.own_name(name)
+    if own != name:
+        return own
+    asleep = await names_asleep(gateway)
+    if name in served:
+        return _only(gateway, name, asleep)
+    return next((model for model, aliases in asleep.items() if name in aliases), name)
+
+
+async def names_asleep(gateway: Gateway) -> dict[str, list[str]]:
+    """Return the aliases of models on demand that generate text and are not loaded."""
+    models = gateway.models
+    if all(models.versions(name) for name in models.on_demand):
+        return {}
+    found: dict[str, list[str]] = (await gateway.supervisor.ask(NameModels))["names"]
+    return {name: found[name] for name in sorted(found) if not models.versions(name)}
+
+
+def _only(gateway: Gateway, name: str, asleep: Collection[str]) -> str:
+    only = only_one(gateway, asleep)
+    if not only:
+        raise NotFound(
+            f"'{name}' is a name of the only model that generates text, and there are none or "
+            f"several (--served-model-name=MODEL={name} names one)"
+        )
+    return only
+
+
+def only_one(gateway: Gateway, asleep: Collection[str] = ()) -> str:
+    """Return the only model that generates text, or "" if there are none or several.
+
+    Args:
+        gateway: The gateway.
+        asleep: The models on demand that generate text and are not loaded.
+    """
+    found = {model.name for model in gateway.models.all() if generates(model)}.union(asleep)
+    return found.pop() if len(found) == 1 else ""
+
+
+def names_of(gateway: Gateway, model: str, asleep: Collection[str] = ()) -> list[str]:
+    """Return the names of a model, without its aliases; `asleep` as for `only_one`."""
+    served = gateway.settings.served_names
+    is_only = bool(served) and only_one(gateway, asleep) == model
+    names = (each for named, each in served if named == model or (is_only and not named))
+    return list(dict.fromkeys([*names, model]))
+
+
+def shown_name(gateway: Gateway, model: str) -> str:
+    """Return the name of a model in responses."""
+    return names_of(gateway, model)[0] if gateway.settings.served_names else model
+
 
 # The output with the content, the reasoning and the tool calls of a text, as JSON.
 MESSAGE = "message"
@@ -281,48 +351,6 @@ def _prompt(given: Any) -> InferInput:
 def _kind(value: Any) -> str:
     kinds = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return kinds.get(type(value), "a number")
-
-
-async def infer(
-    gateway: Gateway,
-    request: HttpRequest,
-    model: GatewayModel,
-    given: InferInput,
-    outputs: Sequence[str],
-    parameters: dict[str, Any],
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Return outputs of a model for one input, from its only response.
-
-    Raises:
-        ShmserveError: The model's error.
-    """
-    wanted = [InferOutput(name, binary=True) for name in outputs]
-    asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
-    built = build(gateway, model, asked)
-    queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
-    try:
-        return await _arrays(gateway, model, queue)
-    finally:
-        queue.close()
-
-
-async def _arrays(
-    gateway: Gateway, model: GatewayModel, queue: ResponseQueue
-) -> dict[str, np.ndarray[Any, Any]]:
-    await queue.wait()
-    error = error_of(queue.first)
-    if isinstance(error, QueueFull):
-        raise TooManyRequests(error.message, error.retry_after_s)
-    inferred = queue.request.outputs(queue.first)
-    found: dict[str, np.ndarray[Any, Any]] = {}
-    for each in () if inferred is None else inferred.outputs:
-        data = output_bytes(gateway, each)
-        if each.datatype == "BYTES":
-            found[each.name] = decode_bytes(data, each.shape, each.name, model.name)
-        else:
-            found[each.name] = np.frombuffer(bytes(data), STORED[each.datatype])
-    queue.pop(inferred)
-    return found
 
 
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")

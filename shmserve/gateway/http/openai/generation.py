@@ -17,6 +17,7 @@ import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
     ChunkedResponse,
@@ -25,12 +26,9 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
-from shmserve.gateway.http.openai.names import TEXT, shown_name
-from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.inference import error_of, log_failure
+from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, shown_name
+from shmserve.gateway.inference.inference import error_of, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build
-from shmserve.gateway.inference.response import output_bytes
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
