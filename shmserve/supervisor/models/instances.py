@@ -29,7 +29,7 @@ from shmserve.ipc.model_spec import (
     instance_bound,
 )
 from shmserve.supervisor.models.repository import ReadConfig
-from shmserve.supervisor.processes.table import Child, RestartBackoff
+from shmserve.supervisor.processes.children import Child, RestartBackoff
 
 logger = logging.getLogger(__name__)
 
