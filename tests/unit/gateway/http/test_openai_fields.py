@@ -61,8 +61,6 @@ def test_what_has_no_effect_is_dropped(body: dict[str, Any]) -> None:
         ({"functions": [{}]}, CHAT, "it is replaced by tools"),
         ({"echo": True}, CHAT, "echo: True is refused"),
         ({"dimensions": 3}, EMBEDDING, "dimensions: 3 is refused: the model has vectors"),
-        ({"stream_options": {"continuous_usage_stats": True}}, CHAT,
-         "stream_options.continuous_usage_stats: True is refused"),
         ({"audio": {}, "cache_salt": "s"}, CHAT,
          "audio: {} is refused: it is not supported; cache_salt: 's' is refused"),
         ({"temperature": float("nan")}, COMPLETION, "temperature: nan is not a finite number"),
