@@ -162,7 +162,7 @@ class ClientRequest(InflightRequest):
         self.done(outcome)
 
     def explain(self, result: Result, spans: bytes) -> None:
-        """Add the latency breakdown of the request to the parameters of a result.
+        """Write the latency breakdown of the request to the parameters of a result.
 
         Args:
             result: The result.

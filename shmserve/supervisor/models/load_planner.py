@@ -326,7 +326,7 @@ def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str
 
 
 def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
-    """Add the attribute `environment` of a class to its parameters.
+    """Copy the attribute `environment` of a class to its parameters.
 
     It is read from the text of the file, which only that environment may be able to import.
 

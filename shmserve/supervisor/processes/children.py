@@ -117,7 +117,7 @@ class ProcessTable:
         return list(self._known.values())
 
     def adopt(self, pid: int, title: str) -> Child:
-        """Add a process that was just started."""
+        """Register a process that was just started."""
         child = Child(pid, title, self._loop.create_future())
         self._known[pid] = child
         self._on_start(child)
