@@ -61,7 +61,7 @@ def client_error(
     if out_of_memory(error):
         free_cached()
         return Unavailable(
-            f"there is not enough memory on device '{context.device}' for model '{model}' to run "
+            f"not enough memory on device '{context.device}' for model '{model}' to run "
             "this request"
         )
     return Internal(f"{failed} {in_words(error)}")
