@@ -1,49 +1,43 @@
-"""Keys and certificates for tests of TLS, by openssl.
-
-They pass strict verification (RFC 5280), which Python 3.13 and later apply by default.
-"""
+"""Keys and certificates for tests of TLS, by openssl."""
 
 import subprocess
 from pathlib import Path
 
-_CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-# The sections of openssl's own configuration would add extensions to these.
-_CONFIG = """
+# What RFC 5280 asks for, which Python 3.13 and later verify.
+_CONFIGURATION = """
 [req]
-distinguished_name = subject
-[subject]
-[authority]
+distinguished_name = names
+[names]
+[ca]
 basicConstraints = critical, CA:TRUE
-keyUsage = critical, keyCertSign, cRLSign
+keyUsage = critical, keyCertSign
 subjectKeyIdentifier = hash
-[peer]
-basicConstraints = critical, CA:FALSE
+[signed]
+basicConstraints = CA:FALSE
 keyUsage = critical, digitalSignature
-extendedKeyUsage = serverAuth, clientAuth
 subjectKeyIdentifier = hash
 authorityKeyIdentifier = keyid
 subjectAltName = DNS:localhost, IP:127.0.0.1
 """
+_NEW = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 def make(folder: Path) -> Path:
-    """Write NAME.key and NAME.pem of ca, server, client and stranger to a folder, and return it.
-
-    The certificates of the server and the client are signed by ca, the stranger's is not.
-    """
-    (folder / "openssl.cnf").write_text(_CONFIG)
-    for name in ("ca", "stranger"):
-        _make(folder, name, "-extensions", "authority")
-    for name in ("server", "client"):
-        _make(folder, name, "-extensions", "peer", "-CA", "ca.pem", "-CAkey", "ca.key")
+    """Put ca, server, client and stranger into a folder: NAME.key and NAME.pem each; ca has not
+    signed the stranger's. Returns the folder."""
+    (folder / "openssl.cnf").write_text(_CONFIGURATION)
+    for who in ("ca", "stranger"):
+        _make(folder, who, "-extensions", "ca")
+    for who in ("server", "client"):
+        _make(folder, who, "-extensions", "signed", "-CA", "ca.pem", "-CAkey", "ca.key")
     return folder
 
 
-def _make(folder: Path, name: str, *options: str) -> None:
-    files = ("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
-    openssl(folder, "req", "-x509", "-config", "openssl.cnf", *_CURVE, *files, *options)
+def _make(folder: Path, who: str, *more: str) -> None:
+    files = ("-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
+    openssl(folder, *_NEW, "-config", "openssl.cnf", *files, *more)
 
 
 def openssl(folder: Path, *arguments: str) -> None:
-    """Run openssl in a folder."""
+    """Run it in a folder."""
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
