@@ -22,7 +22,7 @@ from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
 # Methods of a region that only other modules of the client use.
-_INTERNAL = ("memory_range", "ref", "remember", "output_range")
+_INTERNAL = ("memory_range", "ref", "remember", "output_range", "within")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,11 +22,20 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 
 class Result(Mapping[str, Any]):
-    """A response: its outputs by name, as numpy arrays, or torch tensors if the inputs were.
+    """A response: a mapping of the outputs' names to numpy arrays, or to torch tensors.
+
+        with server.infer("blur", image=image) as result:
+            brightest = result["output"].max()
+
+    The outputs are torch tensors if an input was one. BF16 is uint16 in numpy, and a BYTES output
+    is an object array of bytes.
 
     Large outputs are in shared memory, which remains allocated while an array refers to it.
     `release` or the end of a `with` block frees the memory immediately. Access to the outputs then
     raises Released.
+
+    Attributes:
+        parameters: The response's parameters by name.
     """
 
     __slots__ = ("_lease", "_outputs", "parameters")
@@ -51,7 +60,7 @@ class Result(Mapping[str, Any]):
         return f"Result({self._outputs!r})"
 
     def release(self) -> None:
-        """Free the memory of the outputs."""
+        """Free the memory of the outputs; access to them then raises Released. Idempotent."""
         if self._lease is not None:
             self._lease.released = True
             self._lease = None

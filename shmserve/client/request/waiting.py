@@ -132,11 +132,14 @@ class Attending(Protocol):
 
 
 class ResponseStream:
-    """An iterator over the responses to one request. Not thread-safe.
+    """An iterator over the responses to one request, each a `Result`. Not thread-safe.
 
-    `next` raises the error of a response, after which further responses may follow, or the error
-    that the request failed with. An unfinished request is cancelled by `close`, at the end of a
-    `with` block, and when the object is collected.
+        with server.stream("words", text=[b"..."]) as responses:
+            first = next(responses)["output"]
+
+    `Server.stream` returns it. `next` raises the error of a response, after which further responses
+    may follow, or the error that the request failed with. A request that has not ended is cancelled
+    by `close`, at the end of a `with` block, and when the object is collected.
     """
 
     def __init__(self, way: Attending, pending: ClientStream, owner: object) -> None:
