@@ -67,12 +67,12 @@ def search(words: str) -> str:
     Raises:
         InvalidArgument: No section has all words.
     """
-    wanted = words.lower().split()
+    terms = words.lower().split()
     found: list[str] = []
     for topic, text in _pages().items():
         for section in re.split(r"(?m)^(?=#+ )", text()):
-            if all(word in section.lower() for word in wanted):
-                lines = [line for line in section.splitlines() if wanted[0] in line.lower()]
+            if all(word in section.lower() for word in terms):
+                lines = [line for line in section.splitlines() if terms[0] in line.lower()]
                 title = section.splitlines()[0].lstrip("# ")
                 found += [f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), ""]
     if not found:
@@ -88,9 +88,9 @@ def client_reference() -> str:
 
     public = {name: getattr(client, name) for name in client.__all__}
     errors = [each for each in public.values() if _is_a(each, ShmserveError)]
-    others = [each for each in public.values() if each not in errors]
+    documented = [each for each in public.values() if each not in errors]
     lines = ["# The client: shmserve.client", ""]
-    for thing in sorted(others, key=inspect.isclass):
+    for thing in sorted(documented, key=inspect.isclass):
         lines += _described(client, thing)
     lines += ["# For asyncio: shmserve.client.aio", ""]
     for thing in (aio.connect, aio.Server, aio.ResponseStream):

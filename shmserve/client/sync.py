@@ -161,9 +161,9 @@ class Server:
                 the iterator.
         """
         call = call_of(*given, **named)
-        way = self._waiting()
-        built = self._session.built(way.connection, *call, stream=True)
-        return ResponseStream(way, way.open(built), self)
+        waiter = self._waiting()
+        built = self._session.built(waiter.connection, *call, stream=True)
+        return ResponseStream(waiter, waiter.open(built), self)
 
     @takes(call_of)
     def infer_async(self, /, *given: Any, **named: Any) -> Future[Result]:

@@ -183,9 +183,9 @@ def infer_message(request: OutgoingRequest) -> Any:
         else:
             asked.raw_input_contents.append(tensor.raw)
     for name in request.outputs:
-        wanted = asked.outputs.add(name=name)
+        requested = asked.outputs.add(name=name)
         if name in request.parts:
-            set_parameters(wanted, request.parts[name].parameters())
+            set_parameters(requested, request.parts[name].parameters())
     return asked
 
 
@@ -382,7 +382,7 @@ class Http2Client:
         # Nothing is kept in tables, so a block means the same each time.
         self._decoder = Decoder()
         self._decoder.header_table_size = 0
-        self._known: dict[bytes, str] = {}
+        self._errors_by_block: dict[bytes, str] = {}
         wide = h2.settings(
             {_HEADER_TABLE_SIZE: 0, h2.INITIAL_WINDOW_SIZE: h2.LARGEST_WINDOW, h2.ENABLE_PUSH: 0}
         )
@@ -490,9 +490,9 @@ class Http2Client:
 
     def _head(self, stream: int, flags: int) -> None:
         block, self._block = self._block, b""
-        error = self._known.get(block)
+        error = self._errors_by_block.get(block)
         if error is None:
-            error = self._known[block] = _error_of(self._decoder.decode(block))
+            error = self._errors_by_block[block] = _error_of(self._decoder.decode(block))
         if flags & h2.END_STREAM:
             self._finish(stream, error)
 

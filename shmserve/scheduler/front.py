@@ -83,8 +83,8 @@ class ClientTable(dict[bytes, Client[R]]):
 
     def __missing__(self, peer: bytes) -> Client[R]:
         if len(self) >= _MOST_CLIENTS:
-            for known in [each for each in self.values() if not each.requests]:
-                del self[known.peer]
+            for idle in [each for each in self.values() if not each.requests]:
+                del self[idle.peer]
         client: Client[R] = Client(peer, self._links.to(peer))
         self[peer] = client
         return client

@@ -111,10 +111,10 @@ def read(reader: Reader, message: Finished) -> Result:
     """
     built = reader.built
     lease = None if built.slot is None else MemoryLease(nothing)
-    result, placed = _read(reader, message, lease)
+    result, in_shared_memory = _read(reader, message, lease)
     if len(result) < len(built.model.signature.outputs) and not built.model.may_lack:
         _check_whole(built, result)
-    if lease is None or not placed:
+    if lease is None or not in_shared_memory:
         built.end()
     else:
         lease.on_end = built.end  # the lease ends with the last array
@@ -143,17 +143,17 @@ def _read(
     """Return the result, and whether its outputs may be in shared memory."""
     built = reader.built
     responses = built.model.responses
-    known = responses.find(message.schema) or responses.learn(message.schema)
+    schema = responses.find(message.schema) or responses.learn(message.schema)
     datas = message.data
-    if len(datas) != len(known.outputs):
+    if len(datas) != len(schema.outputs):
         raise MalformedMessage("a response's data do not match its schema")
     outputs: dict[str, Any] = {}
-    for tensor, data in zip(known.outputs, datas, strict=True):
+    for tensor, data in zip(schema.outputs, datas, strict=True):
         if type(data) is not bytes:
-            outputs = _placed(reader, known.outputs, datas, lease)
-            return Result(outputs, dict(known.parameters), lease), True
+            outputs = _tensors_of(reader, schema.outputs, datas, lease)
+            return Result(outputs, dict(schema.parameters), lease), True
         outputs[tensor.name] = _inline(built, tensor, data)
-    return Result(outputs, dict(known.parameters), None), False
+    return Result(outputs, dict(schema.parameters), None), False
 
 
 def _inline(built: PackedRequest, ref: TensorSchema, data: bytes) -> Any:
@@ -163,7 +163,7 @@ def _inline(built: PackedRequest, ref: TensorSchema, data: bytes) -> Any:
     return to_torch(array, ref.datatype) if built.as_torch else array
 
 
-def _placed(
+def _tensors_of(
     reader: Reader,
     outputs: Sequence[TensorSchema],
     datas: Sequence[Any],

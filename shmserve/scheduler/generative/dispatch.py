@@ -338,18 +338,18 @@ class GenerativeDispatch(Dispatcher):
 
     def kept(self, lost: Lost) -> Lost:
         # A process with the same address may follow, whose blocks are empty.
-        here = {each.peer for each in self._pool.ready()}
-        self._engines = {peer: each for peer, each in self._engines.items() if peer in here}
-        gone: list[ScheduledRequest] = []
+        ready_peers = {each.peer for each in self._pool.ready()}
+        self._engines = {peer: each for peer, each in self._engines.items() if peer in ready_peers}
+        removed: list[ScheduledRequest] = []
         for request in lost.open:
             ongoing = self._ongoing.get(request.key)
             request.deaths += 1
             if ongoing is None or request.state not in AT_WORK or request.deaths >= _MOST_DEATHS:
-                gone.append(request)
+                removed.append(request)
             else:
                 ongoing.slot = request.worker = None
                 self._unassigned.append(ongoing)
-        return Lost(lost.executions, gone)
+        return Lost(lost.executions, removed)
 
 
 def _load(slot: Slot) -> int:

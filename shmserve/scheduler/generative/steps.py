@@ -75,8 +75,8 @@ def _solved(rows: list[list[float]]) -> list[float]:
     found: list[float] = []
     for pivot in range(len(rows) - 1, -1, -1):
         *before, right = rows[pivot]
-        known = sum(c * x for c, x in zip(reversed(before), found, strict=False))
-        found.append((right - known) / before[pivot])
+        partial_sum = sum(c * x for c, x in zip(reversed(before), found, strict=False))
+        found.append((right - partial_sum) / before[pivot])
     return found[::-1]
 
 
@@ -171,19 +171,19 @@ class Acceptance:
     _pause: int = 0
     _seen: int = _GUESSED
 
-    def length(self, wanted: int, threshold: float) -> int:
-        """Return the number of draft tokens of this step: `wanted`, or 0 during a pause.
+    def length(self, drafts: int, threshold: float) -> int:
+        """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
 
         One step after each pause drafts again.
         """
         if self._pause:
             self._pause -= 1
             return 0
-        if self.rate < threshold or not wanted:
+        if self.rate < threshold or not drafts:
             self._pause = PROBE_STEPS
             self.rate = max(self.rate, threshold)
             return 0
-        return wanted
+        return drafts
 
     def observe(self, proposed: int, accepted: int) -> None:
         """Learn from a step. Tokens after the first rejected one are not observations."""

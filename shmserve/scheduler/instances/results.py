@@ -149,9 +149,9 @@ class Results:
             took_ns = busy_ns
         self._executions.service_time.observe(took_ns, busy_ns, count)
         if self._batcher.learns:
-            left = self._responses.live - count
+            live = self._responses.live - count
             latencies = [now_ns - request.arrived_ns for request in execution.requests]
-            self._batcher.returned(now_ns, left, execution.rows, took_ns, latencies)
+            self._batcher.returned(now_ns, live, execution.rows, took_ns, latencies)
 
     def _returned_open(
         self,

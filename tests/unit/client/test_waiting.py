@@ -178,7 +178,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     if begun:
         scheduler.say(responded(submit.id, 0))
         assert values([next(stream)]) == [0]
-    connection.lose(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
+    connection.on_scheduler_lost(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
     if begun:
         with pytest.raises(Unavailable, match="after the request's first response"):
             next(stream)
@@ -223,4 +223,4 @@ def test_the_end_of_the_connection_ends_them(
             next(stream)
         assert list(stream) == []
         with pytest.raises(ShmserveError):
-            opened(stream._way, tmp_path, [])
+            opened(stream._waiter, tmp_path, [])

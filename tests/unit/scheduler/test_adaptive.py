@@ -34,7 +34,7 @@ def test_it_learns_the_line(setup_ms: float, each_ms: float, seed: int) -> None:
     for _ in range(100):
         size = sizes.randint(1, 32)
         time.observe(size, (setup_ms + each_ms * size) * MS)
-    assert time.known
+    assert time.is_known
     for size in (8, 64):
         assert time.expected_ns(size) == pytest.approx((setup_ms + size * each_ms) * MS, rel=0.1)
     assert time.setup_ns == pytest.approx(setup_ms * MS, rel=0.01)

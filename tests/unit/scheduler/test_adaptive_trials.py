@@ -15,7 +15,7 @@ MOMENT = Moment(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, needed=False)
 def settled() -> Account:
     """An account after the time to learn."""
     account = Account()
-    account.settle()
+    account.end_learning()
     return account
 
 
