@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bench.system.peer import TritonFiles
 
 BENCH = Path(__file__).resolve().parents[1]
-_READY_S = 300.0  # of hundreds of models
+_READY_S = 300.0  # long enough to load hundreds of models
 _STOP_S = 45.0
 _ORPHANS_S = 2.0
 _POLL_MS = 5

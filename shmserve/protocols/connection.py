@@ -58,7 +58,7 @@ class Poller:
         calls, self._soon = self._soon, []
         for call in calls:
             call()
-        if self._soon:  # for the next turn
+        if self._soon:  # call these handlers in the next turn without waiting
             wait_ns = 0
         if 0 < wait_ns < 2 * _COARSE_NS:
             if not self._short_wait.wait(wait_ns):

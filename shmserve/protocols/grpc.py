@@ -44,9 +44,9 @@ _SERVICE = "/inference.GRPCInferenceService/"
 _FINAL = "triton_final_response"  # a parameter of the stream, not of the model
 # The same parameter as true, serialised.
 _IS_FINAL = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
-_FAILED = b"\x0a"  # the first byte of a stream's message that is an error
+_FAILED = b"\x0a"  # the first byte of a message in a stream if it is an error
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-_SHARE = 6  # lanes a connection, as Triton's client has it
+_SHARE = 6  # lanes per connection, as in Triton's client
 _HEADER_TABLE_SIZE = 1
 _TOP_UP = 1 << 30  # bytes read, after which a window is restored to its first size
 _MESSAGE_HEAD = 5  # bytes: compressed or not, size
@@ -420,7 +420,7 @@ class Http2Client:
             stream, message, end = self._waiting.popleft()
             outgoing = self._streams.get(stream)
             if outgoing is None:
-                continue  # it has ended meanwhile
+                continue  # the stream has ended meanwhile
             while message and (allowed := min(self._window, outgoing.window, self._largest)) > 0:
                 part, message = message[:allowed], message[allowed:]
                 self._window -= len(part)

@@ -58,7 +58,7 @@ class _Exchange(http.client.HTTPConnection):
     def __init__(self, address: Address, tls: ssl.SSLContext | None) -> None:
         super().__init__(address.target or "localhost")
         if tls is not None:
-            self.default_port = http.client.HTTPS_PORT  # which the Host header leaves out
+            self.default_port = http.client.HTTPS_PORT  # the Host header omits the default port
         self._connect = partial(connect, address, tls)
 
     def connect(self) -> None:

@@ -33,7 +33,7 @@ from shmserve.protocols import (
 from shmserve.protocols.connection import Poller
 from shmserve.protocols.tensors import ModelTensor
 
-_MEMORY_LIMIT = 1 << 40  # what the request and its responses take
+_MEMORY_LIMIT = 1 << 40  # no limit: the requests in flight bound the memory
 _WELCOME_WITHIN_S = 10.0
 
 

@@ -58,14 +58,14 @@ _EPOCH = 24  # batches
 _SETTLING = 4  # first batches of an epoch, which the previous epoch still affects
 _OTHER_EVERY, _MOST_EVERY = 2, 160  # initial and maximum epochs between uses of the other way
 _PAYS = 0.8  # ratio of latencies at which waiting certainly pays
-_WEIGHT = 1 / 3  # of the newest epoch
+_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
 _STEP = 0.02  # relative reduction of the aim per miss
 _ALLOWED = 0.01  # share of requests that may miss the target
 _LOWEST = 0.25  # minimum of the aim, as a share of the target
-_TOLERATED = 0.02  # share of requests; further misses accumulate
+_TOLERATED = 0.02  # share of requests that may miss the target before misses accumulate
 _OUT_OF_REACH, _MOST_MISSES = 30, 60  # accumulated misses
 _FULL = 0.95  # utilisation above which an instance does not keep up
-_CLEARLY = 0.1  # relative difference of durations
+_CLEARLY = 0.1  # relative difference above which two durations differ clearly
 
 
 class Account:

@@ -30,7 +30,7 @@ _AS_MANY = 0.95  # share of arriving rows that are completed, at which the load 
 _MOST_LEVELS = 512  # numbers of requests with statistics of their own
 _LIKELY = 0.6  # minimum chance of a predicted arrival
 _FIRST_SEEN = 3  # minimum number of observations for a prediction
-_MARGIN_NS = 50_000  # for the delay of the event loop
+_MARGIN_NS = 50_000  # allowance for the latency of the event loop
 
 
 class _Size:

@@ -47,7 +47,7 @@ class SequenceDispatch(Dispatcher):
         )
         self._slots: dict[bytes, InstanceSlots] = {}
         self._numbers = itertools.count()
-        self._members = -1  # the value of the pool at the last turn
+        self._members = -1  # `members` of the pool at the last turn
         self._own_ids = itertools.count(1)
 
     # --- requests ---------------------------------------------------------------------------------

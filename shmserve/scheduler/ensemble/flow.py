@@ -459,7 +459,7 @@ class Targets:
         self._names = frozenset(step.model for step in graph.steps)
         self._versions: dict[str, dict[str, Target]] = {}
         self._latest: dict[str, str] = {}
-        self._of_steps: dict[int, Target] = {}  # found since the last publication
+        self._of_steps: dict[int, Target] = {}  # cache; cleared by each publication
         self.changes = 0
 
     def publish(self, message: ModelPublished) -> None:

@@ -97,7 +97,7 @@ class GenerativeDispatch(Dispatcher):
 
     _engine_settings: EngineSettings
     _counts: GenerationStats
-    _clock: Callable[[], int]  # ns, for the duration of planning
+    _clock: Callable[[], int]  # returns ns; measures the duration of planning
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +175,7 @@ class GenerativeDispatch(Dispatcher):
             elif generation is not None and slot.peer in self._engines:
                 engine = self._engines[slot.peer]
                 if engine.runs(generation):
-                    continue  # its last tokens are still to be counted
+                    continue  # its last tokens are counted at the end of the step
                 engine.cancel(generation)
             del self._ongoing[key]
 

@@ -19,12 +19,12 @@ from shmserve.scheduler.generative.sequences import Sequence
 from shmserve.scheduler.tables import GenerationStats
 
 _FORGETTING = 0.98
-_NOISE = 0.1  # of a step's time
+_NOISE = 0.1  # standard deviation, as a share of a step's duration
 # First guesses in ms for a small model on a CPU, and the standard deviation of each.
 _FIRST = (5.0, 1.0, 0.5, 10.0)
 _SPREAD = (20.0, 5.0, 2.0, 100.0)
 _SURE = tuple(spread**-2 for spread in _SPREAD)
-_KEYS = 1e5  # a unit of the last term
+_KEYS = 1e5  # the unit of `pairs` in the estimate of durations
 CHUNK = 16  # prompts are cut at its multiples, so that equal rows are computed alike
 _EWMA = 0.1
 _OUTLIER = 4  # times the expected duration, at which observations are capped
@@ -88,8 +88,8 @@ class StepTimes:
     # The normal equations of the observed steps.
     _matrix: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
     _moments: list[float] = field(default_factory=lambda: [0.0] * 4)
-    copy_ms: float = 0.05  # of a block
-    draft_ms: float = 0.2  # of a draft token
+    copy_ms: float = 0.05  # duration of copying a block
+    draft_ms: float = 0.2  # duration of proposing a draft token
 
     def expect(self, load: StepWork) -> float:
         """Return the expected duration of a step in ms."""

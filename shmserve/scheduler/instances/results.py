@@ -181,7 +181,7 @@ class Results:
         for request in execution.requests:
             if request.state is State.EXECUTING:
                 request.meet(Event.RESPOND)
-        if slot.execution is not None:  # it waited for the returned one
+        if slot.execution is not None:  # this execution waited for the returned one
             for request in slot.execution.requests:
                 request.responded_ns = now_ns
 
