@@ -45,13 +45,13 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         InvalidArgument: The process of `--peer` cannot be examined.
     """
     config = server.from_flags(parsed, os.environ, models_needed=False)
-    results: Iterable[tuple[str, Verdict]]
+    looked: Iterable[tuple[str, Verdict]]
     if args.peer is None:
-        results = ((check.name, verdict) for check, verdict in table.look(config))
+        looked = ((check.name, verdict) for check, verdict in table.look(config))
     else:
-        results = judge_peer(*gather_peer(config, args.peer))
+        looked = judge_peer(*gather_peer(config, args.peer))
     verdicts = []
-    for name, verdict in results:
+    for name, verdict in looked:
         verdicts.append({"name": name, **verdict._asdict()})
         if not args.json:
             print(text(name, verdict), flush=True)

@@ -67,12 +67,12 @@ def search(words: str) -> str:
     Raises:
         InvalidArgument: No section has all words.
     """
-    terms = words.lower().split()
+    wanted = words.lower().split()
     found: list[str] = []
     for topic, text in _pages().items():
         for section in re.split(r"(?m)^(?=#+ )", text()):
-            if all(word in section.lower() for word in terms):
-                lines = [line for line in section.splitlines() if terms[0] in line.lower()]
+            if all(word in section.lower() for word in wanted):
+                lines = [line for line in section.splitlines() if wanted[0] in line.lower()]
                 title = section.splitlines()[0].lstrip("# ")
                 found += [f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), ""]
     if not found:

@@ -53,8 +53,8 @@ def application(args: Mapping[str, Any], **options: Any) -> serve.Application:
     if "server" not in args:
         server.check(args)
     elif len(args) > 1:
-        flags = ", ".join(sorted(args.keys() - {"server"}))
-        raise InvalidArgument(f"server: a server that is there has its own flags; found {flags}")
+        others = ", ".join(sorted(args.keys() - {"server"}))
+        raise InvalidArgument(f"server: a server that is there has its own flags; found {others}")
     try:
         from ray import serve
     except ImportError as error:

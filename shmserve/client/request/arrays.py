@@ -25,10 +25,10 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
     return NUMPY.get(datatype, BF16)
 
 
-def datatype_of(array: Array, expected: str) -> str:
-    """Return the datatype of a numeric array, or ""; uint16 is BF16 if that is `expected`."""
-    if expected == "BF16" and array.dtype == BF16:
-        return expected
+def datatype_of(array: Array, wanted: str) -> str:
+    """Return the datatype of a numeric array, or ""; uint16 is BF16 if that is `wanted`."""
+    if wanted == "BF16" and array.dtype == BF16:
+        return wanted
     return _DATATYPES.get(array.dtype, "")
 
 
@@ -49,18 +49,18 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
     Raises:
         InvalidArgument: The value has no datatype of the protocol.
     """
-    expected = spec.datatype if spec is not None else ""
+    wanted = spec.datatype if spec is not None else ""
     if type(value) is not np.ndarray:
-        value, datatype = _converted(value, expected, name)
+        value, datatype = _converted(value, wanted, name)
         if datatype:
             return value, datatype
     array: Array = value
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
-    datatype = datatype_of(array, expected)
-    if not datatype:
+    known = datatype_of(array, wanted)
+    if not known:
         raise InvalidArgument(f"input '{name}' is of {array.dtype}, which no datatype is")
-    return _contiguous(array), datatype
+    return _contiguous(array), known
 
 
 def _contiguous(array: Array) -> Array:
@@ -68,7 +68,7 @@ def _contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def _converted(value: Any, expected: str, name: str) -> tuple[Any, str]:
+def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
     if is_torch(value):
         if value.device.type != "cpu":
             raise InvalidArgument(
@@ -96,21 +96,21 @@ def _converted(value: Any, expected: str, name: str) -> tuple[Any, str]:
         except (BufferError, RuntimeError, TypeError) as error:
             raise InvalidArgument(f"input '{name}' cannot be taken by DLPack: {error}") from error
     try:
-        return _from_lists(value, expected)
+        return _from_lists(value, wanted)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgument(f"input '{name}' is no {expected} tensor: {error}") from error
+        raise InvalidArgument(f"input '{name}' is no {wanted} tensor: {error}") from error
 
 
-def _from_lists(value: Any, expected: str) -> tuple[Array, str]:
-    if not expected or expected == "BYTES":
-        return np.asarray(value, dtype_of(expected) if expected else None), ""
+def _from_lists(value: Any, wanted: str) -> tuple[Array, str]:
+    if not wanted or wanted == "BYTES":
+        return np.asarray(value, dtype_of(wanted) if wanted else None), ""
     given = np.asarray(value)
     if given.size and given.dtype.kind not in "biuf":
         raise ValueError("its elements are not all numbers")
     with np.errstate(over="ignore"):
-        if expected == "BF16":
-            return to_bf16(np.asarray(given, np.float32)), expected
-        made = np.asarray(value, dtype_of(expected))
+        if wanted == "BF16":
+            return to_bf16(np.asarray(given, np.float32)), wanted
+        made = np.asarray(value, dtype_of(wanted))
     if made.dtype.kind != "f" and not np.array_equal(made, given):
         raise ValueError("some of its elements would become others")
     return made, ""

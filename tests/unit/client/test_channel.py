@@ -253,7 +253,7 @@ def test_answers_are_copied_by_several_at_a_time(
         os.close(fd)
 
 
-def test_a_message_has_at_most_the_number_of_requests_that_a_scheduler_takes(
+def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
     connection: ServerConnection, tmp_path: Path
 ) -> None:
     """However many are cancelled at once."""
