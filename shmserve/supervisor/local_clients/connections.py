@@ -164,12 +164,12 @@ class LocalClientConnections:
         group: int,
         on_message: Callable[[LocalClient, Any, list[int]], None],
         on_disconnect: Callable[[int], None],
-        lent: Iterable[socket.socket],
+        shared: Iterable[socket.socket],
         door: socket.socket | None,
     ) -> None:
         """Open the listener for programs of this user, and of a group if there is one.
 
-        Clients wait at the `lent` listeners, and at the `door` of a predecessor, until `accept`.
+        Clients wait at the `shared` listeners, and at the `door` of a predecessor, until `accept`.
 
         Raises:
             Unavailable: The run directory has no space for the listener.
@@ -190,9 +190,9 @@ class LocalClientConnections:
         self._door = Listener(door or _opened(path, group))
         buffer = self._door.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self.largest_packet = buffer - _OVERHEAD
-        self._lent = list(map(Listener, lent))
+        self._shared = list(map(Listener, shared))
         self._own = [] if door else [self._door]
-        self._before = [self._door] if door else []
+        self._predecessors = [self._door] if door else []
         self._accept_at(self._own)
 
     def __contains__(self, number: int) -> bool:
@@ -210,29 +210,29 @@ class LocalClientConnections:
 
     def accept(self) -> None:
         """Accept the clients that wait at lent listeners."""
-        for listener in self._before:
+        for listener in self._predecessors:
             listener.sock.listen(_BACKLOG)  # sets the credentials that peers read to this process
-        self._accept_at([*self._before, *self._lent])
-        self._own, self._before = [*self._own, *self._before], []
+        self._accept_at([*self._predecessors, *self._shared])
+        self._own, self._predecessors = [*self._own, *self._predecessors], []
 
     @property
     def door(self) -> socket.socket:
         """Return the listener."""
         return self._door.sock
 
-    def lent(self) -> list[socket.socket]:
+    def shared(self) -> list[socket.socket]:
         """Return the lent listeners."""
-        return [each.sock for each in self._lent]
+        return [each.sock for each in self._shared]
 
-    def lend(self) -> None:
+    def share(self) -> None:
         """Leave all listeners to a successor at the next `refuse`."""
-        self._lent, self._own = [*self._lent, *self._own], []
+        self._shared, self._own = [*self._shared, *self._own], []
 
     def refuse(self) -> bool:
         """Close the lent listeners, where another server serves; return whether there are any."""
-        lent, self._lent = self._lent, []
-        self._close(lent)
-        return bool(lent)
+        shared, self._shared = self._shared, []
+        self._close(shared)
+        return bool(shared)
 
     def _close(self, listeners: list[Listener]) -> None:
         for listener in listeners:
@@ -283,7 +283,7 @@ class LocalClientConnections:
 
     def close(self) -> None:
         """Disconnect all clients and close the listeners."""
-        self._close([*self._own, *self._before, *self._lent])
+        self._close([*self._own, *self._predecessors, *self._shared])
         for client in list(self._clients.values()):
             self.disconnect(client)
 

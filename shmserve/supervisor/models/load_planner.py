@@ -212,8 +212,8 @@ class LoadPlanner:
         Args:
             spec: The version, from `plan`.
             completed: The properties that the model reported. An ensemble's are {"steps": the
-                configuration of each step's model or None, "elsewhere": whether any version of
-                each model serves}.
+                configuration of each step's model or None, "has_any_version":
+                whether any version of each model serves}.
 
         Raises:
             InvalidArgument: The configuration is invalid.
@@ -225,7 +225,7 @@ class LoadPlanner:
         count = self._accelerators.count
         merged = config
         if config.backend == "native":
-            source = replace(source, beside=_class_source(config, folder))
+            source = replace(source, class_source=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
@@ -245,7 +245,7 @@ class LoadPlanner:
         self._validate(config, folder, source, complete=True)
         steps = [each and model_config.from_json(each.source) for each in completed["steps"]]
         try:
-            composed = model_config.compose(config, steps, completed["elsewhere"])
+            composed = model_config.compose(config, steps, completed["has_any_version"])
         except GraphProblem as found:
             source.check(config, [Problem(found.key, found.message)], GraphProblem)
             raise
