@@ -32,8 +32,8 @@ RESTRICTABLE = (
     *("statistics", "trace", "logging"),
 )
 METRICS = "metrics"
-# The inputs and outputs of a model, which clients of the inference API may read, too: a request is
-# made from them. For restrictions it is the metadata API.
+# The scope for the metadata of a model, which the inference scope includes, since requests depend
+# on it. Restrictions treat it as the metadata API.
 SIGNATURE = "metadata of models"
 SCOPES = (*RESTRICTABLE, METRICS)
 # Health probes need no token, because the server's health is not confidential.

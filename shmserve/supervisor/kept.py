@@ -95,7 +95,7 @@ class KeptProcesses(ABC):
             return
         if not kept.contact.done() and self._would_fail_again(child):
             kept.contact.set_exception(Unavailable(f"{child.title} ended at its start"))
-            kept.contact.exception()  # marked as retrieved, also without a waiter
+            kept.contact.exception()  # avoids asyncio's warning if nothing waits
         else:
             logger.error("%s ended (%s); starting it again", child.title, child.reason)
             self._context.background(self._restart(kept))
@@ -180,7 +180,7 @@ class Gateways(KeptProcesses):
         return [kept.child for kept in self._kept if kept.child is not None]
 
     def accept(self) -> None:
-        """Accept the clients that wait at lent sockets, since the models are loaded."""
+        """Accept the clients that wait at shared sockets, since the models are loaded."""
         self._waits_for_models = False
         self._context.control.broadcast(m.Accept(), "gateway")
 

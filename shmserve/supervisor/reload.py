@@ -37,7 +37,7 @@ _LONGEST_PAUSE_S = 300.0
 class RepositoryPoller:
     """The poller that loads and unloads models as the repositories change.
 
-    A model that hangs while it loads does not delay the others, and its load is cancelled when the
+    A model that hangs while it loads does not delay other models. Its load is cancelled when the
     model is removed. Loads that failed for a temporary reason are retried with exponential backoff.
     """
 
@@ -183,7 +183,7 @@ class Reload:
         superseded.cancel()
 
     def _adopt(self, config: ServerConfig) -> None:
-        """Apply the settings that may change, and log these and the ones that need a restart."""
+        """Apply the settings that may change; log them, and the changes that need a restart."""
         context = self._context
         before = context.config
         changed = {name for name, value in config.flags.items() if value != before.flags[name]}

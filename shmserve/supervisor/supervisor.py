@@ -302,7 +302,7 @@ class Supervisor:
         context.workspaces.close()
         context.events.close()
         context.control.close()
-        self.handover.close()  # last, when nothing that others could find is left
+        self.handover.close()  # last: a successor may use the run directory afterwards
         self.processes.close()
         await end_all(waited_for)
         self.manager.close()

@@ -50,7 +50,7 @@ _BATCH_BACKENDS = (
     "native",
 )  # other backends receive the tensors of each request separately
 _TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations")
-# Parameters of Triton's backends for files that have an effect here; other ones are named.
+# Parameters of Triton's backends for files that have an effect here; others cause a warning.
 _FILE_PARAMETERS = {
     "onnxruntime": (
         *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),

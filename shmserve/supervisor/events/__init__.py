@@ -35,7 +35,7 @@ from shmserve.supervisor.regions.region import OpenRegion
 logger = logging.getLogger(__name__)
 
 _MOST_RECENT = 50  # events of each topic that are kept
-MOST_QUEUED = 1000  # messages for each subscriber: later ones are lost
+MOST_QUEUED = 1000  # messages for each subscriber; further messages are lost
 _LONGEST_MESSAGE = 256  # bytes: subscribers send nothing but topics
 
 

@@ -80,7 +80,7 @@ class Offer:
         return cls(link, sockets, shared, *sockets.pop(_DOOR))
 
     def select(self, protocols: set[str]) -> dict[str, list[socket.socket]]:
-        """Return the sockets of these protocols and of local clients, and close the others."""
+        """Return the sockets of these protocols and of local clients, and close the rest."""
         for name in self.sockets.keys() - protocols - {"local"}:
             for sock in self.sockets.pop(name):
                 sock.close()
@@ -183,12 +183,7 @@ class HandoverLink:
                 settle(self._pending.pop(number, None), None)
         except BlockingIOError:
             return
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            RecursionError,
-        ):  # ended, or garbage
+        except (OSError, ValueError, TypeError, RecursionError):  # the end, or an invalid message
             for fd in fds:
                 os.close(fd)
             self._end()

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 _MESSAGE = 64 * 1024
-_MOST = 253  # SCM_MAX_FD; the kernel would close the others, which may block
+_MOST = 253  # SCM_MAX_FD; the kernel would close further descriptors, which may block
 _MOST_TAKEN = 4
 _CREDENTIALS = 12
 _NO_LINGER = struct.pack("ii", 0, 0)
@@ -48,7 +48,7 @@ _NO_LINGER = struct.pack("ii", 0, 0)
 _MOST_CLIENTS = 1024
 _MOST_UNWELCOMED = 256  # clients before their Hello; then the oldest is disconnected
 _BACKLOG = 128
-_AT_ONCE = 64  # connections accepted before others are read
+_AT_ONCE = 64  # connections that are accepted before open connections are read
 _MOST_UNREAD = 4096  # unread messages; then the local client is disconnected
 _OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot use
 
@@ -209,9 +209,11 @@ class LocalClientConnections:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def accept(self) -> None:
-        """Accept the clients that wait at lent listeners."""
+        """Accept the clients that wait at shared listeners."""
         for listener in self._predecessors:
-            listener.sock.listen(_BACKLOG)  # sets the credentials that peers read to this process
+            listener.sock.listen(
+                _BACKLOG
+            )  # peers read the credentials of the process that listened last
         self._accept_at([*self._predecessors, *self._shared])
         self._own, self._predecessors = [*self._own, *self._predecessors], []
 
@@ -221,7 +223,7 @@ class LocalClientConnections:
         return self._door.sock
 
     def shared(self) -> list[socket.socket]:
-        """Return the lent listeners."""
+        """Return the listeners that another server uses, too."""
         return [each.sock for each in self._shared]
 
     def share(self) -> None:
@@ -229,7 +231,7 @@ class LocalClientConnections:
         self._shared, self._own = [*self._shared, *self._own], []
 
     def refuse(self) -> bool:
-        """Close the lent listeners, where another server serves; return whether there are any."""
+        """Close the listeners that another server uses, too; return whether there are any."""
         shared, self._shared = self._shared, []
         self._close(shared)
         return bool(shared)

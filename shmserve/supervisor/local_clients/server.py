@@ -249,7 +249,7 @@ class LocalClientServer:
         self._largest = min(self.connections.largest_packet, _LARGEST_PACKET)
 
     async def redirect(self) -> None:
-        """Redirect clients to the successor that serves at the lent listeners, if there are any.
+        """Redirect clients to the successor that serves at the shared listeners, if there are any.
 
         The call returns when all clients have acknowledged the redirection.
         """
@@ -381,5 +381,5 @@ def _for_local_clients(message: Any) -> Any:
 
 
 def _brief(tensor: dict[str, Any]) -> dict[str, Any]:
-    """Return the set fields of an input or output."""
+    """Return the fields of an input or output that are set."""
     return {key: tensor[key] for key in _TENSOR_FIELDS if tensor.get(key, False) is not False}

@@ -97,18 +97,17 @@ class Instances:
     completed: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
     _all: list[Instance] = field(init=False)
-    _replaced_count: int = field(
-        init=False, default=0
-    )  # instances of the version that this one replaces
+    # The number of instances of the version that this version replaces.
+    _replaced_count: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.config, self.labels = self._spec.config, self._spec.labels
         self._all = expand_instances(self.config)
 
-    def keep_count_of(self, before: Instances) -> None:
+    def keep_count_of(self, replaced: Instances) -> None:
         """Start as many instances as the replaced version has, if it is scaled automatically."""
-        if bounds_of(before.config) is not None:
-            self._replaced_count = before.count
+        if bounds_of(replaced.config) is not None:
+            self._replaced_count = replaced.count
             self._all = expand_instances(self.config, self._replaced_count)
 
     @property
@@ -304,7 +303,7 @@ class Instances:
         if instance.child is not None:
             self._context.control.send(instance.child.pid, message)
 
-    # --- another instance_group
+    # --- changes of the number of instances
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
         """Return the update to the instances of `config`, the final configuration of `spec`."""
@@ -329,7 +328,7 @@ class Instances:
             raise first_of(failures) from None
 
     def commit(self, update: InstanceUpdate) -> None:
-        """Adopt the configuration of an update whose instances are added; retire the others."""
+        """Adopt the configuration of an update, and retire the instances that it removes."""
         self.config = update.config
         self.retire(update.removed)
 

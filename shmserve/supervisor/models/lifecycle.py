@@ -179,7 +179,7 @@ class Lifecycle:
         return self._registry.group(name, self._hosted)
 
     def _regroup(self, group: Group) -> None:
-        """Order the moves of the models in a group, which share one process from now on."""
+        """Order the schedulers of a group to move to one process, which they share from now on."""
         for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
                 self._enter_once(Order(self._registry.models[name], OrderKind.MOVE))
@@ -305,7 +305,7 @@ class Lifecycle:
         self._run()
 
     def finalized(self, order: Order) -> None:
-        """Release an order from the ends of instances that are removed, or that drain for long."""
+        """End an order's wait for removed instances, and for versions that are still draining."""
         order.awaited_ends = {
             each for each in order.awaited_ends if not isinstance(each, str) and each.drained
         }

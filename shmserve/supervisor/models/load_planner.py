@@ -107,7 +107,10 @@ class LoadPlanner:
         try:
             written, source = repository.read_config(folder, override)
             config = self._filled(written, folder)
-            problem = self._obstacle(config, folder)
+            # The model cannot be loaded then, whatever else its configuration says.
+            problem = model_config.unknown_backend(config) or repository.check_agents(
+                folder, config
+            )
             if not problem:
                 _add_environment(config, folder)
                 self._validate(config, folder, source, complete=False)
@@ -143,10 +146,6 @@ class LoadPlanner:
             VersionSpec(name, str(version), path, path.parent, spec, labels, files, read)
             for version, files in prints.items()
         ]
-
-    def _obstacle(self, config: ModelConfig, folder: ModelFolder) -> str:
-        """Return why a model cannot be loaded whatever else its configuration says, or ""."""
-        return model_config.unknown_backend(config) or repository.check_agents(folder, config)
 
     def discard(self, plan: VersionSpec) -> None:
         """Remove the folder of a load request's files when no process uses it."""
@@ -254,16 +253,25 @@ class LoadPlanner:
     def steps(self, name: str) -> list[StepModel]:
         """Return the models that an ensemble needs.
 
-        The result is empty for other models and for unreadable ones: their load reports the error.
+        The result is empty for other models, and for unreadable models, whose load reports the
+        error.
         """
         try:
-            folder = self._find(name)
-            if folder is None or folder.problem:
-                return []
-            config = self._filled(repository.read_config(folder)[0], folder)
+            found = self._find_filled(name)
         except ShmserveError:
             return []
-        return steps_of(ModelSpec.of(model_config.to_dict(config)))
+        return [] if found is None else steps_of(ModelSpec.of(model_config.to_dict(found[1])))
+
+    def _find_filled(self, name: str) -> tuple[ModelFolder, ModelConfig] | None:
+        """Return the folder of a model and its configuration with defaults; None if unusable.
+
+        Raises:
+            ShmserveError: The configuration cannot be read.
+        """
+        folder = self._find(name)
+        if folder is None or folder.problem:
+            return None
+        return folder, self._filled(repository.read_config(folder)[0], folder)
 
     def aliases(self, name: str) -> list[str] | None:
         """Return the aliases of a model that generates text, from its files; None for others.
@@ -271,22 +279,18 @@ class LoadPlanner:
         The result is None for unreadable models, too: their load reports the error.
         """
         try:
-            folder = self._find(name)
-            if folder is None or folder.problem:
+            found = self._find_filled(name)
+            if found is None:
                 return None
-            config = self._filled(repository.read_config(folder)[0], folder)
-            backend_generates = config.backend in (GENERATIVE, "vllm")
-            if not (backend_generates or any(map(_is_sampling, config.input))):
+            folder, config = found
+            samples = any(each.name == "sampling_parameters" for each in config.input)
+            if not (samples or config.backend in (GENERATIVE, "vllm")):
                 return None
-            path = folder.path / "engine.yaml"
+            path = folder.path / repository.ENGINE_FILE
             given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
             return list(EngineSettings.of({"aliases": (given or {}).get("aliases") or []}).aliases)
         except (ShmserveError, OSError, ValueError, AttributeError, yaml.YAMLError):
             return None
-
-
-def _is_sampling(given: Any) -> bool:
-    return bool(given.name == "sampling_parameters")
 
 
 def _select_class(config: ModelConfig, folder: ModelFolder) -> None:

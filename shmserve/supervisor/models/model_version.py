@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _MOST_FAILED_STARTS = 5
 _MOST_WAITED_FOR = 10
 _CLIENTS = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
-_KILL_PATIENCE_S = 1.0  # for a scheduler that shares a process with others
+_KILL_PATIENCE_S = 1.0  # for a scheduler that shares its process
 
 
 def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:

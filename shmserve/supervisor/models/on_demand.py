@@ -145,7 +145,7 @@ class OnDemand:
         lifecycle: Lifecycle,
         wait_for: Callable[[Order], Awaitable[None]],
     ) -> None:
-        """Create it with no load in flight; `wait_for(order)` waits until an order is answered."""
+        """Create a loader; `wait_for(order)` waits until an order is answered."""
         self._context = context
         self._registry = registry
         self._lifecycle = lifecycle
@@ -241,7 +241,7 @@ class OnDemand:
         if bound:
             await self._memory.measure(self._registry.live)
         if not to_unload(self._residents(), bound, time.monotonic_ns()):
-            return []  # by the last reports; new ones can only show more recent use
+            return []  # newer reports can only show more recent use
         await self._update_uses()
         return to_unload(self._residents(), bound, time.monotonic_ns())
 

@@ -126,7 +126,7 @@ class LifecycleActions(Protocol):
         """Drain a version and end it; reports `Lifecycle.ended`."""
 
     def finalize(self, order: Order) -> None:
-        """Wait for the ends of an order, but not for long requests; reports `finalized`."""
+        """Wait for `order.awaited_ends`, except long requests; reports `Lifecycle.finalized`."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
         """Redirect requests that reached an ended version too late to its successor."""
@@ -388,11 +388,11 @@ class ModelEntry:
     def versions(self) -> Iterable[ModelVersion]:
         """Return the versions that may have a process, serving or not."""
         found = (*self.serving.values(), *self.incoming.values(), *self.dropping, *self.retiring)
-        return dict.fromkeys(found)  # a version that is kept is serving and coming
+        return dict.fromkeys(found)  # a version that is kept is both serving and incoming
 
     @property
     def offered(self) -> bool:
-        """Return whether the coming versions are published."""
+        """Return whether the incoming versions are published."""
         return bool(self.orders) and self.orders[0].phase is OrderPhase.OFFERED
 
     @property

@@ -42,11 +42,9 @@ class ModelRegistry:
 
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
-        found = [[name, version] for name in sorted(self.models) for version in self._failed(name)]
+        failed = {name: sorted(problems_of(self.models[name])) for name in sorted(self.models)}
+        found = [[name, version] for name, versions in failed.items() for version in versions]
         return LoadsFailed(found, self.failed_loads)
-
-    def _failed(self, name: str) -> list[str]:
-        return sorted(problems_of(self.models[name]))
 
     # --- versions
 
@@ -130,7 +128,7 @@ class ModelRegistry:
         ]
 
     def users_of(self, model: ModelEntry) -> list[ModelEntry]:
-        """Return the ensembles whose serving or coming versions need a model."""
+        """Return the ensembles whose serving or incoming versions need a model."""
         return [
             user
             for user in self.models.values()

@@ -332,7 +332,7 @@ class Zygote:
         self._serve(_Process(self._table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _Process) -> None:
-        """Make this process the one that requests are sent to."""
+        """Send further requests to this process."""
         self._serving = process
         process.child.exited.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read)
@@ -409,7 +409,7 @@ class Zygote:
         self._waiting.clear()
         if self._failed_starts == _MOST_FAILED_STARTS:  # a broken installation
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
-            self._ready.exception()  # marked as retrieved, also without a waiter
+            self._ready.exception()  # avoids asyncio's warning if nothing waits
         elif spare is None:
             self._loop.call_later(_PAUSE_S, self._start_again)
 

@@ -170,7 +170,7 @@ class RegionQuota:
 
 @dataclass(eq=False)
 class HandleCheck:
-    """The check of CUDA handles by workers. `workers(device_id)` are the ready ones on a device."""
+    """The check of CUDA handles by workers: `_workers(device_id)` returns those of a device."""
 
     devices: int
     _workers: Callable[[int], list[int]]

@@ -405,7 +405,7 @@ class CacheShares:
             self._members[member](ResizeCache(self.share))
 
     def remove(self, member: int) -> None:
-        """Remove a member, if it has joined, and send the others their shares."""
+        """Remove a member, if it has joined, and send the remaining members their shares."""
         if self._members.pop(member, None) is not None:
             self._send_all()
 

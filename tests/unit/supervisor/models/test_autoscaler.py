@@ -169,7 +169,9 @@ def test_none_that_the_host_has_no_room_for(
 ) -> None:
     async def play(rig: Rig) -> None:
         rig.wanted = 2
-        monkeypatch.setattr(HostCapacity, "missing_resources", lambda room, count: f"room for {count}")
+        monkeypatch.setattr(
+            HostCapacity, "missing_resources", lambda room, count: f"room for {count}"
+        )
         assert [await rig.look() for _ in range(3)] == [1, 1, 1]
         text = "model 'm' stays at 1 instances, though it is wanted: room for 2"
         assert caplog.text.count(text) == 1
