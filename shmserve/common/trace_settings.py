@@ -82,7 +82,7 @@ class TraceSettings:
 
     @property
     def with_tensors(self) -> bool:
-        """Return whether the tensors of requests are traced, which traces for OpenTelemetry never contain."""
+        """Return whether the tensors of requests are traced, never for OpenTelemetry."""
         return TENSORS in self.trace_level and self.trace_mode == TRITON
 
     def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
