@@ -105,7 +105,7 @@ class Scene:
         self.lost = 0
         self.sinks: Sinks | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
-        client = SimpleNamespace(until_exit=lambda: None, listener=rules)
+        client = SimpleNamespace(gone=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
             connection_made=lambda _: client, connection_lost=self._lost, settled=lambda _: None
         )
