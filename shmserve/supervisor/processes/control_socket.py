@@ -156,7 +156,7 @@ class ControlSocket:
             self._unknown.remove(item)
             self._take(*item)
 
-    def add_caller(self, address: Address) -> None:
+    def calls(self, address: Address) -> None:
         """Add the role "caller" to a worker that calls models: it receives changes of models."""
         if address in self._enrolled:
             self._callers.add(address)

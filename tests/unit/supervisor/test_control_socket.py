@@ -67,7 +67,7 @@ async def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path
         control.broadcast(m.Stop(), "worker", "caller")
         control.flush()
         heard.append(arrived(worker))
-        control.add_caller(os.getpid())
+        control.calls(os.getpid())
     worker.close()
     control.close()
     assert heard == [[stop], [lost, stop]]
