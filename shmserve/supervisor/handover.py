@@ -89,9 +89,12 @@ class Handover:
                 raise FileNotFoundError
             self.run_dir.take()
         except OSError:
-            raise Unavailable("the server that was to be followed has ended") from None
+            raise Unavailable("the previous server has exited") from None
         self._listeners.shared = offer.shared
-        logger.info("%d registered regions are the other server's", len(self._regions.active()))
+        logger.info(
+            "%d registered regions were received from the previous server",
+            len(self._regions.active()),
+        )
         accepted = asyncio.ensure_future(self._accepted.wait())
         await either(accepted, predecessor.ended)
         accepted.cancel()
@@ -112,7 +115,7 @@ class Handover:
         self._kept.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_before()
-        logger.info("the server before has ended")
+        logger.info("the previous server has exited")
 
     # --- the successor
 
@@ -135,7 +138,7 @@ class Handover:
         except OSError as error:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
-        logger.info("another server (pid %d) is to take over", pid)
+        logger.info("a successor (pid %d) has started, and takes over when it is ready", pid)
         self._successor = HandoverLink(link, self._execute)
         in_background(self._await_successor_exit(self._successor), self._tasks)
 
@@ -150,7 +153,7 @@ class Handover:
         self._successor = None
         self._kept.mirror_to(None)
         if not self.has_successor:
-            logger.warning("the server that was to take over has ended: this one goes on")
+            logger.warning("the successor has exited before it took over; this server continues")
 
     async def _hand_over(self) -> None:
         successor = self._successor
@@ -163,7 +166,7 @@ class Handover:
             self.has_successor = True
             self._listeners.share_all()
             self._local_clients.connections.share()
-            logger.info("another server takes over")
+            logger.info("the successor takes over")
             self._on_handed_over()
 
     def let_successor_accept(self) -> None:
