@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 #       batchers/           form batches (dispatch.py)
 #       instances/          select an instance (pool.py); send the batch to it (executions.py)
 #     workers               instance.py: wait, execute, report
-#       batch/              execute.py calls unpack.py -> backends/ (the model) -> scatter.py;
+#       batch/              execute.py calls request.py -> backends/ (the model) -> scatter.py;
 #                           backends that compute whole batches use runner.py
 #
 # A local client's request: client/session.py finds the server. client/connection.py connects to
@@ -58,7 +58,7 @@ def __dir__() -> list[str]:
 # load_planner.py reads folder and configuration. model_version.py starts scheduler_process.py and
 # instance_processes.py.
 #
-# Recovery: supervisor/processes/table.py detects the exit of a worker. instance_processes.py
+# Recovery: supervisor/processes/children.py detects the exit of a worker. instance_processes.py
 # notifies its scheduler and restarts the worker with backoff. scheduler/instances/results.py
 # decides which of its requests are retried, one by one, and which fail. model_version.py handles
 # the exit of a scheduler.

@@ -5,7 +5,7 @@ token       `Authorization: Bearer TOKEN`; grants the scopes listed in the token
 restricted  an API that additionally requires a configured header and value
 
 All listeners apply the same rules. gRPC calls `Authorisation.authorise`; HTTP uses a
-`ClientIdentity` (client_identity.py), which caches the credentials of a connection. Without tokens
+`ClientIdentity` (gateway/listener.py), which caches the credentials of a connection. Without tokens
 all scopes are open, and access is limited by the listening addresses alone.
 """
 

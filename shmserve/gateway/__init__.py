@@ -5,7 +5,7 @@ The files that an HTTP request passes, in order:
     http/connection.py              bytes to requests, one after the other
     http/routing.py                 match, authorise, handle; errors become responses (routes.py has
                                     the route tables)
-    http/infer.py                   inference; response_queue.py for responses in many parts
+    http/infer.py                   inference, and the queue of responses in many parts
     http/body.py                    the body, read and decoded to a request
     http/json/fingerprint.py        a template for a known header, otherwise
     http/json/infer_request.py      JSON to inference/request.py, checked
@@ -18,7 +18,7 @@ A gRPC request:
 
     grpc/connection.py              bytes to the engine in http2/, to calls (grpc/calls/)
     grpc/service.py                 the call authorised, errors become a status
-    grpc/infer.py                   inference; stream_call.py for many requests in a call
+    grpc/infer.py                   inference; stream_infer.py for many requests in a call
     grpc/wire/fingerprint.py        a template for a known message, otherwise
     grpc/wire/request.py            protobuf to inference/request.py, checked
     inference/ and links.py         as above
@@ -28,8 +28,8 @@ A gRPC request:
     context.py                      its state (model_table.py, region_table.py), and loading on
                                     demand
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
-    client_identity.py              the identity and the rights of a client; connection_limits.py:
-                                    the number of connections
+    listener.py                     the access rules of a listener, the identity of its clients, and
+                                    the limits of its connections
     api/                            the other APIs, for any protocol; api/metrics.py has the
                                     families of /metrics
     request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:

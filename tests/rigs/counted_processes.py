@@ -28,8 +28,6 @@ import uvloop
 
 from bench.system.servers import BENCH
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.client_identity import ListenerKind, ListenerRules
-from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.call import GrpcFront
 from shmserve.gateway.grpc.connection import GrpcConnection
@@ -40,6 +38,7 @@ from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import GatewaySchedulers
+from shmserve.gateway.listener import Acceptor, ListenerKind, ListenerRules
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings

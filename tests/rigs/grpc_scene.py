@@ -6,13 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.client_identity import ListenerKind, ListenerRules
-from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront, UnaryCall
+from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import CallHead, Ending
 from shmserve.gateway.grpc.calls.messages import Deflater, Sinks
-from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
+from shmserve.gateway.listener import ListenerKind, ListenerRules
 from shmserve.gateway.settings import GrpcSettings
 from tests.rigs.clocks import Clock
 from tests.support.wire.http2 import (

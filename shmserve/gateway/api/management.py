@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 import shmserve
-from shmserve.common.model_names import check_model_name, is_traversal
+from shmserve.common.names import check_model_name, is_traversal
 from shmserve.common.trace_settings import read_changes
 from shmserve.errors import (
     InvalidArgument,
@@ -25,8 +25,8 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.model_table import GatewayModel, describe, whole_version
 from shmserve.ipc.messages.control_requests import (
     AskReady,

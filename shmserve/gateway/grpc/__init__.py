@@ -1,12 +1,12 @@
 """The gRPC listener: Triton's service, gRPC's health and reflection, in its own processes.
 
     main.py                  the server
-    connection.py            a client's connection, on the engine without IO in gateway/http2;
-                             connection_lifetime.py: pings, age, drain
+    connection.py            a client's connection, on the engine without IO in gateway/http2, and
+                             its lifetime: pings, age, drain
     calls/                   calls, their messages and their responses' heads
     service.py               the table of RPCs: authorise, handle, errors to a status
     infer.py                 inference requests: decoded, submitted, and their responses encoded
-    stream_call.py           ModelStreamInfer: many requests in one call, and many responses
+    stream_infer.py           ModelStreamInfer: many requests in one call, and many responses
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin.py                 the other RPCs, and grpc.reflection
 

@@ -17,10 +17,10 @@ from shmserve.errors import InvalidArgument, clip, suggestion
 from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as api
 from shmserve.gateway.api.management import FILE, FORMAT, LEVEL, SWITCHES
-from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
-from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
+from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.tensors.descriptors import CudaHandle, whole
 from shmserve.logs import FORMATS

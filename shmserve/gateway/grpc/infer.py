@@ -2,7 +2,7 @@
 
 message ──> `begin`: known by its layout or fingerprint, received into the arena, or parsed
         ──> `submit` ──> UnaryInference ──> `response`: from a template, or serialized
-                    └──> StreamingInference, for decoupled models in streams (stream_call.py)
+                    └──> StreamingInference, for decoupled models in streams (stream_infer.py)
 """
 
 from __future__ import annotations
@@ -25,18 +25,24 @@ from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, Split, split
 from shmserve.gateway.grpc.wire.request import RequestSink, infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
-from shmserve.gateway.inference.arriving import ArrivingRequest, receive
 from shmserve.gateway.inference.inference import (
     ActiveCount,
     Message,
     StreamingInference,
     UnaryInference,
+    classified_as_requested,
     fail,
+    output_bytes,
     submit,
 )
-from shmserve.gateway.inference.prepare import BuiltRequest, build, build_with_template
+from shmserve.gateway.inference.prepare import (
+    ArrivingRequest,
+    BuiltRequest,
+    build,
+    build_with_template,
+    receive,
+)
 from shmserve.gateway.inference.request import InferInput, InferRequest, forwarded_headers
-from shmserve.gateway.inference.response import classified_as_requested, output_bytes
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE

@@ -12,8 +12,6 @@ import uvloop
 from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
-from shmserve.gateway.client_identity import ListenerRules, listener_kind
-from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.call import GrpcFront
 from shmserve.gateway.grpc.calls.messages import Deflater
@@ -21,6 +19,7 @@ from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.inference.inference import ActiveCount
+from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc.messages.supervision import decode_start
 

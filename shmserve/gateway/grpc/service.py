@@ -16,10 +16,16 @@ from google.protobuf.message import DecodeError, Message
 
 from shmserve.common.auth_tokens import SIGNATURE
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving
-from shmserve.gateway.grpc.calls.call import Carrier, GrpcCall, UnaryCall, UnaryHandler
+from shmserve.gateway.grpc.calls.call import (
+    Carrier,
+    GrpcCall,
+    StreamHandler,
+    StreamingCall,
+    UnaryCall,
+    UnaryHandler,
+)
 from shmserve.gateway.grpc.calls.headers import (
     INTERNAL,
     MISSING,
@@ -29,10 +35,10 @@ from shmserve.gateway.grpc.calls.headers import (
     ending_of,
 )
 from shmserve.gateway.grpc.calls.messages import Sinks
-from shmserve.gateway.grpc.calls.streaming_call import StreamHandler, StreamingCall
 from shmserve.gateway.grpc.infer import Inferences
-from shmserve.gateway.grpc.stream_call import stream_infer
+from shmserve.gateway.grpc.stream_infer import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
+from shmserve.gateway.listener import ClientIdentity
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
 

@@ -45,13 +45,14 @@ from shmserve.gateway.http.messages import (
     HttpRequest,
     WholeBody,
 )
-from shmserve.gateway.inference.arriving import ArrivingTensors, receive
 from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import (
+    ArrivingTensors,
     BuiltRequest,
     build,
     build_with_template,
     raw_request,
+    receive,
 )
 from shmserve.gateway.inference.request import InferInput, InferRequest, forwarded_headers
 from shmserve.gateway.model_table import GatewayModel

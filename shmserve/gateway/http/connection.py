@@ -22,7 +22,6 @@ from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.http.incoming import SMALL_BODY, Incoming, MalformedBody
 from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
@@ -37,6 +36,7 @@ from shmserve.gateway.http.messages import (
     error_response,
 )
 from shmserve.gateway.http.routing import App
+from shmserve.gateway.listener import Acceptor
 from shmserve.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ import orjson
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway, loaded
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.infer import ResponseQueue, streaming_response
 from shmserve.gateway.http.json.infer_request import (
     parameter_value,
     request_id,
@@ -37,13 +38,10 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     error_json,
 )
-from shmserve.gateway.http.openai.bodies import check_prompts
-from shmserve.gateway.http.openai.names import generates
-from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
-from shmserve.gateway.inference.inference import error_of, reload
+from shmserve.gateway.http.openai.bodies import check_prompts, generates
+from shmserve.gateway.inference.inference import error_of, output_bytes, reload
 from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
-from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -140,7 +138,7 @@ class _Generation:
         return 200 if error is None else 400  # as in Triton, for any error of a model
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the next response, which may be an error; see `response_queue.Encode`."""
+        """Encode the next response, which may be an error; see `infer.Encode`."""
         inferred: Inferred | None = None
         try:
             inferred = self.responses.request.outputs(self.responses.first)

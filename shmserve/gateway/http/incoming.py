@@ -19,8 +19,6 @@ from aiohttp.http import HttpProcessingError, HttpRequestParser, RawRequestMessa
 
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.common.tasks import settle
-from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.connection_limits import LimitedConnection
 from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
@@ -28,6 +26,7 @@ from shmserve.gateway.http.messages import (
     Repeat,
     WholeBody,
 )
+from shmserve.gateway.listener import ClientIdentity, LimitedConnection
 from shmserve.gateway.settings import GatewaySettings
 
 # The head of a request, and the stream of its body.

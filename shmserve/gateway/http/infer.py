@@ -1,7 +1,10 @@
-"""POST /v2/models/NAME/infer: one inference, whose response is a JSON text with binary data.
+"""Inference over HTTP: POST /v2/models/NAME/infer, and the queue of a model's responses.
 
     read_request ──> submit ──> HttpInference ──response──> `_encode`, or a template
-                                     └── a client that accepts a stream: `_Events`
+             └── a client that accepts a stream: ResponseQueue ──response*──> `_Events`
+
+The response of `infer` is a JSON text with binary data. `ResponseQueue` and `streaming_response`
+also serve generate.py and OpenAI's API (openai/).
 
 A request that equals an earlier one on its connection except for its tensors is begun by `_repeat`,
 without a task, and its response is written in the callback. A task costs 15 of 50 us of CPU that a
@@ -13,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -34,25 +38,29 @@ from shmserve.gateway.http.messages import (
     REQUEST_TIMEOUT_MS,
     TRACEPARENT,
     Answer,
+    ChunkedResponse,
     Framing,
     HttpRequest,
     HttpResponse,
     accepted,
     time_limit,
+    traced,
 )
-from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import (
     Message,
+    StreamingInference,
     UnaryInference,
+    classified_as_requested,
     error_of,
     fail,
     is_last,
     log_failure,
+    output_bytes,
     reload,
     submit,
 )
+from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.inference.response import classified_as_requested, output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
@@ -311,7 +319,7 @@ class _Events:
         self._infer_request = replace(asked, outputs=outputs, binary=False)
 
     async def next(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the next response; see `response_queue.Encode`."""
+        """Encode the next response; see `Encode`."""
         request, message = self._responses.request, self._responses.first
         inferred: Inferred | None = None
         try:
@@ -337,3 +345,127 @@ class _Events:
             described = (output.datatype, output.shape, output.name)
             arrays.append(await encode_in_turns(data, *described, gateway.malloc_trim))
         return template.json(self._infer_request.id, arrays)
+
+
+_MOST_BYTES_AT_ONCE = 32 * 1024  # of responses that are written together
+
+
+class ResponseQueue:
+    """A request in flight, and the queue of its responses.
+
+    Args:
+        gateway: The gateway.
+        request: The client's request.
+        built: The request for the model.
+        arrived_ns: The time of arrival.
+        news: The event that is set for each response; several queues may share it.
+
+    Raises:
+        ShmserveError: The request is refused.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        request: HttpRequest,
+        built: BuiltRequest,
+        arrived_ns: int,
+        news: asyncio.Event | None = None,
+    ) -> None:
+        self._messages: deque[Message] = deque()
+        self._news = news or asyncio.Event()
+        client = request.connection.client
+        how = (StreamingInference, self._responded)
+        headers = request.headers
+        try:
+            limit = time_limit(headers)
+        except BaseException:
+            built.release()
+            raise
+        trace = headers.get(TRACEPARENT, "")
+        asked = (gateway, built, client, arrived_ns, *how)
+        self.request = submit(*asked, call_limit=limit, traceparent=trace)
+
+    def _responded(self, _: StreamingInference, message: Message) -> None:
+        self._messages.append(message)
+        self._news.set()
+
+    @property
+    def headers(self) -> bytes:
+        """Return the headers of the response, which identify the trace also for later errors."""
+        trace = self.request.built.trace
+        return b"" if trace is None else traced(trace.context.traceparent)
+
+    @property
+    def first(self) -> Message:
+        """Return the first response in the queue."""
+        return self._messages[0]
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    async def wait(self) -> None:
+        """Wait until the queue contains a response."""
+        while not self._messages:
+            self._news.clear()
+            await self._news.wait()
+
+    async def begun(self) -> Message:
+        """Wait for the first response, and return it; a cancellation cancels the request."""
+        try:
+            await self.wait()
+        except BaseException:
+            self.close()
+            raise
+        return self._messages[0]
+
+    def pop(self, inferred: Inferred | None) -> bool:
+        """Remove the first response, which was encoded; return whether it was the last one.
+
+        The memory of its outputs (`inferred`) is released, and its credit returned.
+        """
+        message = self._messages.popleft()
+        self.request.release_outputs(inferred)
+        self.request.credit(inferred)
+        return is_last(message)
+
+    def close(self) -> None:
+        """Cancel the request, and discard the responses in the queue."""
+        while self._messages:
+            self.request.discard(self._messages.popleft())
+        self.request.cancel()
+
+
+# Encodes the first response in a queue. Returns the bytes for the client, or None, and the outputs.
+Encode = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
+
+
+def streaming_response(
+    status: int, content_type: bytes, queue: ResponseQueue, encode: Encode
+) -> HttpResponse:
+    """Return the response that streams those of a model, a chunk for each that is not empty.
+
+    A client that does not read receives no credit, so that the model waits. The request is
+    cancelled when the client disconnects.
+    """
+    headers = b"Content-Type: %b\r\n" % content_type + queue.headers
+    response = ChunkedResponse(status, _encoded(queue, encode), headers)
+    response.on_sent = queue.close
+    return response
+
+
+async def _encoded(queue: ResponseQueue, encode: Encode) -> AsyncGenerator[list[bytes], None]:
+    """Yield the encoded responses that are written together."""
+    ended = False
+    while not ended:
+        await queue.wait()
+        events: list[bytes] = []
+        size = 0
+        while queue and size < _MOST_BYTES_AT_ONCE and not ended:
+            event, inferred = await encode()
+            if event is not None:
+                events.append(event)
+                size += len(event)
+            ended = queue.pop(inferred)
+        if events:
+            yield events

@@ -22,7 +22,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import generate, handlers, infer
 from shmserve.gateway.http.dashboard import LiveFigures, page
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, triton_error
-from shmserve.gateway.http.openai import embeddings, generation, models, responses
+from shmserve.gateway.http.openai import generation, models, responses
 from shmserve.gateway.http.openai.bodies import openai_error
 from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
 
@@ -179,7 +179,7 @@ ROUTES = RouteTable(
     _route("POST", "/v1/completions", "inference", generation.completions),
     _route("POST", "/v1/chat/completions", "inference", generation.chats),
     _route("POST", "/v1/responses", "inference", responses.responses),
-    _route("POST", "/v1/embeddings", "inference", embeddings.embeddings),
+    _route("POST", "/v1/embeddings", "inference", models.embeddings),
     _route("POST", "/tokenize", "inference", models.tokenize),
     _route("POST", "/detokenize", "inference", models.detokenize),
     _route("GET", "/health", "health", handlers.health),

@@ -6,8 +6,8 @@ Errors become responses in the form of the route's API.
 from __future__ import annotations
 
 import logging
+import os
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -24,7 +24,6 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
 )
-from shmserve.gateway.client_identity import ListenerKind
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import BrokenBody
@@ -40,6 +39,7 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.inference.body_arrival import BodyTimeout
 from shmserve.gateway.inference.inference import ActiveCount
+from shmserve.gateway.listener import ListenerKind
 from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -326,7 +326,7 @@ class App(ActiveCount):
 def _identified(request: HttpRequest) -> bytes:
     """Return the header with the client's id of a request, or with a new one."""
     given = request.headers.get(_REQUEST_ID, "")
-    found = given if _PLAIN_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+    found = given if given and _PLAIN_ID.fullmatch(given) else f"req_{os.urandom(16).hex()}"
     return b"x-request-id: %b\r\n" % found.encode()
 
 

@@ -2,10 +2,10 @@
 
     frames.py           the layout of frames, error codes, settings
     header_blocks.py    decoding and encoding of header blocks (HPACK)
-    incoming.py         parsing of frames, and the events they produce
+    incoming.py         parsing of frames, their events, and budgets that bound the work which a
+                        client can cause
     connection.py       a connection: stream states, inbound flow control
     outgoing.py         outbound frames within the client's flow-control windows
-    limits.py           budgets that bound the work a client can cause
 
 `Http2Connection.receive` returns the events `Begun`, `Data`, `StreamReset` and `PingAnswered`. A
 server responds with `sending.head`, `sending.data` and `sending.trailers`, or with all three at

@@ -40,14 +40,15 @@ from shmserve.gateway.http2.frames import (
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder, T
 from shmserve.gateway.http2.incoming import (
     Begun,
+    Budget,
     Bytes,
     Data,
     Event,
     FrameReader,
+    Limits,
     PingAnswered,
     StreamReset,
 )
-from shmserve.gateway.http2.limits import Budget, Limits
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
 _MOST_REMEMBERED = 1024  # streams reset by us whose clients may still send frames

@@ -1,15 +1,15 @@
 """Inference requests of every protocol, between the decoders and encoders of HTTP and gRPC.
 
-    decoded: InferRequest (request.py)
+    decoded: InferRequest                                                    request.py
        │
        ├── header known by its fingerprint ──> RequestTemplate.fill          prepare.py
-       ├── large tensors not yet received ───> receive: into the arena       arriving.py
+       ├── large tensors not yet received ───> receive: into the arena       prepare.py
        └── any other ────────────────────────> build: placed and checked     prepare.py
        │
     BuiltRequest ──submit──> UnaryInference, StreamingInference              inference.py
        │
        ├── schema of the response known ─────> its template, in UnaryInference.responded
-       └── any other ────────────────────────> outputs, classified           response.py
+       └── any other ────────────────────────> unpack, classified_as_requested
        │
     encoded by its protocol
 

@@ -21,13 +21,18 @@ from google.protobuf import text_format
 
 from shmserve import model_config
 from shmserve.common.host import Accelerators
-from shmserve.common.model_names import check_model_name
+from shmserve.common.names import check_model_name
 from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.engine_settings import GENERATIVE, EngineSettings
-from shmserve.ipc.model_settings import ENVIRONMENT
-from shmserve.ipc.model_spec import USUAL_CLASS, ModelSpec, class_attribute, served_class
+from shmserve.ipc.model_spec import (
+    ENVIRONMENT,
+    USUAL_CLASS,
+    ModelSpec,
+    class_attribute,
+    served_class,
+)
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository

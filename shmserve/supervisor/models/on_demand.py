@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from shmserve.common.tasks import either
 from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc.model_settings import IDLE_UNLOAD, idle_unload_s
+from shmserve.ipc.model_spec import IDLE_UNLOAD, idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.autoscaler import private_bytes
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry, Order
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.processes.table import RestartBackoff
+from shmserve.supervisor.processes.children import RestartBackoff
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from h2.exceptions import H2Error
 
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
-from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.incoming import Limits
 from tests.support.wire.http2 import ACK, GO_AWAY, OPENED, PING, RESET, SETTINGS
 from tests.support.wire.http2_engine import Engine, RequestFields, frames_of
 

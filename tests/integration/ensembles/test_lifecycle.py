@@ -2,6 +2,7 @@
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
 from tests.support.gates import WAITING, holding
-from tests.support.servers import Server, running
+from tests.support.servers import Server, refuses, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -136,19 +137,18 @@ def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
 
     def answer(model: str) -> float:
         given, made, _ = asked[model]
-        with server.http(timeout_s=30) as http:
+        with started.http(timeout_s=30) as http:
             body = {"inputs": [json_input(given, np.array([1], np.float32))]}
             return float(http.infer(model, body).ok().tensors()[made][0])
 
-    with running(tmp_path) as server, ThreadPoolExecutor(len(asked)) as people:
-        with holding(server.gate):
+    with running(tmp_path) as started, ThreadPoolExecutor(len(asked)) as people:
+        with holding(started.gate):
             answers = {model: people.submit(answer, model) for model in asked}
             for name in ("slow", "calling", "caller"):
-                busy = {"model": name, "state": "busy"}
-                until(name, lambda busy=busy: server.metric("shmserve_instances", **busy) == 1)
-            server.process.send_signal(signal.SIGTERM)
-            until("it drains", lambda: "drain" in server.log() or "stopping" in server.log())
+                until(name, partial(started.metric, "shmserve_instances", model=name, state="busy"))
+            started.process.send_signal(signal.SIGTERM)
+            until("nobody is let in", lambda: refuses(started.http_port))
         assert {model: each.result() for model, each in answers.items()} == {
             model: made for model, (_, _, made) in asked.items()
         }
-        assert server.wait_exit(20) == 0
+        assert started.wait_exit(20) == 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,10 @@ def test_a_deadline_holds_along_the_chain(cycles: Server) -> None:
         assert ask(http, "outer_leaf").status == 200
 
 
+def is_busy(server: Server, model: str) -> bool:
+    return server.metric("shmserve_instances", model=model, state="busy") == 1
+
+
 def test_two_requests_that_wait_for_each_other_end_at_a_deadline(
     repository: Path, serve: Callable[..., Server]
 ) -> None:
@@ -203,8 +208,7 @@ def test_two_requests_that_wait_for_each_other_end_at_a_deadline(
             first = people.submit(reply, "left", **{"X-Request-Timeout-Ms": "4000"})
             second = people.submit(reply, "right")
             for name in ("left", "right"):
-                busy = {"model": name, "state": "busy"}
-                until(name, lambda busy=busy: server.metric("shmserve_instances", **busy) == 1)
+                until(name, partial(is_busy, server, name))
         assert first.result().status >= 500
         assert second.result().status == 200
     assert reply("left").status == reply("right").status == 200

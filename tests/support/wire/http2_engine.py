@@ -11,8 +11,7 @@ from typing import NamedTuple
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, content_length
-from shmserve.gateway.http2.incoming import Begun, Data, PingAnswered, StreamReset
-from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.incoming import Begun, Data, Limits, PingAnswered, StreamReset
 from shmserve.gateway.http2.outgoing import Stream
 from tests.support.wire.http2 import (
     ACK,

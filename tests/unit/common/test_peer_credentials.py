@@ -15,7 +15,7 @@ from shmserve.common import peers
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.common.peers import REMOTE, SHM_DISABLED, Peer, groups_of, loopback_peer, unix_peer
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
-from shmserve.gateway.client_identity import (
+from shmserve.gateway.listener import (
     ClientIdentity,
     ListenerKind,
     ListenerRules,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from shmserve.errors import InvalidArgument
+from shmserve.gateway.inference.inference import classified_as_requested, largest
 from shmserve.gateway.inference.request import InferOutput, InferRequest
-from shmserve.gateway.inference.response import classified_as_requested, largest
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from shmserve.errors import NotFound, Unavailable
-from shmserve.gateway.http.openai import names
+from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.gateway_rig import SIMPLE, publication
@@ -73,8 +73,8 @@ def generator(name: str, *aliases: str) -> Any:
     return published(
         name=name,
         max_batch_size=0,
-        input=[{"name": names.PARAMETERS, **text}],
-        output=[{"name": names.TEXT, **text}],
+        input=[{"name": bodies.PARAMETERS, **text}],
+        output=[{"name": bodies.TEXT, **text}],
         parameters={"engine": {"string_value": engine}},
     )
 
@@ -91,7 +91,7 @@ def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
 
 
 def own_name(gateway: Any, name: str) -> str:
-    return asyncio.run(names.own_name(gateway, name))
+    return asyncio.run(bodies.own_name(gateway, name))
 
 
 def test_a_model_has_its_name_and_its_aliases() -> None:
@@ -100,7 +100,7 @@ def test_a_model_has_its_name_and_its_aliases() -> None:
     assert own == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
     assert gateway.models.resolve("a", "").max_model_len == 64
     assert gateway.models.resolve("simple", "").max_model_len is None
-    assert names.shown_name(gateway, "b") == "b"
+    assert bodies.shown_name(gateway, "b") == "b"
     gateway.models.withdraw("b", "1")
     assert own_name(gateway, "gpt") == "gpt"
 
@@ -109,11 +109,11 @@ def test_served_names_precede_a_models_own() -> None:
     gateway = named(generator("a"), published(), served=(("", "gpt"), ("a", "org/x"), ("b", "y")))
     for name, own in (("gpt", "a"), ("org/x", "a"), ("a", "a"), ("y", "b"), ("simple", "simple")):
         assert own_name(gateway, name) == own
-    assert names.names_of(gateway, "a") == ["gpt", "org/x", "a"]
-    assert names.shown_name(gateway, "a") == "gpt"
-    assert names.names_of(gateway, "simple") == ["simple"]
+    assert bodies.names_of(gateway, "a") == ["gpt", "org/x", "a"]
+    assert bodies.shown_name(gateway, "a") == "gpt"
+    assert bodies.names_of(gateway, "simple") == ["simple"]
     gateway.models.publish(generator("b"))
-    assert names.names_of(gateway, "a") == ["org/x", "a"]
+    assert bodies.names_of(gateway, "a") == ["org/x", "a"]
     with pytest.raises(NotFound, match="--served-model-name=MODEL=gpt"):
         own_name(gateway, "gpt")
 

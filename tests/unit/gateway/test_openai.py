@@ -21,13 +21,13 @@ from shmserve.errors import (
     Unknown,
     Unsupported,
 )
-from shmserve.gateway.client_identity import MisdirectedHost
 from shmserve.gateway.http.messages import WholeBody
-from shmserve.gateway.http.openai import bodies, names
+from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import RequestTooLarge, TooManyRequests, openai_error
 from shmserve.gateway.http.openai.generation import CHAT, COMPLETION, Choices, Delta
 from shmserve.gateway.http.routing import MethodNotAllowed, NoRoute
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
+from shmserve.gateway.listener import MisdirectedHost
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
@@ -70,6 +70,18 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert [done] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
     assert "usage" not in chunk
     assert json.loads(Choices(COMPLETION, "m", 1, shows_usage=True).chunk([first]))["usage"] is None
+
+
+def test_stop_reasons_of_choices() -> None:
+    """As in vLLM, chunks of chats have it only at the end of a sample."""
+    completion, chat = Choices(COMPLETION, "m", 1), Choices(CHAT, "m", 1)
+    deltas = Delta(0, "a"), Delta(0, "b", "stop", stop_reason="END")
+    found = [[each.add(0, delta) for delta in deltas] for each in (completion, chat)]
+    assert [each.get("stop_reason", "absent") for each in found[0]] == [None, "END"]
+    assert [each.get("stop_reason", "absent") for each in found[1]] == ["absent", "END"]
+    for each in (completion, chat):
+        assert each.whole()["choices"][0]["stop_reason"] == "END"
+    assert chat.add(0, Delta(0, "", "length"))["stop_reason"] is None
 
 
 def test_a_chat_says_its_role_once() -> None:
@@ -140,7 +152,7 @@ def test_the_type_of_an_error_is_that_of_its_status(
 
 def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
-    signature = SimpleNamespace(inputs={names.PARAMETERS: None}, outputs={names.TEXT: None})
+    signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
     model = SimpleNamespace(name="m", signature=signature)
     models = MagicMock(on_demand=(), own_name=str)
     models.__contains__.return_value = True

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.client_identity import ClientIdentity, ListenerKind, ListenerRules
+from shmserve.gateway.listener import ClientIdentity, ListenerKind, ListenerRules
 from shmserve.ipc.transport import frames
 from tests.fuzz import targets
 from tests.fuzz.__main__ import CORPUS

@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.cli.events import _as_json, _as_text
-from shmserve.client.errors import Disconnected
 from shmserve.client.events import TOPICS, EventReader, Gaps, ReceivedEvent
+from shmserve.errors import Disconnected
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.unions import ServerEvent
 from shmserve.supervisor import events as events_package
-from shmserve.supervisor.events.feed import EventFeed, EventPublisher, Subscriptions, changes
+from shmserve.supervisor.events import EventFeed, EventPublisher, Subscriptions, changes
 from tests.support.waiting import until_async
 
 STARTED = m.ProcessStarted(7, "worker simple.0 cpu")

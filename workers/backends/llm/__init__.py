@@ -41,9 +41,9 @@ from shmserve.workers.backends.llm.prompts import given_inputs
 from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
 from shmserve.workers.backends.llm.texts import Texts
 from shmserve.workers.backends.llm.tool_formats import parsers_of
-from shmserve.workers.batch.failures import client_error
+from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
-from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.context import client_error
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 
 
@@ -65,6 +65,7 @@ _OUTPUTS = [
     _tensor("token_ids", "INT32", -1),
     _tensor("prompt_token_ids", "INT32", -1),
     _tensor("finish_reason", "STRING", -1),
+    _tensor("stop_reason", "STRING", -1),
     _tensor("logprobs", "STRING", -1),
     _tensor("message", "STRING", -1),
     _tensor("usage", "STRING", 1),

@@ -17,8 +17,8 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.compression import Inflater
 from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
-from shmserve.gateway.inference.arriving import ArrivingRequest
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
+from shmserve.gateway.inference.prepare import ArrivingRequest
 
 LARGE = 64 * 1024  # bytes of a message that is received into its final memory if possible
 PREFIX = struct.Struct(">BI")

@@ -20,7 +20,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import EARLIER, MOST_SHIFT, RAW_INPUT
-from shmserve.gateway.inference.arriving import ArrivingTensors
+from shmserve.gateway.inference.prepare import ArrivingTensors
 from shmserve.gateway.inference.request import (
     InferInput,
     InferOutput,

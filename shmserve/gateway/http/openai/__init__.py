@@ -5,10 +5,9 @@ POST /tokenize and /detokenize are those of vLLM.
 Each prompt of a request becomes an inference request of the model. The other members of the body
 become the input `sampling_parameters`, and the responses of the model become choices.
 
-    bodies.py       the bodies of requests, and of errors
+    bodies.py       the bodies of requests, the models they name, and the bodies of errors
+    fields.py       the fields of requests: carried out, refused, or without effect
     generation.py   completions and chats
     responses.py    the Responses API
-    embeddings.py   embeddings
-    models.py       the list of models, and their tokenizers
-    names.py        the names of models
+    models.py       the list of models, their embeddings, and their tokenizers
 """

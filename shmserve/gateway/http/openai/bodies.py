@@ -1,14 +1,16 @@
-"""The bodies of requests (model, prompts and parameters) and of errors."""
+"""The parts of a request's JSON body (model, prompts and parameters), and the bodies of errors.
+
+A model has the names of --served-model-name, its own name, and the `aliases` of its engine.yaml.
+As in vLLM, requests may use any of these names, and responses contain the first one.
+"""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
@@ -20,21 +22,90 @@ from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
-from shmserve.gateway.http.openai.names import PARAMETERS, TEXT, generates, names_of, own_name
-from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.http.routing import NoRoute
-from shmserve.gateway.inference.inference import error_of
-from shmserve.gateway.inference.prepare import build
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
-from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PARAMETER, PROMPT_TOO_LONG, EngineSettings
-from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.messages.control_requests import NameModels
+
+# The input and the output by which a model that generates text is recognised.
+PARAMETERS = "sampling_parameters"
+TEXT = "text_output"
+
+
+def generates(model: GatewayModel) -> bool:
+    """Return whether a model has the input and the output of models that generate text."""
+    signature = model.signature
+    return PARAMETERS in signature.inputs and TEXT in signature.outputs
+
+
+async def own_name(gateway: Gateway, name: str) -> str:
+    """Return the own name of the model that has a name; unknown names are returned as they are.
+
+    Raises:
+        NotFound: The name stands for the only model that generates text, but there are several.
+    """
+    models = gateway.models
+    if name in models:
+        return name
+    served = {each: model for model, each in reversed(gateway.settings.served_names)}
+    own = served.get(name) or models.own_name(name)
+    if own != name:
+        return own
+    asleep = await names_asleep(gateway)
+    if name in served:
+        return _only(gateway, name, asleep)
+    return next((model for model, aliases in asleep.items() if name in aliases), name)
+
+
+async def names_asleep(gateway: Gateway) -> dict[str, list[str]]:
+    """Return the aliases of models on demand that generate text and are not loaded."""
+    models = gateway.models
+    if all(models.versions(name) for name in models.on_demand):
+        return {}
+    found: dict[str, list[str]] = (await gateway.supervisor.ask(NameModels))["names"]
+    return {name: found[name] for name in sorted(found) if not models.versions(name)}
+
+
+def _only(gateway: Gateway, name: str, asleep: Collection[str]) -> str:
+    only = only_one(gateway, asleep)
+    if not only:
+        raise NotFound(
+            f"'{name}' is a name of the only model that generates text, and there are none or "
+            f"several (--served-model-name=MODEL={name} names one)"
+        )
+    return only
+
+
+def only_one(gateway: Gateway, asleep: Collection[str] = ()) -> str:
+    """Return the only model that generates text, or "" if there are none or several.
+
+    Args:
+        gateway: The gateway.
+        asleep: The models on demand that generate text and are not loaded.
+    """
+    found = {model.name for model in gateway.models.all() if generates(model)}.union(asleep)
+    return found.pop() if len(found) == 1 else ""
+
+
+def names_of(gateway: Gateway, model: str, asleep: Collection[str] = ()) -> list[str]:
+    """Return the names of a model, without its aliases; `asleep` as for `only_one`."""
+    served = gateway.settings.served_names
+    is_only = bool(served) and only_one(gateway, asleep) == model
+    names = (each for named, each in served if named == model or (is_only and not named))
+    return list(dict.fromkeys([*names, model]))
+
+
+def shown_name(gateway: Gateway, model: str) -> str:
+    """Return the name of a model in responses."""
+    return names_of(gateway, model)[0] if gateway.settings.served_names else model
+
 
 # The output with the content, the reasoning and the tool calls of a text, as JSON.
 MESSAGE = "message"
 
-_OUTPUTS = (TEXT, "index", "finish_reason", "usage")
+_OUTPUTS = (TEXT, "finish_reason", "usage")
+_STOP_REASON = "stop_reason"  # which models of other backends may lack
 _MOST_PROMPTS = 1024
 _UNLIMITED = 1 << 24  # tokens, which is the maximum of models
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first one counts
@@ -57,6 +128,10 @@ class TextRequest(NamedTuple):
     def requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
         names = [*_OUTPUTS, *self.details]
+        if self.samples != 1:
+            names.append("index")
+        if _STOP_REASON in self.model.signature.outputs:
+            names.append(_STOP_REASON)
         if wants_logprobs(self.parameters) and "logprobs" not in names:
             names.append("logprobs")
         text = orjson.dumps(self.parameters).decode()
@@ -74,9 +149,9 @@ class TextRequest(NamedTuple):
 def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
     """Return the outputs that few requests want."""
     found: tuple[str, ...] = ()
-    if parameters.get("return_token_ids") is True:
+    if "return_token_ids" in parameters and parameters["return_token_ids"] is True:
         found = ("token_ids", "prompt_token_ids")
-    return (*found, "logprobs") if parameters.get("prompt_logprobs") is not None else found
+    return (*found, "logprobs") if "prompt_logprobs" in parameters else found
 
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
@@ -150,9 +225,9 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     Raises:
         InvalidArgument: The member is not of this kind.
     """
-    value = body.get(name)
-    if value is None:
+    if name not in body or body[name] is None:
         return default
+    value = body[name]
     if type(value) is not kind:
         wanted = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
         allowed = wanted.get(kind, "a whole number")
@@ -174,12 +249,12 @@ async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     model = await generating(gateway, given)
     variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
     prompt = conversation(given, variables)
-    limit = next((name for name in _LIMITS if name in given), "max_tokens")
-    others = set(_LIMITS) - {limit}
-    if given.get("top_logprobs") and not wants_logprobs(given):
+    limits = [name for name in _LIMITS if name in given] or ["max_tokens"]
+    if "top_logprobs" in given and given["top_logprobs"] and not wants_logprobs(given):
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
-    parameters = {"add_special_tokens": False, "echo": False, limit: _UNLIMITED, **given}
-    parameters = {name: value for name, value in parameters.items() if name not in others}
+    parameters = {"add_special_tokens": False, "echo": False, limits[0]: _UNLIMITED, **given}
+    for name in limits[1:]:
+        del parameters[name]
     made = _text_request(model, [prompt], parameters)
     parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
     return made._replace(details=(*made.details, MESSAGE)) if parsed else made
@@ -224,7 +299,7 @@ def _text_request(
         for name, value in parameters.items()
         if name not in ("model", "prompt", "messages", "stream_options")
     }
-    usage = checked(options, "include_usage", bool, False)
+    usage = bool(options) and checked(options, "include_usage", bool, False)
     return TextRequest(model, prompts, given, samples, stream, usage, _details(given))
 
 
@@ -276,48 +351,6 @@ def _prompt(given: Any) -> InferInput:
 def _kind(value: Any) -> str:
     kinds = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return kinds.get(type(value), "a number")
-
-
-async def infer(
-    gateway: Gateway,
-    request: HttpRequest,
-    model: GatewayModel,
-    given: InferInput,
-    outputs: Sequence[str],
-    parameters: dict[str, Any],
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Return outputs of a model for one input, from its only response.
-
-    Raises:
-        ShmserveError: The model's error.
-    """
-    wanted = [InferOutput(name, binary=True) for name in outputs]
-    asked = InferRequest("", [given], wanted, binary=True, parameters=parameters)
-    built = build(gateway, model, asked)
-    queue = ResponseQueue(gateway, request, built, time.monotonic_ns())
-    try:
-        return await _arrays(gateway, model, queue)
-    finally:
-        queue.close()
-
-
-async def _arrays(
-    gateway: Gateway, model: GatewayModel, queue: ResponseQueue
-) -> dict[str, np.ndarray[Any, Any]]:
-    await queue.wait()
-    error = error_of(queue.first)
-    if isinstance(error, QueueFull):
-        raise TooManyRequests(error.message, error.retry_after_s)
-    inferred = queue.request.outputs(queue.first)
-    found: dict[str, np.ndarray[Any, Any]] = {}
-    for each in () if inferred is None else inferred.outputs:
-        data = output_bytes(gateway, each)
-        if each.datatype == "BYTES":
-            found[each.name] = decode_bytes(data, each.shape, each.name, model.name)
-        else:
-            found[each.name] = np.frombuffer(bytes(data), STORED[each.datatype])
-    queue.pop(inferred)
-    return found
 
 
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")

@@ -134,16 +134,16 @@ def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool
             problems += _problem(name, value, refused[name])
         elif name not in _PLAIN:
             strange[name] = known | refused.keys() | _PLAIN
-    options = found.get("stream_options")
-    if isinstance(options, dict):
-        for name, value in options.items():
+    if "stream_options" in found and type(found["stream_options"]) is dict:
+        for name, value in found["stream_options"].items():
             allowed = _STREAM_OPTIONS.get(name)
             if allowed is not None and value is not None:
                 problems += _problem(f"stream_options.{name}", value, allowed)
             elif name not in _STREAM_OPTIONS:
                 strange[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
-    for name, names in strange.items():
+    for name in strange:
         if refuse_unknown:
+            names = strange[name]
             problems.append(f"{clip(name)}: it is not a known field{suggestion(name, names)}")
         else:
             warn_once(logger, "field '%s' of OpenAI's API is not known and is ignored", clip(name))

@@ -6,11 +6,10 @@ The response is one JSON object or, with "stream", server-sent events that "[DON
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
     ChunkedResponse,
@@ -26,15 +26,13 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TooManyRequests, openai_error
-from shmserve.gateway.http.openai.names import TEXT, shown_name
-from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.inference import error_of, log_failure
+from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, shown_name
+from shmserve.gateway.inference.inference import error_of, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build
-from shmserve.gateway.inference.response import output_bytes
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
+_NO_STOP = (b"", b"null")
 _DONE = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
 
@@ -47,6 +45,7 @@ class Delta(NamedTuple):
         usage: The numbers of tokens, in the last part of all.
         more: Further members of the choice, or of the response to a chat.
         message: The content, the reasoning and the tool calls of the text, if it was split.
+        stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
 
     sample: int
@@ -56,6 +55,7 @@ class Delta(NamedTuple):
     usage: dict[str, Any] | None = None
     more: dict[str, Any] = {}  # noqa: RUF012 - never changed
     message: dict[str, Any] | None = None
+    stop_reason: str | int | None = None
 
 
 class Form(NamedTuple):
@@ -139,7 +139,8 @@ CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
 @dataclass(slots=True)
 class _Sample:
     text: str = ""
-    finish_reason: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
     only_logprobs: dict[str, Any] | None = None  # those of the only part
@@ -149,6 +150,8 @@ class _Sample:
 
     def parts(self) -> dict[str, Any]:
         """Return the reasoning and the calls."""
+        if not self.reasoning and not self.calls:
+            return {}
         return {**_reasoning(self.reasoning), **({"tool_calls": self.calls} if self.calls else {})}
 
     def add(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +197,7 @@ class Choices:
     _thoughts: int | None = None  # tokens of reasoning
 
     def __post_init__(self) -> None:
-        self._id = f"{self.form.prefix}-{secrets.token_hex(16)}"
+        self._id = f"{self.form.prefix}-{os.urandom(16).hex()}"
         self._created = int(time.time())
 
     def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
@@ -209,12 +212,14 @@ class Choices:
             "logprobs": self.form.logprobs(content, len(sample.text)),
             "finish_reason": sample.reason(delta.finish_reason),
         }
+        if delta.finish_reason or not self.form.chat:
+            choice["stop_reason"] = delta.stop_reason
+        sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.only_logprobs = None if sample.begun else choice["logprobs"]
         if delta.more:
             choice |= self._add_more(sample, delta.more)
         sample.begun = True
         sample.text += delta.text
-        sample.finish_reason = delta.finish_reason
         if content is not None:
             sample.logprobs = (sample.logprobs or []) + content
         if delta.usage is not None:
@@ -245,7 +250,8 @@ class Choices:
                 "index": index,
                 **self.form.content(sample.text, sample.parts()),
                 "logprobs": sample.only_logprobs or self.form.logprobs(sample.logprobs, 0),
-                "finish_reason": sample.reason(sample.finish_reason),
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
                 **sample.more,
             }
             for index, sample in sorted(self._found.items())
@@ -447,15 +453,25 @@ class _Generation:
     def _deltas(self, inferred: Inferred) -> list[Delta]:
         found = {tensor.name: self._values(tensor) for tensor in inferred.outputs}
         texts = found[TEXT]
-        reasons = found.get("finish_reason", [b""] * len(texts))
-        logprobs = found.get("logprobs", [b""] * len(texts))
-        usages = [*found.get("usage", []), *[b""] * len(texts)]
-        indexes = found.get("index", range(len(texts)))
-        loads = partial(map, lambda text: orjson.loads(text) if text else None)
-        columns = (map(bytes.decode, reasons), loads(logprobs), loads(usages[: len(texts)]))
+        absent = [b""] * len(texts)
+        columns = (
+            found.get("index", range(len(texts))),
+            texts,
+            found.get("finish_reason", absent),
+            found.get("logprobs", absent),
+            [*found.get("usage", ()), *absent][: len(texts)],
+            found.get("stop_reason", absent),
+        )
         deltas = [
-            Delta(int(index), text.decode(), *rest)
-            for index, text, *rest in zip(indexes, texts, *columns, strict=True)
+            Delta(
+                int(index),
+                text.decode(),
+                reason.decode(),
+                orjson.loads(logprobs) if logprobs else None,
+                orjson.loads(usage) if usage else None,
+                stop_reason=orjson.loads(stopped) if stopped not in _NO_STOP else None,
+            )
+            for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
         ]
         return list(self._with_more(deltas, found)) if self._text_request.details else deltas
 

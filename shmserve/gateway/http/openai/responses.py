@@ -20,9 +20,9 @@ from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
 from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai.bodies import shown_name
 from shmserve.gateway.http.openai.fields import CHAT, RESPONSE, carried
 from shmserve.gateway.http.openai.generation import Delta, respond
-from shmserve.gateway.http.openai.names import shown_name
 
 # The members of a body that a chat has, too, by their names there.
 _SAME = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.gateway.grpc.wire.request import RequestSink
-from shmserve.gateway.inference.arriving import ArrivingTensors
+from shmserve.gateway.inference.prepare import ArrivingTensors
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 

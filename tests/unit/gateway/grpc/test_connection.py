@@ -8,9 +8,9 @@ import tracemalloc
 
 import pytest
 
+from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.grpc.calls.messages import LARGE
-from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, played
 from tests.support.wire.http2 import (
     ACK,

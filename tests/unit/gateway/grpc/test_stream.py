@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.grpc.infer import RequestRefused
-from shmserve.gateway.grpc.stream_call import stream_infer
+from shmserve.gateway.grpc.stream_infer import stream_infer
 from shmserve.gateway.inference.inference import ActiveCount, UnaryInference
 from shmserve.ipc.messages import inference as m
 

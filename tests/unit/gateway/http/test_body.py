@@ -18,9 +18,8 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference import body_arrival
-from shmserve.gateway.inference.arriving import ArrivingTensors
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
-from shmserve.gateway.inference.prepare import Resources
+from shmserve.gateway.inference.prepare import ArrivingTensors, Resources
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena

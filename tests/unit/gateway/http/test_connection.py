@@ -18,13 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.client_identity import ListenerKind, ListenerRules
-from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.messages import Answer, HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
+from shmserve.gateway.listener import Acceptor, LimitedConnection, ListenerKind, ListenerRules
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.clocks import Clock
 

@@ -19,11 +19,11 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
 )
-from shmserve.gateway.client_identity import ListenerKind, MisdirectedHost
 from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.messages import ChunkedResponse, HttpResponse
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Cors, Route, RouteTable
+from shmserve.gateway.listener import ListenerKind, MisdirectedHost
 
 
 def openai_error(error: ShmserveError) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shmserve.gateway.http2 import frames
 from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
-from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.incoming import Limits
 from tests.support.wire import http2 as wire
 from tests.support.wire.http2_engine import Engine, frames_of
 

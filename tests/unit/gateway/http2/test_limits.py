@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
 from shmserve.gateway.http2.header_blocks import encode
-from shmserve.gateway.http2.limits import Budget, Limits
+from shmserve.gateway.http2.incoming import Budget, Limits
 from shmserve.gateway.http2.outgoing import ResponseForm
 from tests.support.wire.http2 import (
     ACK,

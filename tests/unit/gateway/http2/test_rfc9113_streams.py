@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from shmserve.gateway.http2.frames import FaultCode
-from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.incoming import Limits
 from shmserve.gateway.http2.outgoing import ResponseForm
 from tests.support.wire.http2 import (
     ACK,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -39,13 +40,15 @@ _WITHOUT_EFFECT = (
     "sequence_bias stop_strings suppress_tokens top_h typical_p"
 )
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-# The pattern of words, and the tokens "<|endoftext|>", of classes in transformers.
-_BYTE_LEVEL = {
-    "GPT2Tokenizer": ("", ("unk_token", "bos_token", "eos_token")),
+# The pattern of words, and the default special tokens, of classes in transformers.
+_GPT2 = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
+_BYTE_LEVEL: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "GPT2Tokenizer": ("", _GPT2),
+    "GPTNeoXTokenizer": ("", {**_GPT2, "pad_token": "<|padding|>"}),
     "Qwen2Tokenizer": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ("unk_token", "eos_token", "pad_token"),
+        dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     ),
 }
 _SPACE = "\u2581"
@@ -65,6 +68,7 @@ class Checkpoint:
         stored: The tensors in the files by name.
         quantisation: The quantisation of the weights.
         ends: The tokens that end a text.
+        eos: The tokenizer's end token; -1 if it has none.
         defaults: The content of generation_config.json.
         templates: The chat templates by name; the usual one is "default".
         special: The texts of special tokens, for the templates.
@@ -75,6 +79,7 @@ class Checkpoint:
     stored: dict[str, Stored]
     quantisation: Quantisation
     ends: tuple[int, ...]
+    eos: int
     defaults: dict[str, Any] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
     special: dict[str, str] = field(default_factory=dict)
@@ -99,13 +104,13 @@ class Checkpoint:
             raise InvalidArgument(f"the folder of the model is wrong: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
         special = _special(settings)
-        ends += _token_ids(tokenizer.token_to_id(special.get("eos_token", "")))
+        eos = tokenizer.token_to_id(special.get("eos_token", ""))
+        ends += _token_ids(eos)
         # The model never generates the tokens that it lacks.
         ends = tuple(dict.fromkeys(each for each in ends if each < architecture.vocabulary))
         _warn(defaults)
-        return cls(
-            architecture, tokenizer, stored, quantisation, ends, defaults, templates, special
-        )
+        parts = architecture, tokenizer, stored, quantisation
+        return cls(*parts, ends, -1 if eos is None else eos, defaults, templates, special)
 
     def has(self, name: str) -> bool:
         """Return whether the files have a weight."""
@@ -201,12 +206,12 @@ def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
 
 def _as_byte_level(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
     """Replace the division into words, as the class of transformers does for any tokenizer.json."""
-    pattern, names = _BYTE_LEVEL[kind]
-    for name in names:
-        settings.setdefault(name, "<|endoftext|>")
+    pattern, special = _BYTE_LEVEL[kind]
+    for name, text in special.items():
+        settings.setdefault(name, text)
     prefix = settings.get("add_prefix_space") is True
     words = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not pattern)
-    tokenizer.normalizer = normalizers.NFC() if pattern else None
+    tokenizer.normalizer = None if kind == "GPT2Tokenizer" else normalizers.NFC()
     tokenizer.pre_tokenizer = words
     if pattern:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")

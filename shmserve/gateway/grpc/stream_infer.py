@@ -17,21 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError, Unavailable
+from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.messages import release
-from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.wire.response import (
     streamed,
     streamed_end,
     streamed_error,
 )
-from shmserve.gateway.inference.arriving import ArrivingRequest
 from shmserve.gateway.inference.inference import (
     Message,
     StreamingInference,
     UnaryInference,
     is_last,
 )
+from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 

@@ -1,0 +1,416 @@
+"""The listeners of a gateway: access rules, the identity of each client, and connection limits.
+
+    ListenerRules        one listening socket, and the permissions of its clients
+    ClientIdentity       the client of one connection, identified once for all of its requests
+    Acceptor             the connections of a listener, up to a limit
+    LimitedConnection    the base class of connections
+
+Idle connections never exclude other clients: at the limit, the connections that have been idle for
+longest are evicted for new ones. A peer (a user at a unix socket, or an address of another host)
+has a quota, so that it cannot use up the limit: beyond the quota, its own connections are evicted.
+On loopback all clients have one address, and there is no quota.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import ipaddress
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any, cast
+
+from multidict import istr
+
+from shmserve.common.auth_tokens import OPEN, Authorisation
+from shmserve.common.fd_limits import share_of
+from shmserve.common.peers import (
+    EVERYONE,
+    REMOTE,
+    SHM_DISABLED,
+    Address,
+    Peer,
+    is_loopback,
+    loopback_peer,
+    network,
+    unix_peer,
+)
+from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
+
+logger = logging.getLogger(__name__)
+
+_AUTHORIZATION = istr("Authorization")
+_HOST = istr("Host")
+
+
+class ListenerKind(enum.Enum):
+    """The reachability of a listening socket."""
+
+    UNIX = "unix"
+    LOOPBACK = "loopback"
+    REMOTE = "remote"
+
+
+class MisdirectedHost(PermissionDenied):
+    """The error of a Host header with a foreign name, as in a DNS rebinding attack."""
+
+    status = 421
+
+
+class ListenerRules:
+    """The access rules of one listening socket, shared by all its connections.
+
+    Args:
+        allow_shm: Whether all listeners offer shared memory; None: only those that only this host
+            reaches.
+        names: Host names of the server, besides addresses and localhost. "*.NAME" stands for all
+            names below NAME, and "*" for any name.
+    """
+
+    def __init__(
+        self,
+        kind: ListenerKind,
+        authorisation: Authorisation,
+        allow_shm: bool | None,
+        names: frozenset[str] = frozenset(),
+    ) -> None:
+        self.kind = kind
+        self.authorisation = authorisation
+        self.shm = kind is not ListenerKind.REMOTE if allow_shm is None else allow_shm
+        self.names = names
+
+
+def listener_kind(sock: socket.socket) -> ListenerKind:
+    """Return the reachability of a listening socket."""
+    if sock.family == socket.AF_UNIX:
+        return ListenerKind.UNIX
+    return ListenerKind.LOOPBACK if is_loopback(sock.getsockname()[0]) else ListenerKind.REMOTE
+
+
+class ClientIdentity:
+    """The client at the other end of a connection; `sock` is the server's end, if available.
+
+    A token or a host name that was accepted once on a connection is not checked again.
+    """
+
+    __slots__ = (
+        *("_header", "_host", "_on_gone", "_peer", "_rules", "_scopes", "_sock"),
+        *("known", "listener"),
+    )
+
+    def __init__(self, listener: ListenerRules, sock: Any) -> None:
+        self.listener = listener
+        self._sock = sock
+        self._peer: Peer | None = None
+        self._header: str | None = None
+        self._rules: Authorisation | None = None  # the rules by which the header has these scopes
+        self._scopes: frozenset[str] | None = None
+        self._host: str | None = None
+        self._on_gone: list[Callable[[], None]] | None = []
+        # The server's own user needs no token.
+        self.known = False
+        if listener.kind is ListenerKind.UNIX:
+            with contextlib.suppress(OSError):
+                self._peer = unix_peer(sock)
+                self.known = self._peer.uid in (os.geteuid(), 0)
+
+    def when_gone(self, action: Callable[[], None]) -> None:
+        """Call `action` when the connection has ended, or at once if it has."""
+        if self._on_gone is None:
+            action()
+        else:
+            self._on_gone.append(action)
+
+    def gone(self) -> None:
+        """Call the actions for the end of the connection."""
+        actions, self._on_gone = self._on_gone or [], None
+        for action in actions:
+            action()
+
+    def refuse(self, scope: str, headers: Mapping[str, str]) -> ShmserveError | None:
+        """Return the error for a request to an API of `scope`; None if the request is permitted."""
+        if (misdirected := self.refuse_host(headers)) is not None:
+            return misdirected
+        rules = self.listener.authorisation
+        if rules.asks_for_tokens and not self.known and scope not in OPEN:
+            header = headers.get(_AUTHORIZATION)
+            if header is None or header != self._header or rules is not self._rules:
+                self._scopes, self._header, self._rules = rules.scopes(header), header, rules
+            if (refusal := rules.refuse_scope(scope, self._scopes)) is not None:
+                return refusal
+        return rules.refuse_restricted(scope, headers) if rules.restrictions else None
+
+    def refuse_host(self, headers: Mapping[str, str]) -> ShmserveError | None:
+        """Return the error for a request whose Host header does not name this server, or None."""
+        listener = self.listener
+        host = headers.get(_HOST)
+        if listener.kind is ListenerKind.LOOPBACK and host != self._host:
+            if not _is_ours(host or "", listener.names):
+                return MisdirectedHost(
+                    "the Host header does not name this server (--allowed-host adds names)"
+                )
+            self._host = host
+        return None
+
+    @property
+    def source(self) -> int:
+        """Return a number that identifies the connection within this process."""
+        return id(self)
+
+    @property
+    def uid(self) -> int | None:
+        """Return the user reported by the kernel at a unix socket, or None."""
+        return None if self._peer is None else self._peer.uid
+
+    def runs_the_server(self) -> bool:
+        """Check whether the client is the server's own user or root, if the kernel reports it."""
+        if self.known or self.listener.kind is not ListenerKind.LOOPBACK:
+            return self.known
+        found = None
+        with contextlib.suppress(OSError):
+            found = self._find_user()
+        return found is not None and found.uid in (os.geteuid(), 0)
+
+    def peer(self) -> Peer:
+        """Return the client's user, for shared memory.
+
+        Raises:
+            Unsupported: The listener offers no shared memory.
+            PermissionDenied: The user is unknown.
+        """
+        if not self.listener.shm:
+            raise Unsupported(SHM_DISABLED)
+        if self._peer is None:
+            self._peer = self._find_peer()
+        return self._peer
+
+    def _find_peer(self) -> Peer:
+        if self.listener.kind is ListenerKind.REMOTE:
+            return REMOTE
+        # A client of this host is never treated as a remote one. After it has hung up the kernel no
+        # longer reports its user, and the server's own objects must not be accessible to such a
+        # client.
+        found: Peer | None = None
+        if self.listener.kind is ListenerKind.LOOPBACK:
+            with contextlib.suppress(OSError):
+                found = self._find_user()
+        if found is None:
+            raise PermissionDenied("the server cannot determine the user that sent the request")
+        return found
+
+    def _find_user(self) -> Peer | None:
+        """Return the user of a client on this host, or None if unknown; raise OSError."""
+        ours, theirs = self._sock.getsockname(), self._sock.getpeername()
+        return loopback_peer(_address(ours), _address(theirs))
+
+    def administrator(self) -> Peer:
+        """Return the client's user, or EVERYONE (access to all regions) if it runs the server."""
+        peer = self.peer()
+        return Peer(EVERYONE) if self.known else peer
+
+
+def _address(name: tuple[Any, ...]) -> Address:
+    return str(name[0]), int(name[1])
+
+
+def _is_ours(host: str, names: frozenset[str]) -> bool:
+    """Check whether a Host header is an address, localhost, or a name of this server.
+
+    Other names could be made to resolve to this host by a foreign name server.
+    """
+    name = host.rpartition(":")[0] if _has_port(host) else host
+    name = name.lower().rstrip(".")
+    if not name or name == "localhost" or name.endswith(".localhost") or name in names:
+        return True
+    above = name.split(".")[1:]
+    if "*" in names or any("*." + ".".join(above[at:]) in names for at in range(len(above))):
+        return True
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name.strip("[]"))
+        return True
+    return False
+
+
+def _has_port(host: str) -> bool:
+    head, colon, tail = host.rpartition(":")
+    return bool(colon) and tail.isdecimal() and (":" not in head or head.endswith("]"))
+
+
+_MOST_WARNINGS = 10  # about too many connections; further ones are debug messages
+
+
+class LimitedConnection(asyncio.BaseProtocol, ABC):
+    """A connection that may be evicted for another one."""
+
+    transport: asyncio.Transport | None
+
+    def attach(self, transport: asyncio.BaseTransport) -> asyncio.Transport:
+        """Configure the socket to send immediately and to detect vanished peers."""
+        self.transport = made = cast("asyncio.Transport", transport)  # not a subclass in uvloop
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # already closed
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+        return made
+
+    @property
+    @abstractmethod
+    def open(self) -> bool:
+        """Return whether the connection accepts further requests."""
+
+    @property
+    @abstractmethod
+    def idle_since(self) -> float | None:
+        """Return the loop's time since which the connection has no request; None: it has one."""
+
+    @property
+    @abstractmethod
+    def sending_since(self) -> float | None:
+        """Return the loop's time since which the rest of a request is missing, or None."""
+
+    @abstractmethod
+    def shut_down(self, *, refuses: bool = False) -> None:
+        """Notify the client, and close the connection once its requests are answered.
+
+        The connection reports to its acceptor (`settled`) when no further request can arrive. With
+        `refuses`, requests that cross the notification are refused, if the protocol has a way.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Close the connection at once, without flushing."""
+
+    @abstractmethod
+    def force_close(self) -> None:
+        """Close the connection; written bytes may still be flushed."""
+
+
+class Acceptor:
+    """A factory of connections of one listener, up to `most`; `make` receives the factory."""
+
+    def __init__(
+        self,
+        make: Callable[[Acceptor], LimitedConnection],
+        listener: ListenerRules,
+        most: int,
+    ) -> None:
+        self._make = make
+        self._listener = listener
+        self._most = most
+        self._quota = share_of(most)
+        self._connections: set[LimitedConnection] = set()
+        self._by_peer: dict[object, set[LimitedConnection]] = {}  # by peer
+        self._warnings = 0
+        self._draining: set[LimitedConnection] = set()  # connections that were asked to close
+        self._on_drained: Callable[[], None] | None = None
+
+    def __call__(self) -> LimitedConnection:
+        """Return the protocol of a new connection."""
+        return self._make(self)
+
+    @property
+    def connections(self) -> list[LimitedConnection]:
+        """Return the open connections."""
+        return list(self._connections)
+
+    def connection_made(self, connection: LimitedConnection) -> ClientIdentity:
+        """Register a connection; if there are too many, evict others or this one."""
+        transport = connection.transport
+        assert transport is not None
+        client = ClientIdentity(self._listener, transport.get_extra_info("socket"))
+        self._connections.add(connection)
+        peer = self._peer_of(client, transport)
+        if peer is not None:
+            its = self._by_peer.setdefault(peer, set())
+            its.add(connection)
+            client.when_gone(partial(self._remove_from_quota, peer, connection))
+            if len(its) > self._quota:
+                self._evict(connection, its, self._quota)
+        if len(self._connections) > self._most:
+            self._evict(connection, self._connections, self._most)
+        return client
+
+    def connection_lost(self, connection: LimitedConnection) -> None:
+        """Remove a connection that has ended."""
+        self._connections.discard(connection)
+        self.settled(connection)
+
+    def drain(self, on_drained: Callable[[], None], *, refuses: bool = False) -> None:
+        """Ask clients to disconnect, and call `on_drained` when they are settled.
+
+        Args:
+            on_drained: The callback.
+            refuses: Whether further requests are refused at once. The callback then waits only for
+                the connections that are idle now.
+        """
+        connections = self.connections
+        self._draining = {c for c in connections if not refuses or c.idle_since is not None}
+        for connection in connections:
+            connection.shut_down(refuses=refuses)
+        self._on_drained = on_drained
+        self._check_drained()
+
+    def settled(self, connection: LimitedConnection) -> None:
+        """Record that a drained client is notified and its requests are answered."""
+        self._draining.discard(connection)
+        self._check_drained()
+
+    def _check_drained(self) -> None:
+        if self._on_drained is not None and not self._draining:
+            on_drained, self._on_drained = self._on_drained, None
+            on_drained()
+
+    def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
+        """Return the owner of the connection's quota; None on loopback.
+
+        On loopback, clients are not distinguished.
+        """
+        if self._listener.kind is ListenerKind.UNIX:
+            return client.uid
+        if self._listener.kind is ListenerKind.LOOPBACK:
+            return None
+        return network(str((transport.get_extra_info("peername") or ("",))[0]))
+
+    def _remove_from_quota(self, peer: object, connection: LimitedConnection) -> None:
+        its = self._by_peer[peer]
+        its.discard(connection)
+        if not its:
+            del self._by_peer[peer]
+
+    def _evict(
+        self, newcomer: LimitedConnection, among: Collection[LimitedConnection], most: int
+    ) -> None:
+        candidates = [
+            connection for connection in among if connection.open and connection is not newcomer
+        ]
+        if len(candidates) < most or not newcomer.open:
+            return  # the remaining connections are closing
+        # Several at a time, to amortise the cost in a flood of connections.
+        ended = _longest(candidates, attrgetter("idle_since"), max(1, most // 64))
+        ended = ended or _longest(candidates, attrgetter("sending_since"), 1)
+        logger.log(
+            logging.WARNING if self._warnings < _MOST_WARNINGS else logging.DEBUG,
+            "more than %d connections%s: %s",
+            most,
+            "" if most == self._most else " of one peer",
+            f"{len(ended)} that were idle were ended" if ended else "one was refused",
+        )
+        self._warnings += 1
+        for connection in ended or [newcomer]:
+            connection.abort()
+
+
+def _longest(
+    connections: list[LimitedConnection],
+    since: Callable[[LimitedConnection], float | None],
+    count: int,
+) -> list[LimitedConnection]:
+    found = [(began, connection) for connection in connections if (began := since(connection))]
+    return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]
