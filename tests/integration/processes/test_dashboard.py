@@ -317,7 +317,7 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
     flags = ("--model-control-mode=explicit", "--load-on-demand", "--load-model=simple")
     with running(repository, *FLAGS, *flags) as server:
         server.gate.close()  # nobody waits there
-        page.go(f"http://{server.url}/docs")
+        page.navigate(f"http://{server.url}/docs")
         page.wait("it shows the models", "!!document.querySelector('#models details')")
         names = page.run(
             "[...document.querySelectorAll('#models code')].map(each => each.textContent)"
