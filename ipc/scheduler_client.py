@@ -46,8 +46,8 @@ from shmserve.ipc.tensors.signature import id_prefix
 ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
 BEGUN = "the model's scheduler was lost after the request's first response and before its last"
 ONCE = (
-    "the model's scheduler was lost before it could answer; the request's outputs go over its "
-    "inputs, which may be changed"
+    "the model's scheduler was lost before it could answer; the request's outputs overlap its "
+    "inputs, which may have changed"
 )
 _MOST_LOST = 4096
 _RESPONSES = frozenset((Finished, Responded, Failed))

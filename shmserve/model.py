@@ -147,7 +147,7 @@ class Lease(Protocol):
 
 
 def _no_workspace(byte_size: int) -> Lease:
-    raise RuntimeError("only a model that a server runs has a workspace")
+    raise RuntimeError("a workspace is available only in a model that a server runs")
 
 
 @dataclass(frozen=True, slots=True)

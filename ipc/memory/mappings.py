@@ -70,10 +70,10 @@ def opened(memory: Memory) -> int:
         # The owner of a memfd may hold a lease on it, which `open` would wait for.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise Unavailable("the memory of a tensor is gone") from error
+        raise Unavailable("the memory of a tensor has been released") from error
     if os.fstat(fd).st_ino != memory.inode:
         os.close(fd)
-        raise Unavailable("the memory of a tensor is gone")
+        raise Unavailable("the memory of a tensor has been released")
     return fd
 
 
@@ -229,7 +229,7 @@ class Mappings:
         if memory.id in self._dropped:
             # The request arrived after the report of its client's exit, so no later report would
             # drop the mapping.
-            raise Unavailable("the memory of a tensor is gone")
+            raise Unavailable("the memory of a tensor has been released")
         return self._open_device(memory)
 
     def drop(self, memory_id: int) -> None:

@@ -72,7 +72,7 @@ def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket
 
 def out_of_descriptors(error: OSError) -> Unavailable:
     """Return the error for a socket that cannot be created in the run directory."""
-    return Unavailable(f"no socket can be made in the run directory: {error.strerror or error}")
+    return Unavailable(f"cannot create a socket in the run directory: {error.strerror or error}")
 
 
 class Listener:

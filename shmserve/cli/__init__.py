@@ -162,45 +162,41 @@ _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     ),
     "client": ("ask a server: infer, ready, models, load, unload, stats, config, regions", _client),
     "events": (
-        "what is in a server, and what happens there",
-        _verb_of(
-            "events", "Print what is in a server: models, processes, regions; and what happens."
-        ),
+        "the models, processes and regions of a server, and its events",
+        _verb_of("events", "Print the models, processes and regions of a server, then its events."),
     ),
     "grafana": (
         "a dashboard for Grafana, alert rules for Prometheus",
         _verb_of("grafana", "Print a dashboard of the metrics for Grafana to import."),
     ),
     "guide": (
-        "pages to read: how to make models, ask a server, run it",
+        "the guide: write models, send requests, operate a server",
         _verb_of("guide", "Show a page of the guide; without a topic its contents."),
     ),
     "kserve": (
-        "the manifest of a ServingRuntime, by which KServe runs servers",
-        _verb_of("kserve", "Print the manifest of a ServingRuntime, by which KServe runs servers."),
+        "a ServingRuntime manifest for KServe",
+        _verb_of("kserve", "Print a ServingRuntime manifest for KServe."),
     ),
     "perf": (
-        "how many requests a second a model answers, and how fast",
+        "the throughput and latency of a model",
         _verb_of(
-            "perf", "Send a model of any v2 server requests, and say how many a second it answers."
+            "perf", "Send requests to a model of any v2 server, and report throughput and latency."
         ),
     ),
     "profile": (
-        "where the steps of a model that generates text spend their time",
-        _verb_of(
-            "profile", "Watch a model that generates text, and print where its steps spend time."
-        ),
+        "the time per phase of a text model's steps",
+        _verb_of("profile", "Observe a text model, and print the time per phase of its steps."),
     ),
     "systemd": (
-        "install, show, remove: the units by which systemd runs a server",
-        _verb_of("systemd", "Write, show or remove the units by which systemd runs a server."),
+        "install, show or remove the systemd units of a server",
+        _verb_of("systemd", "Write, show or remove the systemd units of a server."),
     ),
     "top": (
-        "what a server does now, in a terminal: the models that hurt first",
-        _verb_of("top", "Show what a server does now: its models, those first that hurt."),
+        "a live view of a server in the terminal: models with problems first",
+        _verb_of("top", "Show a live view of a server: models with problems first."),
     ),
     "tune": (
-        "the configuration with which a model answers most within a latency target",
+        "the configuration with the highest throughput within a latency target",
         _verb_of(
             "tune",
             "Load a model with one configuration after the other, and say with which it answers "

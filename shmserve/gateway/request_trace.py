@@ -90,7 +90,7 @@ class RequestTrace:
 
     def on_disconnect(self) -> None:
         """Record that the client has disconnected, unless the request has ended."""
-        self.finish("its client has gone")
+        self.finish("the client has disconnected")
 
 
 def entries_of(

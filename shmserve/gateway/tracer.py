@@ -48,7 +48,7 @@ def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
             return
         file.seek(-1, os.SEEK_END)
         if file.read() != b"]":
-            raise ValueError("it is no array of traces")
+            raise ValueError("it is not an array of traces")
         file.seek(-1, os.SEEK_END)
         file.write(b"," + text + b"]")
 

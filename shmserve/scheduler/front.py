@@ -141,7 +141,7 @@ class Reports:
         try:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of what was here before cannot be read")
+            logger.exception("the predecessor's statistics cannot be read")
         self.snapshot()
 
     def restore(self, snapshot: list[Any], alive: list[int]) -> None:

@@ -88,7 +88,7 @@ class Handover:
                 raise FileNotFoundError
             self.run_dir.take()
         except OSError:
-            raise Unavailable("the server that was to be followed has ended") from None
+            raise Unavailable("the predecessor exited before the takeover") from None
         self._listeners.lent = offer.lent
         logger.info("%d registered regions are the other server's", len(self._regions.active()))
         accepted = asyncio.ensure_future(self._accepted.wait())
@@ -111,7 +111,7 @@ class Handover:
         self._kept.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_before()
-        logger.info("the server before has ended")
+        logger.info("the predecessor has exited")
 
     # --- the successor
 
@@ -123,9 +123,9 @@ class Handover:
         pid, uid, _ = credentials(link)
         objection = self._objection()
         if uid != os.geteuid():
-            objection = "it is another user's"
+            objection = "it belongs to another user"
         elif self._before is not None or self._after is not None:
-            objection = "another server is about to take over already, or has just done so"
+            objection = "another successor is taking over, or has just done so"
         if objection:
             refuse(link, objection)
             return
@@ -149,7 +149,7 @@ class Handover:
         self._after = None
         self._kept.mirror_to(None)
         if not self.is_followed:
-            logger.warning("the server that was to take over has ended: this one goes on")
+            logger.warning("the successor has exited: this server continues")
 
     async def _pass_all(self) -> None:
         after = self._after

@@ -65,7 +65,7 @@ class RepositoryPoller:
             logger.error("%s", error.message)
             return []
         except Exception:
-            logger.exception("the model repositories could not be looked at")
+            logger.exception("the model repositories could not be scanned")
             return []
         names = sorted({*found, *self._registry.models})
         wanted = [(name, self._may_serve(name, found.get(name))) for name in names]
@@ -175,7 +175,7 @@ class Reload:
             return
         self._adopt(config)
         if config.model_control_mode == "explicit":
-            logger.info("models are loaded and unloaded on request: they are as they were")
+            logger.info("models are unchanged: they are loaded and unloaded on request")
             return
         models = asyncio.gather(*await self._poller.look())
         superseded = asyncio.ensure_future(self._requested.wait())
@@ -197,7 +197,9 @@ class Reload:
             if name in live:
                 logger.info("--%s has changed: %s", name, found)
             else:
-                logger.warning("--%s has changed, for which a restart is needed: %s", name, found)
+                logger.warning(
+                    "--%s has changed, and takes effect after a restart: %s", name, found
+                )
         if not changed:
             logger.info("no flag has changed")
         context.config = replace(

@@ -187,7 +187,8 @@ class Supervisor:
                 logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
             logger.error(
-                "a model could not be loaded; the server ends (--exit-on-error=false keeps it up)"
+                "a model could not be loaded; the server exits (--exit-on-error=false keeps it "
+                "running)"
             )
             return 1
         await self.handover.take()
@@ -198,7 +199,7 @@ class Supervisor:
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
-        ready = "is ready" if self.health.current().ready else "serves, and is not ready,"
+        ready = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
         logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
         self._log_first_steps()
         self.manager.ready(progress_line(self.registry.progress()))
@@ -306,7 +307,7 @@ class Supervisor:
         self.processes.close()
         await end_all(waited_for)
         self.manager.close()
-        logger.info("the server has ended")
+        logger.info("the server has stopped")
 
     async def _finish(self) -> None:
         limit_s = self.context.config.exit_timeout_s
@@ -319,7 +320,7 @@ class Supervisor:
         cut_short = not drained.done()
         await end_all(drained, second_signal)
         if cut_short:
-            logger.warning("not everything in flight was finished")
+            logger.warning("not all requests in flight were finished")
             refused = asyncio.ensure_future(self._refuse())
             await asyncio.wait({refused}, timeout=last_s)
             await end_all(refused)

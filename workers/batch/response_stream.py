@@ -107,7 +107,7 @@ class MetricsReports:
 
 MOST_WAIT_S = 30.0
 _NO_FINAL_RESPONSE = Internal(
-    "the model has let go of the request's response sender, and has not sent its final response"
+    "the model released the request's response sender without a final response"
 )
 
 
@@ -284,7 +284,7 @@ class ResponseStream:
     def _overrun(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                why = f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
+                why = f"the client has read no response for {MOST_WAIT_S:g} s: no more are sent"
                 self.fail(Unavailable(why))
                 self._overran = True
                 self._open.cancel()

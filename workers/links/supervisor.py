@@ -167,7 +167,7 @@ class SupervisorLink:
             self.send(request(number, *fields))
             while (response := self._taken(number)) is None:
                 if not self.dealer.connected:
-                    raise Unavailable("the server is gone")
+                    raise Unavailable("the server has exited")
                 # If another thread reads the response, it signals `arrived`.
                 readable(self.dealer.fd, arrived)
         finally:

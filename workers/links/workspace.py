@@ -108,8 +108,8 @@ class LeasedWorkspace:
         in_loop = _in_event_loop()
         if self._workspace.coroutines and in_loop:
             raise Internal(
-                "another coroutine of this model has a workspace, which could not go on while this "
-                "one waits: use 'async with'"
+                "another coroutine of this model has a workspace, which could not continue while "
+                "this one waits: use 'async with'"
             )
         return self._entered(self._workspace.ask(self._byte_size), in_loop)
 
@@ -137,9 +137,7 @@ class LeasedWorkspace:
         if type(self._byte_size) is not int or self._byte_size < 1:
             raise Internal(f"a workspace has a positive number of bytes, not {self._byte_size!r}")
         if _HOLDS.get():
-            raise Internal(
-                "this execution has a workspace already: ask for all that it needs at once"
-            )
+            raise Internal("this execution has a workspace already: request all memory at once")
 
     def _wait(self, loop: asyncio.AbstractEventLoop, granted: asyncio.Future[Range]) -> None:
         try:

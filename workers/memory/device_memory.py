@@ -176,7 +176,8 @@ class DeviceMemory:
             logger.warning("a client's memory on device %d: %s", handle.device, error)
             self._blame(cuda, handle.device)
             raise InvalidArgument(
-                "the CUDA handle of a shared memory region cannot be opened: its owner is gone, or "
+                "the CUDA handle of a shared memory region cannot be opened: its owner has "
+                "exited, or "
                 f"it is not of device {handle.device} of the server"
             ) from None
         try:
@@ -185,7 +186,7 @@ class DeviceMemory:
             cuda.close(pointer, handle.device)
             logger.warning("a client's memory on device %d: %s", handle.device, error)
             raise InvalidArgument(
-                "the CUDA handle of a shared memory region means no allocation"
+                "the CUDA handle of a shared memory region does not refer to an allocation"
             ) from None
         made = Allocation(pointer, base + byte_size - pointer, handle.device)
         # A thread of the model may drop the last reference: the loop closes the handle later.

@@ -26,10 +26,12 @@ _HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("verb", choices=("install", "show", "remove"))
-    parser.add_argument("--user", action="store_true", help="for this user's own manager")
-    parser.add_argument("--root", type=Path, help="for the system in this folder, an image")
+    parser.add_argument("--user", action="store_true", help="for this user's service manager")
+    parser.add_argument("--root", type=Path, help="for the system image in this folder")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
-    parser.add_argument("--force", action="store_true", help="overwrite, or remove, changed files")
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite or remove edited files, too"
+    )
     parser.add_argument("--program", help="the shmserve to start (default: this one)")
     parser.add_argument(
         "--device", choices=units.DEVICES, help="default: nvidia where /dev/nvidiactl is"
@@ -145,7 +147,7 @@ class _Change:
         blocked = any(verb == "remove" or not file.own for file in self._kept)
         if blocked:
             kept = "would be" if self._dry else "were"
-            print(f"Changed files {kept} kept; --force does not keep them.")
+            print(f"Changed files {kept} kept; --force overwrites or removes them.")
         self._finish(verb)
         return int(blocked or self._failed)
 
@@ -222,9 +224,7 @@ class _Change:
 
     def _finish(self, verb: str) -> None:
         if verb == "remove":
-            print(
-                "Left where there are any: models, tokens, other drop-ins, the user and the group."
-            )
+            print("Not removed: models, tokens, other drop-ins, the user and the group.")
         elif self._host.home is None:
             self._command("systemd-sysusers", str(units.SYSUSERS))
             self._command("systemd-tmpfiles", "--create", str(self._host.tmpfiles))

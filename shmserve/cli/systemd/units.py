@@ -127,7 +127,12 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None, bool]]:
             _socket(name, _listen("", f"%i-{name}.sock", user), "@%i"),
             False,
         )
-    yield host.units / UNITS[-1], "what all servers together may use", _filled("slice.conf"), False
+    yield (
+        host.units / UNITS[-1],
+        "the resource limits of all servers together",
+        _filled("slice.conf"),
+        False,
+    )
     for service in SERVICES:
         folder = host.units / f"{service}.d"
         for device in DEVICES:
@@ -140,7 +145,7 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None, bool]]:
     else:
         text = _filled("tmpfiles.conf")
         yield SYSUSERS, "the user shmserve, the group shmclients", _filled("sysusers.conf"), False
-    yield host.tmpfiles, "the folders that must be there", text, False
+    yield host.tmpfiles, "the required folders", text, False
 
 
 def _service(host: Installation, instance: bool) -> str:
@@ -205,7 +210,7 @@ def quoted(word: str) -> str:
 def stamped(body: str, own: bool) -> str:
     """Return a file's text: `body` after a line with its origin and its hash, to detect changes."""
     digest = hashlib.sha256(body.encode()).hexdigest()
-    advice = "it is yours to change" if own else "change it by drop-ins, systemctl edit"
+    advice = "edit it as needed" if own else "change it by drop-ins, systemctl edit"
     return f"# Written by `shmserve systemd install` (sha256 {digest}); {advice}.\n{body}"
 
 

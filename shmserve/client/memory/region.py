@@ -101,7 +101,7 @@ class Region(Mapping[str, Any]):
         if self.lease.released:
             raise Released("this region was released")
         if not isinstance(self.segment, Segment):
-            raise Unsupported("memory on a device stays with the client that allocated it")
+            raise Unsupported("device memory cannot be sent to another process")
         return self.segment.fd
 
     @property
@@ -287,7 +287,7 @@ def _template(name: str, shape: Sequence[int], datatype: str) -> TensorTemplate:
     except TypeError:
         dims = (-1,)
     if any(dim < 0 for dim in dims):
-        raise InvalidArgument(f"'{name}': shape {shape} has a size that is no whole number")
+        raise InvalidArgument(f"'{name}': shape {shape} has a dimension that is not an integer")
     size = element_count(dims) * item
     if size > LARGEST:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")

@@ -48,9 +48,9 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"
 LATE = "no response arrived within the timeout"
-ENDED = "the connection to the server ended before it answered"
-FULL = "this program has no descriptor left for another link"
-_TWICE = "the server ended the connection, twice"
+ENDED = "the connection to the server was closed before the response"
+FULL = "this process has no file descriptor left for another connection"
+_TWICE = "the server closed the connection twice"
 
 
 class ClientRequest(InflightRequest):

@@ -127,7 +127,7 @@ def _priority(priority: int) -> int:
     except TypeError:
         number = -1
     if number not in _INTEGERS or number < 0:
-        raise InvalidArgument(f"priority must be a whole number from 0 on, got {priority!r}")
+        raise InvalidArgument(f"priority must be an integer >= 0, got {priority!r}")
     return number
 
 
@@ -137,7 +137,7 @@ def _text(name: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{name} is no text that UTF-8 could carry: {error}") from None
+        raise InvalidArgument(f"{name} cannot be encoded as UTF-8: {error}") from None
     return value
 
 
@@ -239,7 +239,8 @@ def prepare(
 def _names(outputs: Any) -> tuple[str, ...]:
     if isinstance(outputs, str) or not isinstance(outputs, Iterable):
         raise InvalidArgument(
-            f"outputs must be names, a region, or arrays of one by name, got {outputs!r:.80}"
+            "outputs must be names, a region, or a mapping of names to arrays of a region, got "
+            f"{outputs!r:.80}"
         )
     return tuple(outputs)
 
@@ -295,7 +296,9 @@ def _encoded(array: Array, name: str) -> bytes:
     try:
         return encode_bytes(array)
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"input '{name}' has text that UTF-8 cannot carry: {error}") from None
+        raise InvalidArgument(
+            f"input '{name}' has text that cannot be encoded as UTF-8: {error}"
+        ) from None
 
 
 class _Loose:

@@ -150,37 +150,37 @@ _OURS = _families(
     *(
         ("counter", f"shmserve_{name}", name, text)
         for name, text in (
-            ("workers_lost", "Instances whose process died or was killed while they served"),
-            ("retried", "Requests that ran again, alone, after their worker died"),
-            ("overruns", "Executions that passed their time limit"),
+            ("workers_lost", "Deaths of instance processes that were serving"),
+            ("retried", "Requests retried alone after their worker died"),
+            ("overruns", "Executions that exceeded their time limit"),
             ("malformed", "Messages that were dropped because they were malformed"),
         )
     ),
     (
         *("counter", "shmserve_batches_closed", "batches_closed"),
-        *("Executions by why their batch took no more", "reason"),
+        *("Executions by the reason that limited their batch", "reason"),
     ),
     ("gauge", "shmserve_instances", "instances", "Instances by state", "state"),
     (
         *("counter", "shmserve_instance_changes", "instance_changes"),
-        *("Instances that were added, or ended, as the load of their model asked", "change"),
+        *("Instances added or removed by autoscaling", "change"),
     ),
-    ("gauge", "shmserve_executing_requests", "executing", "Requests at workers now"),
-    ("gauge", "shmserve_open_sequences", "open_sequences", "Sequences that have begun, not ended"),
+    ("gauge", "shmserve_executing_requests", "executing", "Requests in execution"),
+    ("gauge", "shmserve_open_sequences", "open_sequences", "Open sequences"),
     (
         *("counter", "shmserve_copied_bytes", "copied_bytes"),
         *("Bytes of tensors that workers copied", "direction"),
     ),
 )
 _HISTOGRAMS = (
-    ("request_seconds", "Time from arrival to answer of a request that succeeded"),
-    ("queue_seconds", "Time that a request that succeeded waited for its execution"),
-    ("compute_seconds", "Time of an execution, input and output included"),
+    ("request_seconds", "Time from arrival to response of a successful request"),
+    ("queue_seconds", "Queue time of a successful request"),
+    ("compute_seconds", "Duration of an execution, including input and output"),
     ("batch_size", "Batch size of an execution"),
 )
 _PADDING = (
     ("shmserve_padded_elements", "Elements of padded inputs that models were given"),
-    ("shmserve_padding_elements", "Elements of padded inputs that were padding, which is waste"),
+    ("shmserve_padding_elements", "Padding elements of padded inputs"),
 )
 _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
@@ -304,10 +304,16 @@ def _padding(reports: Reports) -> Iterator[ExpositionFamily]:
 _GENERATIVE = tuple(
     ReportFamily(kind, f"shmserve_llm_{name}", path, text, label)
     for kind, name, path, text, label in (
-        ("counter", "requests", "requests", "Requests by how they ended", "outcome"),
-        ("gauge", "requests_queued", "queued", "Sequences that wait for their first step", ""),
+        ("counter", "requests", "requests", "Requests by finish reason", "outcome"),
+        ("gauge", "requests_queued", "queued", "Sequences waiting for their first step", ""),
         ("gauge", "requests_running", "sequences.running", "Sequences in the batch", ""),
-        ("gauge", "requests_swapped", "sequences.swapped", "Sequences in the host's blocks", ""),
+        (
+            "gauge",
+            "requests_swapped",
+            "sequences.swapped",
+            "Sequences swapped out to host blocks",
+            "",
+        ),
         (
             "gauge",
             "batch_utilization",
@@ -316,22 +322,34 @@ _GENERATIVE = tuple(
             "",
         ),
         ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
-        ("counter", "preemption", "preemptions", "Sequences that made room for others", "mode"),
+        ("counter", "preemption", "preemptions", "Preempted sequences", "mode"),
         ("counter", "swap_in", "swapped_in", "Blocks copied back from the host", ""),
         ("counter", "swap_out", "swapped_out", "Blocks copied to the host", ""),
         ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written", ""),
-        ("counter", "recomputed_tokens", "recomputed", "Tokens thrown away by preemption", ""),
+        ("counter", "recomputed_tokens", "recomputed", "Tokens discarded by preemption", ""),
         ("counter", "tokens_generated", "generated", "Tokens that were generated", ""),
         ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed", ""),
         ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too", ""),
-        ("counter", "prefix_cache_queries", "prefix_queries", "Prompt tokens looked for", ""),
+        (
+            "counter",
+            "prefix_cache_queries",
+            "prefix_queries",
+            "Prompt tokens looked up in the cache",
+            "",
+        ),
         ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache", ""),
         ("counter", "speculative_drafted", "drafted", "Tokens that were proposed", ""),
         ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted", ""),
         ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted", ""),
         ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step", ""),
-        ("counter", "step_seconds", "seconds", "Time of steps by phase, and beside them", "phase"),
-        ("counter", "finished", "finished", "Sequences by why they ended", "reason"),
+        (
+            "counter",
+            "step_seconds",
+            "seconds",
+            "Time of steps by phase, and of work outside of steps",
+            "phase",
+        ),
+        ("counter", "finished", "finished", "Sequences by finish reason", "reason"),
     )
 )
 _GENERATIVE_HISTOGRAMS = (
@@ -340,8 +358,8 @@ _GENERATIVE_HISTOGRAMS = (
     ("batch_tokens", "batch_tokens", "Tokens computed in a step"),
     ("iteration_latency_seconds", "iteration_seconds", "Time of a step in its worker"),
     ("scheduler_overhead_seconds", "scheduler_seconds", "Time to plan a step"),
-    ("time_to_first_token_seconds", "first_token_seconds", "From arrival to the first token"),
-    ("inter_token_latency_seconds", "inter_token_seconds", "Between two tokens of a sequence"),
+    ("time_to_first_token_seconds", "first_token_seconds", "Time from arrival to the first token"),
+    ("inter_token_latency_seconds", "inter_token_seconds", "Time between two tokens of a sequence"),
     ("prompt_tokens", "prompt_tokens", "Tokens of a prompt"),
     ("generation_tokens", "generation_tokens", "Tokens generated in a sequence"),
 )
@@ -406,7 +424,7 @@ def _models_own(reports: list[dict[str, Any]], taken: set[str]) -> str:
     free = {name: family for name, family in families.items() if name not in taken}
     if len(free) < len(families):
         logger.warning(
-            "models have metrics with names of the server's, which are not shown: %s",
+            "metrics of models are hidden because the server uses their names: %s",
             ", ".join(sorted(families.keys() - free.keys())),
         )
     return model_metrics.exposition(free)
@@ -464,7 +482,7 @@ class _Families:
     def _failed_loads(self) -> Iterator[ExpositionFamily]:
         failures, ready = self._gateway.failures, self._gateway.models.all()
         failed = ExpositionFamily(
-            "shmserve_model_failed", "Model versions that do not serve: their load failed", "gauge"
+            "shmserve_model_failed", "Model versions whose load failed", "gauge"
         )
         for name, version in failures.models:
             failed.add({"model": name, "version": version}, 1)

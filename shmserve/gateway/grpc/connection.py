@@ -162,7 +162,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             try:
                 data = self._tls.receive(data)
             except BrokenTls as broken:
-                logger.debug("no TLS with a client: %s", broken)
+                logger.debug("the TLS handshake with a client failed: %s", broken)
                 self.force_close()
                 return
         self._handling = True
@@ -221,7 +221,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         try:
             call = stream.call = self.front.begin(self, stream, head)
         except Exception:
-            logger.exception("a call could not begin")
+            logger.exception("a call could not be started")
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
             if not stream.ended:

@@ -100,9 +100,9 @@ class LiveFigures:
             QueueFull: The feed has its maximum of viewers.
         """
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
-            raise PermissionDenied("another site's page may not watch this server")
+            raise PermissionDenied("pages of other origins may not watch this server")
         if self._viewers >= _MOST_VIEWERS:
-            raise QueueFull(f"{_MOST_VIEWERS} watch this server already")
+            raise QueueFull(f"{_MOST_VIEWERS} already watch this server")
         return ChunkedResponse(200, self._events(), _HEADERS)
 
     def end(self) -> None:

@@ -81,8 +81,8 @@ def _described(route: Route, operation: dict[str, Any], path: str) -> dict[str, 
     done: dict[str, Any] = {"description": "done"}
     if "reply" in operation:
         done["content"] = _content(operation["reply"])
-    refused = {"description": "refused: the request is wrong", "content": error}
-    failed = {"description": "failed, or not now", "content": error}
+    refused = {"description": "the request is invalid", "content": error}
+    failed = {"description": "the request failed, or the server is unavailable", "content": error}
     made["responses"] = {"200": done, "4XX": refused, "5XX": failed}
     if "body" in operation:
         required = operation.get("required", False)

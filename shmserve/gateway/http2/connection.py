@@ -73,7 +73,9 @@ class Http2Connection(FrameReader[T]):
         super().__init__(limits)
         self._headers = HeaderDecoder(read_head, limits.header_list)
         self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
-        self._control = Budget(limits.control, limits.control_per_s, clock, "frames of no use")
+        self._control = Budget(
+            limits.control, limits.control_per_s, clock, "too many frames without effect"
+        )
         self.sending = Outgoing(self._finished)
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest stream that the client has opened
@@ -185,11 +187,11 @@ class Http2Connection(FrameReader[T]):
         elif kind == GOAWAY:
             self._control.spend()
             if number:
-                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY of a stream")
+                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
             if len(payload) < 8:
-                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "GOAWAY of an invalid length")
         elif kind == PUSH_PROMISE:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
             self._control.spend()
             if kind == PRIORITY:
@@ -237,9 +239,9 @@ class Http2Connection(FrameReader[T]):
         notified yet.
         """
         if number > self.last or not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a frame of a stream not begun")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a frame on an idle stream")
         if stream is not None or number not in self._left:
-            raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame of a stream that has ended")
+            raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame on a closed stream")
 
     def _window_update(self, number: int, payload: bytes) -> None:
         more = frames.parse_long(payload, "WINDOW_UPDATE") & STREAM_BITS
@@ -281,14 +283,16 @@ class Http2Connection(FrameReader[T]):
 
     def _check_begun(self, number: int, what: str) -> None:
         if number > self.last or not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{what} of a stream not begun")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{what} on an idle stream")
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS of a stream")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
         if flags & ACK:
             if payload:
-                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "an acknowledgement with values")
+                raise ConnectionFault(
+                    FaultCode.FRAME_SIZE_ERROR, "SETTINGS acknowledgement with a payload"
+                )
             self.acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
@@ -301,9 +305,9 @@ class Http2Connection(FrameReader[T]):
 
     def _ping(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
         if number:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING of a stream")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING on a stream other than 0")
         if len(payload) != 8:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "PING of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "PING of an invalid length")
         if flags & ACK:
             events.append(PingAnswered(payload))
             return
@@ -317,7 +321,7 @@ class Http2Connection(FrameReader[T]):
         self._resets.spend()
         stream = self.streams.get(number)
         if number > self.last:
-            raise ConnectionFault(code, "a broken frame of a stream not begun")
+            raise ConnectionFault(code, "a malformed frame on an idle stream")
         if stream is None:
             self._remember(number)
             self.sending.ready.append(frames.frame(RST_STREAM, 0, number, pack_long(code)))
@@ -390,6 +394,6 @@ _SETTINGS_ACK = frames.frame(SETTINGS, ACK, 0)
 
 def _check_priority(number: int, payload: bytes) -> None:
     if not number:
-        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PRIORITY of no stream")
+        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PRIORITY on stream 0")
     if len(payload) != 5:
         raise StreamFault(FaultCode.FRAME_SIZE_ERROR)

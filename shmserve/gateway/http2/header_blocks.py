@@ -98,9 +98,9 @@ class HeaderDecoder(Generic[Read]):
         try:
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
-            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header list") from None
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "header list too large") from None
         except HPACKError:
-            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a broken header block") from None
+            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a malformed header block") from None
         if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
             self._known.clear()
             return fields, False
@@ -116,7 +116,7 @@ def _check_updates(block: bytes) -> None:
     while at < len(block) and block[at] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
         count += 1
         if count > _MOST_UPDATES:
-            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a broken header block")
+            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a malformed header block")
         is_continued = block[at] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
         at += 1
         while is_continued and at < len(block):

@@ -281,12 +281,12 @@ class FrameReader(ABC, Generic[T]):
 
     def _check_size(self, kind: int, size: int) -> None:
         if size > self._limits.frame:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "frame too large")
         if kind in (HEADERS, CONTINUATION):
             if size > self._limits.header_block:
-                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
+                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "header block too large")
         else:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "frame too large")
 
     # --- data
 
@@ -295,14 +295,14 @@ class FrameReader(ABC, Generic[T]):
     ) -> int:
         """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "frame too large")
         padding = taken = 0
         if flags & PADDED:
             if not size:
-                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "DATA of a wrong size")
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "DATA of an invalid length")
             padding, taken = data[at], 1
             if padding >= size:
-                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "more padding than frame")
+                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")
         self.arriving = size - taken - padding
         self._padding_left = padding
         self._piece_ends = bool(flags & END_STREAM)
@@ -327,7 +327,9 @@ class FrameReader(ABC, Generic[T]):
 
     def _begin_block(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
         if not number & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "HEADERS of no stream of a client")
+            raise ConnectionFault(
+                FaultCode.PROTOCOL_ERROR, "HEADERS on a stream that no client may open"
+            )
         if flags & (PADDED | HAS_PRIORITY):
             payload = _block_of(flags, payload)
         if flags & END_HEADERS:
@@ -345,7 +347,7 @@ class FrameReader(ABC, Generic[T]):
             self._block_frames > self._limits.continuations
             or len(self._block) > self._limits.header_block
         ):
-            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "header block too large")
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), None
             self._headers_came(self._block_stream, self._block_flags, block, events)
@@ -383,12 +385,12 @@ def _block_of(flags: int, payload: bytes) -> bytes:
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of an invalid length")
         start, end = 1, end - payload[0]
     if flags & HAS_PRIORITY:
         if len(payload) - start < 5:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of an invalid length")
         start += 5
     if end < start:
-        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "more padding than frame")
+        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")
     return payload[start:end]

@@ -26,7 +26,7 @@ from shmserve.gateway.http2.frames import (
 )
 
 _pack_start = struct.Struct(">HBBB").pack  # of a frame header, up to the stream id
-_OVERFLOW = "a window of more than 2^31-1"
+_OVERFLOW = "flow-control window above 2^31-1"
 _JOINED = 32 * 1024  # responses up to this size are copied into one buffer
 _TURN = 256 * 1024  # bytes per stream and turn
 

@@ -221,4 +221,4 @@ class Arrival:
     def check(self) -> None:
         """Raise BodyTimeout if the body was evicted, and its memory released."""
         if self._evicted:
-            raise BodyTimeout("the request body came too slowly: others need the memory for it")
+            raise BodyTimeout("the request body arrived too slowly while memory was short")

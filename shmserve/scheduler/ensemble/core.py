@@ -53,7 +53,7 @@ _MOST_PLANS = 64
 _DEADLOCK = (
     "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 )
-_MANY = "a step gives any number of responses by now, and the ensemble gives one: load it again"
+_MANY = "a step has become decoupled, but the ensemble returns one response: reload the ensemble"
 
 
 class EnsembleCore(Core[EnsembleRequest]):

@@ -84,7 +84,7 @@ def judge_parser(in_c: bool) -> Verdict:
     fix = (
         "unset AIOHTTP_NO_EXTENSIONS, or pip install --force-reinstall --only-binary :all: aiohttp"
     )
-    return wrong("aiohttp's in Python, which is slow, and has let requests be smuggled", fix)
+    return wrong("aiohttp's in Python, which is slow and has allowed request smuggling", fix)
 
 
 def gather_units(_: ServerConfig) -> tuple[int, str]:
@@ -216,7 +216,7 @@ def judge_clock(facts: tuple[float, float, str]) -> Verdict:
     """Require a fast clock, which is read about ten times for each request."""
     now, installed, source = facts
     if now < installed - _DAY_S:
-        found = "before the day when shmserve was installed: certificates are not valid yet"
+        found = "earlier than the installation of shmserve: certificates are not valid yet"
         return warning(found, "timedatectl set-ntp true")
     if source not in _FAST_CLOCKS and not source.startswith("hyperv"):
         found = f"read from {source}, which takes microseconds each time"

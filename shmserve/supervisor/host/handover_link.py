@@ -63,7 +63,7 @@ class Offer:
             data, fds = _receive(link, _MOST_SOCKETS)
             response = json.loads(data or b'{"refused": "it ends"}')
             if response.get("version", _VERSION) != _VERSION:
-                response = {"refused": "it is of another version, which hands over in another way"}
+                response = {"refused": "its version uses another handover protocol"}
             if "refused" in response:
                 raise ConnectionAbortedError(response["refused"])
         except OSError as error:
@@ -113,7 +113,7 @@ def _why_not(run_dir: Path, error: OSError) -> str:
     if isinstance(error, ConnectionAbortedError):
         return f"the server of '{run_dir}' cannot be followed: {error}"
     if isinstance(error, PermissionError):
-        return f"'{run_dir}' is another user's"
+        return f"'{run_dir}' belongs to another user"
     if isinstance(error, TimeoutError):
         return f"the server of '{run_dir}' does not answer"
     if (run_dir / "control").is_socket() and isinstance(error, FileNotFoundError):

@@ -56,7 +56,7 @@ class RunDirectory:
                 is too long, or if this user may not grant access to the group.
         """
         if wanted is None:
-            with refused("--run-dir: is needed, no folder for temporary files can be used"):
+            with refused("--run-dir: required because no temporary folder is usable"):
                 self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
             self.path = Path(os.path.abspath(wanted))
@@ -190,8 +190,8 @@ def objection(path: Path, status: os.stat_result, through: int) -> str:
         )
     if len(os.fsencode(path)) > LONGEST_RUN_DIRECTORY:
         return (
-            f"'{path}' is longer than {LONGEST_RUN_DIRECTORY} bytes, the room a socket's name "
-            "leaves"
+            f"'{path}' is longer than {LONGEST_RUN_DIRECTORY} bytes, the limit for the path "
+            "of a socket"
         )
     return ""
 

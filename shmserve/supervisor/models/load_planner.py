@@ -195,7 +195,7 @@ class LoadPlanner:
                 group.kind = group.KIND_CPU
                 group.ClearField("gpus")
         for name in model_config.merge_duplicates(config):
-            logger.warning("model %s: %s is given twice, equally", folder.name, name)
+            logger.warning("model %s: %s is defined twice with the same content", folder.name, name)
         return model_config.normalise(config, folder.name, self._accelerators.count)
 
     def _validate(

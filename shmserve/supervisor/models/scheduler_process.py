@@ -201,7 +201,7 @@ class VersionScheduler:
             return CacheStart(shares.join(id(self), self.send), os.getpid())
         if config.cached:
             logger.warning(
-                "model '%s' asks for a response cache, which this server has not: see "
+                "model '%s' asks for a response cache, but this server has none: see "
                 "--cache-config",
                 self._spec.name,
             )

@@ -154,7 +154,9 @@ class RegionQuota:
         if not self._cuda:
             raise InvalidArgument("memory is pinned for CUDA devices, and the server has none")
         if copied:
-            raise InvalidArgument("memory that others may truncate is not mapped, nor pinned")
+            raise InvalidArgument(
+                "memory that other processes may truncate is neither mapped nor pinned"
+            )
         most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if most != resource.RLIM_INFINITY and byte_size > most - self._pinned:
             raise InvalidArgument(
@@ -203,7 +205,7 @@ class HandleCheck:
             async with asyncio.timeout(_PATIENCE_S):
                 response = await future
         except TimeoutError:
-            logger.info("no worker had time to look at a CUDA handle; its first request will")
+            logger.info("no worker checked a CUDA handle in time; its first request checks it")
             return
         finally:
             del self._open[number]

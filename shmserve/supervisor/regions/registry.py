@@ -176,7 +176,9 @@ class RegionRegistry:
         for region in self._kept.restore(given, self._opener.reopen):
             self._active[region.name] = region
         if given:
-            logger.info("%d registered regions are those of the server before", len(self._active))
+            logger.info(
+                "%d registered regions were taken over from the predecessor", len(self._active)
+            )
 
     async def apply(self, verb: str, kept_as: str, fds: list[int]) -> None:
         """Apply a change of the other server of a handover: KEEP or DROP.
@@ -320,8 +322,10 @@ class RegionRegistry:
         async def end() -> None:
             async with self._turn:
                 if region in (self._active.get(region.name), *self.draining.retired.values()):
-                    logger.warning("region '%s' ends with the process that owned it", region.name)
-                    await self._withdraw(region, "the process that owned it has ended")
+                    logger.warning(
+                        "region '%s' is unregistered because its owner has exited", region.name
+                    )
+                    await self._withdraw(region, "its owner has exited")
 
         in_background(end(), self._endings)
 

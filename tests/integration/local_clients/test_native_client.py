@@ -446,7 +446,7 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     def gone(memory_range: Range) -> bytes:
         if lost[0]:
             lost[0] -= 1
-            raise shmserve.client.Unavailable("the memory of a tensor is gone")
+            raise shmserve.client.Unavailable("the memory of a tensor has been released")
         return bytes(copied(memory_range))
 
     connection.copied = gone

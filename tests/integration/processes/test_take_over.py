@@ -107,7 +107,7 @@ def test_a_service_managers(repository: Path, run_dir: Path) -> None:
 @needs_users
 def test_another_users(repository: Path, run_dir: Path) -> None:
     with first(repository, run_dir) as server:
-        said = f"--take-over: '{run_dir}' is another user's"
+        said = f"--take-over: '{run_dir}' belongs to another user"
         run_dir.parent.chmod(0o755)
         with pytest.raises(InvalidArgument, match=said):
             as_user(ALICE, lambda: Offer.of(run_dir))
@@ -155,7 +155,7 @@ def test_the_first_one_ends_meanwhile(repository: Path, slow: Path, run_dir: Pat
         visit.release()
         following.gate.close()
         assert following.wait_exit(30) == 1
-        assert "the server that was to be followed has ended" in following.log()
+        assert "the predecessor exited before the takeover" in following.log()
         following.discard()
 
 
@@ -173,7 +173,7 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
             following = next_to(server, repository, *flags)
             servers.append(following)
             assert servers[-2].wait_exit(60) == 0, following.log()
-            following.wait_log("the server before has ended")
+            following.wait_log("the predecessor has exited")
             assert (run_dir / "guests" / "addresses").read_text() == addresses
             with contextlib.closing(UnixHttp(path)) as unix, server.http() as http:
                 unix.get("/v2/health/ready").ok()

@@ -321,7 +321,7 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
     [
         ({"request_id": 5}, "request_id must be a string, got 5"),
         ({"request_id": "\ud800"}, "request_id is no text"),
-        ({"priority": "1"}, "priority must be a whole number from 0 on, got '1'"),
+        ({"priority": "1"}, "priority must be an integer >= 0, got '1'"),
         ({"priority": 1.5}, "priority must"),
         ({"priority": -1}, "priority must"),
         ({"priority": 1 << 64}, "priority must"),

@@ -104,7 +104,11 @@ def test_what_counts_anew_is_not_negative() -> None:
         ({"fail": 10}, 2000, "50% of requests fail"),
         ({"queue_ns": 90_000_000, "compute_infer_ns": 10_000_000}, 1000, "9 of 10 ms in the queue"),
         ({"queue_ns": 900_000, "compute_infer_ns": 100_000}, 0, ""),
-        ({"success": 0, "pending": 3, "executing": 1}, 1000, "4 inside, and none is answered"),
+        (
+            {"success": 0, "pending": 3, "executing": 1},
+            1000,
+            "4 requests in flight, but no responses",
+        ),
         ({}, 0, ""),
     ],
 )

@@ -623,8 +623,8 @@ def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_aga
     (waiting,) = rig.submit(work=work_in_place())
     rig.supervisor(ProcessExited(100, "signal 9"))
     text = (
-        "the model's worker died while running this request (signal 9); its outputs go over its "
-        "inputs, which may be changed"
+        "the model's worker died while running this request (signal 9); its outputs overlap "
+        "its inputs, which may have changed"
     )
     assert rig.answers() == [failed(number, "INTERNAL", text) for number in begun]
     peer = rig.start(0, 101)

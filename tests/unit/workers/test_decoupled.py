@@ -319,9 +319,7 @@ def test_execute_raises(model: Model) -> None:
         model.backend._model.kept[2].send(flags=1)
 
 
-LET_GO = (
-    "the model has let go of the request's response sender, and has not sent its final response"
-)
+LET_GO = "the model released the request's response sender without a final response"
 
 
 def test_a_sender_that_nobody_has_any_more(model: Model) -> None:
@@ -617,7 +615,7 @@ def test_a_client_that_never_reads_is_given_up(
     model.begin(0)
     assert model.replies == []
     *_, told, end = model.responses(1)
-    assert (told, end) == ("the client has taken no response for 0.2 s: no more are sent", "end")
+    assert (told, end) == ("the client has read no response for 0.2 s: no more are sent", "end")
     assert model.backend._model.sender.is_cancelled()
 
 

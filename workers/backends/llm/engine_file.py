@@ -59,7 +59,7 @@ def _positions(top: yaml.Node) -> dict[str, str]:
     for key, mark in _keys(top, ""):
         if key in positions:
             line = positions[key].partition(":")[0]
-            twice.append(f"{NAME}:{_at(mark)}: {key}: it stands in line {line} already")
+            twice.append(f"{NAME}:{_at(mark)}: {key}: it is already set in line {line} already")
         positions.setdefault(key, _at(mark))
     if twice:
         raise InvalidArgument("\n".join(twice))

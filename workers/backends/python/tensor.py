@@ -93,7 +93,8 @@ class Lender:
 
     def _own(self, kept: Sequence[Input]) -> None:
         logger.warning(
-            "model '%s' has begun to keep its inputs, so each is copied for it", self._model_name
+            "model '%s' keeps references to its inputs, so each input is copied from now on",
+            self._model_name,
         )
         memory_ranges = [source.memory_range for source in kept if source.memory_range is not None]
         self._mappings.detach(memory_ranges)

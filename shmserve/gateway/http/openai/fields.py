@@ -62,7 +62,7 @@ _FALSE = Allowed((False,), "only false is supported")
 _EMPTY = Allowed(({}, []), "it is not supported")
 _REFUSED: Mapping[str, Allowed] = {
     "store": Allowed((False,), "only false is supported, because responses are not stored"),
-    "suffix": Allowed(("",), "texts before a suffix are not supported"),
+    "suffix": Allowed(("",), "insertion before a suffix is not supported"),
     "modalities": Allowed((["text"],), 'only ["text"] is supported'),
     "verbosity": Allowed(("medium",), "only 'medium' is supported"),
     "functions": Allowed(([],), "it is replaced by tools"),
@@ -95,7 +95,7 @@ _RESPONSE = _names(
 RESPONSE = _EVERY | _RESPONSE
 EMBEDDING = _EVERY | {"input", "encoding_format"}
 _EMBEDDING_REFUSED: Mapping[str, Allowed] = {
-    "dimensions": Allowed((), "the model has vectors of one size"),
+    "dimensions": Allowed((), "the vectors of the model have a fixed size"),
     **dict.fromkeys(("truncate_prompt_tokens", "additional_data"), _NONE),
     "add_special_tokens": Allowed((True,), "only true is supported"),
 }

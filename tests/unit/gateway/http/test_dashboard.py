@@ -173,7 +173,7 @@ def test_who_may_not_watch(run_dir: Path) -> None:
         with pytest.raises(PermissionDenied, match="another site's page"):
             await feed.respond(gateway, other)
         feed._viewers = 32
-        with pytest.raises(QueueFull, match="32 watch this server already"):
+        with pytest.raises(QueueFull, match="32 already watch this server"):
             await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
 
     run(run_dir, story)

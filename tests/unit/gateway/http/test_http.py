@@ -822,7 +822,7 @@ def test_a_body_that_hardly_comes_gives_way(tmp_path: Path, kind: str) -> None:
             assert len(refused) == 1
             assert (refused[0].status, refused[0].error) == (
                 408,
-                "the request body came too slowly: others need the memory for it",
+                "the request body arrived too slowly while memory was short",
             )
             for _ in range(3):
                 assert ask() == done

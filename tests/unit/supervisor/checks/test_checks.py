@@ -184,7 +184,7 @@ def test_a_check_that_fails_says_so() -> None:
 
     check = table.HostCheck("broken", gather, lambda _: ok(""))
     assert [verdict.found for _, verdict in table.look(config(), [check])] == [
-        "cannot be looked at: no such file"
+        "cannot be inspected: no such file"
     ]
 
 
