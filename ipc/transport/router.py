@@ -161,7 +161,7 @@ class Router:
         for peer in list(pending):
             messages = pending.pop(peer)
             if peer not in peers:
-                logger.debug("%d messages for a peer that is gone", len(messages))
+                logger.debug("%d messages for a disconnected peer", len(messages))
                 continue
             connection = peers[peer]
             try:

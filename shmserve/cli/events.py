@@ -23,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=TOPICS,
         metavar="TOPIC",
-        help=f"of these alone (repeatable): {', '.join(TOPICS)} (once a second) [all but counters]",
+        help=(
+            f"only these topics (repeatable): {', '.join(TOPICS)} (once a second) [all but "
+            "counters]"
+        ),
     )
 
 
@@ -97,7 +100,7 @@ def _text(event: Any) -> str:
         case m.RegionUnregistered(name, reason):
             return f"region {name}: unregistered{_because(reason)}"
         case m.RegionBlamed(name, reason):
-            return f"region {name}: to blame{_because(reason)}"
+            return f"region {name}: a request was wrong{_because(reason)}"
         case HealthChanged(_, ready, exiting):
             return f"server: {'stopping' if exiting else 'ready' if ready else 'not ready'}"
         case m.ModelCounted(name, version, counters):

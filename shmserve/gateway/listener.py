@@ -400,7 +400,7 @@ class Acceptor:
             "more than %d connections%s: %s",
             most,
             "" if most == self._most else " of one peer",
-            f"{len(ended)} that were idle were ended" if ended else "one was refused",
+            f"{len(ended)} idle connections were closed" if ended else "one was refused",
         )
         self._warnings += 1
         for connection in ended or [newcomer]:

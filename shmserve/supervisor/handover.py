@@ -90,7 +90,9 @@ class Handover:
         except OSError:
             raise Unavailable("the predecessor exited before the takeover") from None
         self._listeners.lent = offer.lent
-        logger.info("%d registered regions are the other server's", len(self._regions.active()))
+        logger.info(
+            "%d registered regions are taken over from the predecessor", len(self._regions.active())
+        )
         accepted = asyncio.ensure_future(self._accepted.wait())
         await either(accepted, before.ended)
         accepted.cancel()
@@ -134,7 +136,7 @@ class Handover:
         except OSError as error:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
-        logger.info("another server (pid %d) is to take over", pid)
+        logger.info("a successor (pid %d) prepares to take over", pid)
         self._after = HandoverLink(link, self._obey)
         in_background(self._watch(self._after), self._tasks)
 
@@ -162,7 +164,7 @@ class Handover:
             self.is_followed = True
             self._listeners.lend_all()
             self._local_clients.connections.lend()
-            logger.info("another server takes over")
+            logger.info("the successor takes over")
             self._on_followed()
 
     def let_successor_accept(self) -> None:

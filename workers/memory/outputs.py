@@ -107,7 +107,8 @@ class OutputMemory:
         if held + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes were needed, {free} are free, and "
-                f"this client has not released {held} yet; it may hold as much as is free then"
+                f"this client has not released {held} yet; a client may hold at most as many "
+                "bytes as are free"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:

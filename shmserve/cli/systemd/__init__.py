@@ -158,7 +158,7 @@ class _Change:
             if there is not None:
                 self._remove(file)
         elif there == file.text:
-            print(f"as it was  {path}: {file.purpose}")
+            print(f"unchanged  {path}: {file.purpose}")
         elif there is not None and not (units.untouched(there) or (self._force and not file.own)):
             self._keep(file, path)
             self._show_difference(path, there, file.text)

@@ -149,7 +149,7 @@ class Region(Mapping[str, Any]):
             template, output_range = _template(name, shape, template.datatype), template
             if template.byte_size > output_range.byte_size:
                 raise InvalidArgument(
-                    f"'{name}' has room for {output_range.shape}, not for {template.shape}"
+                    f"'{name}' has shape {output_range.shape}, which is too small for {template.shape}"
                 )
         return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 
@@ -272,7 +272,7 @@ def _templates(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Te
     templates: dict[str, TensorTemplate] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
-            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is no (shape, datatype) by name")
+            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a (shape, datatype)")
         templates[name] = _template(name, *spec)
     return templates
 

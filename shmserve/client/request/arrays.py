@@ -59,7 +59,9 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
         return array, "BYTES"
     known = datatype_of(array, wanted)
     if not known:
-        raise InvalidArgument(f"input '{name}' is of {array.dtype}, which no datatype is")
+        raise InvalidArgument(
+            f"input '{name}' is of {array.dtype}, which has no corresponding datatype"
+        )
     return _contiguous(array), known
 
 

@@ -87,8 +87,7 @@ def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
         caller = TraceContext.of_header(_text("traceparent", traceparent))
         if caller is None:
             raise InvalidArgument(
-                f"traceparent must be as W3C's trace context has it, 00-TRACE-SPAN-FLAGS, got "
-                f"{traceparent!r:.80}"
+                f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
             )
         return caller.child().message
     asked = isinstance(parameters, Mapping) and parameters.get("explain") is True
@@ -106,8 +105,8 @@ def _sequence(sequence: int | str) -> int | str:
             if 0 <= number < 1 << 64:
                 return number
     raise InvalidArgument(
-        f"sequence must be an integer of 64 bits without a sign, or a text of "
-        f"{LONGEST_CORRELATION_ID} characters at most, got {sequence!r:.80}"
+        f"sequence must be an unsigned 64-bit integer, or a string of at most "
+        f"{LONGEST_CORRELATION_ID} characters, got {sequence!r:.80}"
     )
 
 
@@ -155,7 +154,7 @@ def _value(name: str, value: Any) -> Any:
     if isinstance(value, bool | float) or (isinstance(value, int) and value in _INTEGERS):
         return value
     raise InvalidArgument(
-        f"parameter '{name}' must be a string, an integer of 64 bits, a float or a bool, got "
+        f"parameter '{name}' must be a string, a 64-bit integer, a float or a bool, got "
         f"{value!r:.80}"
     )
 
@@ -441,7 +440,7 @@ class _Loose:
                 memory_range = found[0].memory_range(found[1], plain.nbytes)
         if memory_range is None:
             raise InvalidArgument(
-                f"output '{name}' can only be written to memory from `allocate` or "
-                "`attach`, in one piece"
+                f"output '{name}' can only be written to contiguous memory from "
+                "`allocate` or `attach`"
             )
         return RequestedOutput(name, memory_range)

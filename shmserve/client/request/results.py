@@ -209,7 +209,10 @@ def _region_lease(built: PackedRequest, segment: AnySegment) -> MemoryLease:
 def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytes:
     if segment is not None:
         if isinstance(segment, DeviceSegment):
-            raise Unsupported("strings on a device cannot be read there: give them no place")
+            raise Unsupported(
+                "outputs of datatype BYTES cannot be read from device memory: leave them out of "
+                "`outputs`"
+            )
         return bytes(
             segment.bytes[memory_range.offset : memory_range.offset + memory_range.byte_size]
         )
@@ -219,5 +222,5 @@ def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> 
         if not isinstance(error.__cause__, PermissionError):
             raise
         raise Unsupported(
-            "an output is too large for a message: name a place for it, from `allocate`"
+            "an output is too large for a message: pass memory from `allocate` for it"
         ) from None

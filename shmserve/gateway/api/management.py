@@ -217,8 +217,8 @@ def check_may_send(client: ClientIdentity) -> None:
     """
     if not (client.listener.authorisation.asks_for_tokens or client.runs_the_server()):
         raise PermissionDenied(
-            "a configuration or files for a model may come only from the user who runs the server, "
-            "or with a token"
+            "the configuration or files of a model are accepted only from the user who runs the "
+            "server, or with a token"
         )
 
 

@@ -347,6 +347,6 @@ def _check_ranges(
             readers = {reader.index for reader in route.readers} - {writer, RESPONSE}
             if readers and memory_range.overlaps(value.data):
                 raise InvalidArgument(
-                    f"output '{name}' is to go over input '{tensor}', which other "
+                    f"output '{name}' overlaps input '{tensor}', which other "
                     "steps of the ensemble read"
                 )

@@ -90,9 +90,7 @@ def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> Non
     with first(repository, run_dir) as server:
         (run_dir / "handover").rename(run_dir / "hidden")
         said = refusal(run_dir, repository)
-        assert (
-            "the server of 'RUN_DIR' is of a version that cannot be followed: stop it, and" in said
-        )
+        assert "the server of 'RUN_DIR' has a version that cannot hand over: stop it, and" in said
         (run_dir / "hidden").rename(run_dir / "handover")
         assert_untouched(server)
 
@@ -100,7 +98,7 @@ def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> Non
 def test_a_service_managers(repository: Path, run_dir: Path) -> None:
     with managed() as manager, first(repository, run_dir, NOTIFY_SOCKET=manager.address) as server:
         said = refusal(run_dir, repository)
-        assert "cannot be followed: a service manager has started it, and is to start it" in said
+        assert "cannot be taken over: a service manager has started it, and is to start it" in said
         assert_untouched(server)
 
 

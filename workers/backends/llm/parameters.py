@@ -226,7 +226,7 @@ def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         beyond = [token for token in values.get(name, ()) if not 0 <= token < vocabulary]
         if beyond:
-            found.append(f"{name}: {beyond[0]} is not a token, these are 0 to {vocabulary - 1}")
+            found.append(f"{name}: {beyond[0]} is not a token; allowed are 0 to {vocabulary - 1}")
     least, most = values.get("min_tokens", 0), values.get("max_tokens", 16)
     if least > most:
         found.append(f"min_tokens: {least} is more than max_tokens {most}")

@@ -183,7 +183,7 @@ class PromptReader:
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
             if wrong.size:
                 most = self._vocabulary - 1
-                raise InvalidArgument(f"tokens: {wrong[0]} is not a token, these are 0 to {most}")
+                raise InvalidArgument(f"tokens: {wrong[0]} is not a token; allowed are 0 to {most}")
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
             found["text_output"] = "BYTES", [each.encode() for each in texts]
@@ -297,7 +297,7 @@ class PromptReader:
             raise InvalidArgument(f"{name}: the prompt is empty, it needs a token")
         if count + min(parameters.max_tokens, 1) > self._longest:
             raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more are above {self._longest}"
+                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more exceed {self._longest}"
             )
         return count
 
@@ -307,7 +307,7 @@ class PromptReader:
         if wrong is None:
             return
         if name == "input_ids":
-            raise InvalidArgument(f"input_ids: {wrong} is not a token, these are 0 to {most}")
+            raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {most}")
         token = clip(repr(self._tokenizer.id_to_token(wrong)))
         raise InvalidArgument(
             f"{name}: the token {token} is {wrong}, and the model has tokens up to {most} "

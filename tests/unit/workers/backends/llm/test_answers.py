@@ -410,7 +410,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({}, "the prompt is one of text_input, input_ids, messages: none is given"),
         ({"text_input": "a", "input_ids": [1]}, "text_input and input_ids is given"),
         ({"text_input": ""}, "text_input: the prompt is empty"),
-        ({"input_ids": [1, 320]}, "input_ids: 320 is not a token, these are 0 to 319"),
+        ({"input_ids": [1, 320]}, "input_ids: 320 is not a token; allowed are 0 to 319"),
         ({"input_ids": [1] * 512}, "context: 512 tokens and one more are above 512"),
         ({"messages": "[1]"}, "messages: [1] is not a JSON list of messages"),
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
