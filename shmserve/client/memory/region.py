@@ -149,7 +149,8 @@ class Region(Mapping[str, Any]):
             template, output_range = _template(name, shape, template.datatype), template
             if template.byte_size > output_range.byte_size:
                 raise InvalidArgument(
-                    f"'{name}' has shape {output_range.shape}, which is too small for {template.shape}"
+                    f"'{name}' has shape {output_range.shape}, which is too small for "
+                    f"{template.shape}"
                 )
         return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 

@@ -297,7 +297,7 @@ class PromptReader:
             raise InvalidArgument(f"{name}: the prompt is empty, it needs a token")
         if count + min(parameters.max_tokens, 1) > self._longest:
             raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more exceed {self._longest}"
+                f"{name}: {PROMPT_TOO_LONG}: {count} tokens and one more are above {self._longest}"
             )
         return count
 
