@@ -224,7 +224,7 @@ def test_regions_are_checked(client) -> None:
         with pytest.raises(shmserve.client.InvalidArgument, match="allowed: BOOL, UINT8"):
             client.allocate({"x": spec})
     for shape in ((1, -1), (1.5,), 3):
-        with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+        with pytest.raises(shmserve.client.InvalidArgument, match="not an integer"):
             client.allocate({"x": (shape, "FP32")})
     for tensors in ([1], {"x": (3,)}, {"x": 3}, {5: ((3,), "FP32")}):
         with pytest.raises(shmserve.client.InvalidArgument, match=r"\(shape, datatype\)"):
@@ -253,7 +253,7 @@ def test_regions_are_checked(client) -> None:
             region.view("x", (2,))
     with client.allocate({"x": ((4,), "FP32"), "y": ((4,), "FP32")}) as region:
         for shape in ((-1,), (-2, -2), 4):  # numpy's -1 would reach to the memory's end
-            with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+            with pytest.raises(shmserve.client.InvalidArgument, match="not an integer"):
                 region.view("x", shape)
     with pytest.raises(shmserve.client.InvalidArgument, match="memory from `allocate`"):
         client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": frames()})
@@ -432,7 +432,7 @@ def test_a_link_that_the_server_ends(client) -> None:
     for other in others:
         other.send(request)
         assert isinstance(answer(other), Finished)
-    with pytest.raises(shmserve.client.Unavailable, match="ended the connection, twice"):
+    with pytest.raises(shmserve.client.Unavailable, match="closed the connection twice"):
         client.infer("identity", INPUT0=x, timeout=20)
     for other in others:
         other.close()

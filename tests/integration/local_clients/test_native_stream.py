@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_at_once(client: shmserve.client.Server) -> None:
 
 @pytest.mark.parametrize(
     ("step", "says"),
-    [(b"raise no third", "ValueError: no third"), (b"return", "has not sent its final response")],
+    [(b"raise no third", "ValueError: no third"), (b"return", "without a final response")],
 )
 def test_a_thread_of_the_model_that_ends_between_responses_ends_them(
     client: shmserve.client.Server, step: bytes, says: str

@@ -143,7 +143,7 @@ def test_check(repository: Path) -> None:
     (repository / "config.pbtxt").touch()
     bad = run_command("check", str(repository))
     assert bad.returncode == 2
-    assert f"'{repository}' is a model's folder" in bad.stderr
+    assert f"'{repository}' is a model folder" in bad.stderr
     told = bad.stdout + bad.stderr
     assert "nonsense" in told
     assert "broken on purpose" in told

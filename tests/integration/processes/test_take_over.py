@@ -128,12 +128,12 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
         for number in (signal.SIGKILL, signal.SIGTERM):
             failing = next_to(server, slow)
             failing.gate.next()
-            assert "another server is about to take over already" in refusal(run_dir, repository)
+            assert "another successor is taking over" in refusal(run_dir, repository)
             failing.process.send_signal(number)
             assert failing.wait_exit(20) is not None
             until("its folder is gone", lambda: not list(run_dir.glob("g[0-9]*")), 5)
             failing.discard()
-            server.wait_log("this one goes on")
+            server.wait_log("this server continues")
             assert_untouched(server)
         (slow / "slow" / "1" / "model.py").write_text("raise ValueError('not today')")
         failing = next_to(server, slow)

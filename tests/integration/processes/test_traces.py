@@ -306,7 +306,7 @@ def test_a_request_whose_client_has_gone_is_told_too(server: Server, door: str) 
 def test_a_program_hears_of_a_traceparent_that_is_none(server: Server) -> None:
     with (
         shmserve.client.connect(server.run_dir) as client,
-        pytest.raises(shmserve.client.InvalidArgument, match="traceparent must be as W3C"),
+        pytest.raises(shmserve.client.InvalidArgument, match="traceparent must have W3C"),
     ):
         client.infer("one", X=ROW, traceparent="nonsense")
 

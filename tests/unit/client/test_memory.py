@@ -276,7 +276,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
         ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
         ({"z": np.zeros((1, 2), np.float32)}, "unexpected inference input"),
-        ({"x": np.zeros((1, 2), np.complex64)}, "which no datatype is"),
+        ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
         ({"x": "word"}, "is no FP32 tensor"),
     ]
     for inputs, text in wrong:

@@ -128,7 +128,7 @@ def test_files_that_cannot_be_read_or_that_others_write(tokens: Path) -> None:
         read_tokens(tokens)
     tokens.write_text(ALL)
     tokens.chmod(0o620)
-    with pytest.raises(InvalidArgument, match="may be written by others"):
+    with pytest.raises(InvalidArgument, match="is writable by users other"):
         read_tokens(tokens)
 
 

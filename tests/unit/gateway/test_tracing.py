@@ -73,6 +73,6 @@ def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:
 def test_another_file_is_left_alone(tmp_path: Path) -> None:
     other = tmp_path / "notes"
     other.write_text("notes")
-    with pytest.raises(ValueError, match="no array of traces"):
+    with pytest.raises(ValueError, match="not an array of traces"):
         append_entries(str(other), [{"id": 1}])
     assert other.read_text() == "notes"

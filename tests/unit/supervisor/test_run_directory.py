@@ -81,7 +81,7 @@ def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
         if lock is not None:
             (home / "lock").write_text(lock)
         before = sorted(os.listdir(home))
-        with pytest.raises(InvalidArgument, match="holds files that are no server's"):
+        with pytest.raises(InvalidArgument, match="contains files that do not belong to a server"):
             RunDirectory(home, patience_s=0.0)
         assert sorted(os.listdir(home)) == before
 

@@ -170,7 +170,7 @@ def test_who_may_not_watch(run_dir: Path) -> None:
     async def story(feed: live.LiveFigures) -> None:
         gateway: Any = None
         other: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
-        with pytest.raises(PermissionDenied, match="another site's page"):
+        with pytest.raises(PermissionDenied, match="pages of other origins"):
             await feed.respond(gateway, other)
         feed._viewers = 32
         with pytest.raises(QueueFull, match="32 already watch this server"):

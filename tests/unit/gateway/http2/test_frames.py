@@ -41,7 +41,7 @@ def test_settings(values: list[tuple[int, int]]) -> None:
 def test_a_number() -> None:
     assert frames.parse_long(b"\xff\0\0\1", "it") == 0xFF000001
     for wrong in (b"", b"123", b"12345"):
-        with pytest.raises(ConnectionFault, match="it of a wrong size") as caught:
+        with pytest.raises(ConnectionFault, match="it of an invalid length") as caught:
             frames.parse_long(wrong, "it")
         assert caught.value.code is FaultCode.FRAME_SIZE_ERROR
 

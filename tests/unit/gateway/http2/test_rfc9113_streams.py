@@ -142,12 +142,7 @@ CASES = [
         *("6.1", "padding of no bytes", BEGUN + frame(DATA, PADDED, 1, b"\0") + LAST), served=SERVED
     ),
     Case("6.1", "as much padding as frame", BEGUN + frame(DATA, 8, 1, b"\x05data"), PROTOCOL),
-    Case(
-        "6.1",
-        "padding longer than the frame",
-        BEGUN + frame(DATA, PADDED, 1, b"\xffdata"),
-        PROTOCOL,
-    ),
+    Case("6.1", "more padding than frame", BEGUN + frame(DATA, PADDED, 1, b"\xffdata"), PROTOCOL),
     Case("6.1", "no room for padding's length", BEGUN + frame(DATA, PADDED, 1), FRAME_SIZE),
     Case(
         *("6.1", "an empty last frame", BEGUN + frame(DATA, 0, 1, b"data") + frame(DATA, 1, 1)),
@@ -166,10 +161,7 @@ CASES = [
         served=EMPTY,
     ),
     Case(
-        "6.2",
-        "padding longer than the frame",
-        frame(HEADERS, WHOLE | PADDED, 1, b"\xff" + GET),
-        PROTOCOL,
+        "6.2", "more padding than frame", frame(HEADERS, WHOLE | PADDED, 1, b"\xff" + GET), PROTOCOL
     ),
     Case(
         *("6.2", "padding over the priority", frame(HEADERS, WHOLE | 0x28, 1, b"\x04" + bytes(8))),
@@ -181,7 +173,7 @@ CASES = [
         FRAME_SIZE,
     ),
     # --- PRIORITY
-    Case("6.3", "PRIORITY on stream 0", priority(0), PROTOCOL),
+    Case("6.3", "PRIORITY of no stream", priority(0), PROTOCOL),
     Case(
         *("6.3", "too short a PRIORITY", BEGUN + frame(PRIORITY, 0, 1, bytes(4))),
         resets=((1, FaultCode.FRAME_SIZE_ERROR),),
