@@ -31,7 +31,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "workers.bls": ("ipc.*", "workers", "workers.batch", "workers.links"),
     "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.links", "workers.memory"),
-    "workers.sequences": ("ipc.*", "workers", "workers.backends", "workers.batch", "workers.links"),
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),
@@ -50,13 +49,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler"),
     "scheduler.batchers": ("ipc.*", "scheduler.*"),
-    "scheduler.batchers.sequence": (
-        "ipc.*",
-        "scheduler",
-        "scheduler.batchers",
-        "scheduler.instances",
-        "scheduler.requests",
-    ),
     "scheduler.instances": ("ipc.*", "scheduler.*"),
     "scheduler.generative": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),
