@@ -372,7 +372,7 @@ def test_what_cannot_be_allocated(
     with pytest.raises(InvalidArgument, match="sees no device 'cuda:2'"):
         client.allocate(TENSORS, device="cuda:2")
     exporting.most = 0
-    with pytest.raises(Unavailable, match="cannot be had on 'cuda:0'"):
+    with pytest.raises(Unavailable, match="cannot be allocated on 'cuda:0'"):
         client.allocate(TENSORS, device="cuda:0")
     exporting.most = 1 << 30
     host.looking = True

@@ -319,7 +319,7 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
     ("wrong", "text"),
     [
         ({"request_id": 5}, "request_id must be a string, got 5"),
-        ({"request_id": "\ud800"}, "request_id is no text"),
+        ({"request_id": "\ud800"}, "request_id cannot be encoded as UTF-8"),
         ({"priority": "1"}, "priority must be an integer >= 0, got '1'"),
         ({"priority": 1.5}, "priority must"),
         ({"priority": -1}, "priority must"),
@@ -331,7 +331,7 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
         ({"parameters": {"a": None}}, "parameter 'a' must be a string, .* got None"),
         ({"parameters": {"a": np.int64(1)}}, "parameter 'a' must"),
         ({"parameters": {"a": 1 << 64}}, "parameter 'a' must"),
-        ({"parameters": {"a": "\ud800"}}, "parameter 'a' is no text"),
+        ({"parameters": {"a": "\ud800"}}, "parameter 'a' cannot be encoded as UTF-8"),
     ],
 )
 def test_options_that_no_request_can_have(wrong: dict[str, Any], text: str) -> None:

@@ -150,7 +150,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a file, no class": ((__file__,), ("is a file: name the class to serve",)),
     "truth": (("--exit-on-error=maybe", "."), ("'maybe' is not a boolean (true or false)",)),
     "scope": (("--http-restricted-api=infer:k=v", "."), ("'infer'", "allowed:", "inference")),
-    "metrics": (("--metrics-config=sumary_latencies=1", "."), ("'sumary_latencies'", "there are")),
+    "metrics": (("--metrics-config=sumary_latencies=1", "."), ("'sumary_latencies'", "allowed")),
     "device": (("--workspace-byte-size=gpu=8192", "."), ("'gpu'", "cpu, cuda:NUMBER")),
     "load-model": (("--load-model=a", "."), ("--load-model: needs --model-control-mode=explicit",)),
 }

@@ -109,7 +109,7 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
-    with pytest.raises(InvalidArgument, match=r"--run-dir: is needed, .*No usable temporary"):
+    with pytest.raises(InvalidArgument, match=r"--run-dir: required .*No usable temporary"):
         RunDirectory(None)
 
 

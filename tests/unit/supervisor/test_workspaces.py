@@ -178,7 +178,7 @@ def test_a_holder_allocates_says_where_and_ends_when_told(tmp_path: Path) -> Non
 def test_a_holder_without_memory_says_so(tmp_path: Path) -> None:
     exporting = FakeCuda().exporting()
     exporting.most = MB
-    with pytest.raises(Unavailable, match=r"5242880 bytes .* cannot be had on 'cuda:1'"):
+    with pytest.raises(Unavailable, match=r"5242880 bytes .* cannot be allocated on 'cuda:1'"):
         hold(WorkspaceStart(1, 5 * MB, tmp_path), exporting)
     with pytest.raises(InvalidArgument, match="sees no device 'cuda:7'"):
         hold(WorkspaceStart(7, 5 * MB, tmp_path), exporting)

@@ -50,7 +50,7 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (host.judge_packages, {"pyzmq": ("", "26")}, WRONG, "pyzmq is missing"),
     (host.judge_packages, {}, WARNING, "not installed"),
     (host.judge_parser, True, OK, "in C"),
-    (host.judge_parser, False, WRONG, "smuggled"),
+    (host.judge_parser, False, WRONG, "request smuggling"),
     (host.judge_units, (0, ""), OK, "none"),
     (host.judge_units, (2, ""), OK, "2, verified"),
     (host.judge_units, (2, "Unknown key 'Typo'"), WARNING, "Typo"),
