@@ -275,7 +275,7 @@ def test_a_day_of_mixed_sizes_leaves_no_fragments() -> None:
 
 
 def test_more_than_the_pool_is_an_error_with_both_figures() -> None:
-    with pytest.raises(InvalidArgument, match=r"8192 bytes was asked for, .* pool has 4096"):
+    with pytest.raises(InvalidArgument, match=r"8192 bytes was requested, .* pool has 4096"):
         opened().ask(1, 1, 8192)
 
 
