@@ -88,10 +88,11 @@ class Handover:
                 raise FileNotFoundError
             self.run_dir.take()
         except OSError:
-            raise Unavailable("the predecessor exited before the takeover") from None
+            raise Unavailable("the previous server has exited") from None
         self._listeners.lent = offer.lent
         logger.info(
-            "%d registered regions are taken over from the predecessor", len(self._regions.active())
+            "%d registered regions were received from the previous server",
+            len(self._regions.active()),
         )
         accepted = asyncio.ensure_future(self._accepted.wait())
         await either(accepted, before.ended)
@@ -113,7 +114,7 @@ class Handover:
         self._kept.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_before()
-        logger.info("the predecessor has exited")
+        logger.info("the previous server has exited")
 
     # --- the successor
 
@@ -136,7 +137,7 @@ class Handover:
         except OSError as error:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
-        logger.info("a successor (pid %d) prepares to take over", pid)
+        logger.info("a successor (pid %d) has started, and takes over when it is ready", pid)
         self._after = HandoverLink(link, self._obey)
         in_background(self._watch(self._after), self._tasks)
 
@@ -151,7 +152,7 @@ class Handover:
         self._after = None
         self._kept.mirror_to(None)
         if not self.is_followed:
-            logger.warning("the successor has exited: this server continues")
+            logger.warning("the successor has exited before it took over; this server continues")
 
     async def _pass_all(self) -> None:
         after = self._after

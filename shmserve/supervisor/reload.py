@@ -175,7 +175,7 @@ class Reload:
             return
         self._adopt(config)
         if config.model_control_mode == "explicit":
-            logger.info("models are unchanged: they are loaded and unloaded on request")
+            logger.info("no model is loaded or unloaded, because of --model-control-mode=explicit")
             return
         models = asyncio.gather(*await self._poller.look())
         superseded = asyncio.ensure_future(self._requested.wait())

@@ -205,7 +205,7 @@ class HandleCheck:
             async with asyncio.timeout(_PATIENCE_S):
                 response = await future
         except TimeoutError:
-            logger.info("no worker checked a CUDA handle in time; its first request checks it")
+            logger.info("no worker was free to check a CUDA handle; its first request checks it")
             return
         finally:
             del self._open[number]

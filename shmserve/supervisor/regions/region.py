@@ -187,7 +187,9 @@ class KeptRegions:
             try:
                 region = _reopened(fds, reopen)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
-                logger.warning("a registration of the predecessor is lost: %s", error)
+                logger.warning(
+                    "a registration of the previous server cannot be restored: %s", error
+                )
                 for fd in fds:
                     os.close(fd)
                 self._manager.drop(name)

@@ -177,7 +177,7 @@ class RegionRegistry:
             self._active[region.name] = region
         if given:
             logger.info(
-                "%d registered regions were taken over from the predecessor", len(self._active)
+                "%d registered regions were taken over from the previous server", len(self._active)
             )
 
     async def apply(self, verb: str, kept_as: str, fds: list[int]) -> None:
