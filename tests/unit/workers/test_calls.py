@@ -282,7 +282,7 @@ def test_no_descriptor_for_a_link_to_the_successor(
     scheduler.next(m.Submit)
     monkeypatch.setattr(dealer, "Dealer", full)
     others.supervisor.send(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
-    with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
+    with pytest.raises(Unavailable, match="cannot connect to a scheduler: Too many open"):
         running.result(10)
     running = others.run(call, calls, request())
     others.answer_find("s2")
