@@ -374,7 +374,7 @@ class SchedulerClient(Generic[R]):
         Returns:
             The requests to resubmit, in the order of submission.
         """
-        again: list[R] = []
+        resubmitted: list[R] = []
         for number, request in list(self.settling.items()):
             if request.endpoint == endpoint:
                 self._settle(number)
@@ -389,8 +389,8 @@ class SchedulerClient(Generic[R]):
             elif runs_once(request.submit.schema, request.submit.data):
                 request.fail(ONCE)
             else:
-                again.append(request)
-        return again
+                resubmitted.append(request)
+        return resubmitted
 
     def withdraw_all(self) -> list[R]:
         """Remove all requests, because no scheduler processes any of them now.

@@ -132,8 +132,10 @@ def _checked(python: Path) -> Path:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidArgument(f"{where}: {python.name} cannot be run: {error}") from None
     except (IndexError, ValueError):
-        said = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        text = f"{where}: {python.name} ended with status {ended.returncode} at its start: {said}"
+        last_line = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        text = (
+            f"{where}: {python.name} ended with status {ended.returncode} at its start: {last_line}"
+        )
         raise InvalidArgument(text) from None
     shown, oldest = ".".join(map(str, version)), ".".join(map(str, _OLDEST))
     if tuple(version) < _OLDEST:

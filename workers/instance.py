@@ -193,17 +193,17 @@ class WorkerInstance:
         """Wait as `SupervisorLink.wait`, and poll before that if it is worth the CPU time."""
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
-        others = False
+        is_readable = False
         # A model's threads need the interpreter that this one would keep busy.
         if not self.link.has_open and self._busy_poll.worth(live):
             until_ns = began_ns + SPIN_NS
-            while not others and not control.inbox and time.monotonic_ns() < until_ns:
+            while not is_readable and not control.inbox and time.monotonic_ns() < until_ns:
                 os.sched_yield()
-                others = control.wait(0.0)
-        if not others and not control.inbox:
-            others = control.wait(timeout_s)
+                is_readable = control.wait(0.0)
+        if not is_readable and not control.inbox:
+            is_readable = control.wait(timeout_s)
         self._busy_poll.observe(live, time.monotonic_ns() - began_ns)
-        return others
+        return is_readable
 
     def attach(self, endpoint: str) -> None:
         """Connect the instance to the scheduler at `endpoint` instead of the current one."""

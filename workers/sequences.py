@@ -358,10 +358,10 @@ class SequenceExecutor(Executor):
             self._states.clear()
 
     def _run(self, opened: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
-        known = {each.key: _Row(each, it) for each, it in zip(opened, requests, strict=True)}
+        by_key = {each.key: _Row(each, it) for each, it in zip(opened, requests, strict=True)}
         by_shape: dict[Any, list[_Row]] = {}
         for row in self._rows:
-            real = known.get(row.key)
+            real = by_key.get(row.key)
             if real is not None:
                 real.row = row
                 real.request.work = _identified(real.request.work, row)
@@ -369,7 +369,7 @@ class SequenceExecutor(Executor):
                 shapes = self._states.lend(real.request, row)
                 by_shape.setdefault(shapes, []).append(real)
         if self._decoupled:
-            each = [(real.opened, real.request) for real in known.values()]
+            each = [(real.opened, real.request) for real in by_key.values()]
             return self._run_streams([ResponseStream(self._writer, *pair) for pair in each])
         # States of other shapes cannot be in one batch.
         return [reply for rows in by_shape.values() for reply in self._run_rows(rows)]
@@ -386,7 +386,7 @@ class SequenceExecutor(Executor):
         with self._link.lock:
             self._link.pump()
             replies = [self._respond(each, by_request[id(each.request)]) for each in real]
-            self._writer.scatterer.settle()
+            self._writer.scatterer.finish_writes()
         return replies
 
     def _with_gaps(self, real: list[_Row]) -> list[Request]:

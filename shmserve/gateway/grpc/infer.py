@@ -295,7 +295,7 @@ class Inferences(ActiveCount):
         if built.responses is not None and _is_plain(built.infer_request, inferred):
             placed = _placed(built.infer_request)
             template = self.encoder.template(built.model, schema, inferred, placed)
-            built.responses.remember(schema, template)
+            built.responses.store(schema, template)
         return encoded
 
     def encode(self, built: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:

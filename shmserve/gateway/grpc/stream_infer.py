@@ -112,7 +112,7 @@ class StreamEntry:
             return streamed_error(error.message, *names, final=final), inferred
         if not final and self._plain and self.request.templates.find(schema) is None:
             template = self._inferences.encoder.template(model, schema, inferred, ())
-            self.request.templates.remember(schema, template)
+            self.request.templates.store(schema, template)
         return streamed(response, final=final), inferred
 
 

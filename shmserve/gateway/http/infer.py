@@ -232,7 +232,7 @@ class HttpInference(UnaryInference):
             if template is None:
                 template = JsonResponseTemplate(asked, model.name, model.version, shown)
                 if built.responses is not None and shown is inferred:
-                    built.responses.remember(message.schema, template)
+                    built.responses.store(message.schema, template)
             response = await _encode(gateway, self.request, asked.id, template, shown)
         except BaseException:
             if lent:
@@ -338,7 +338,7 @@ class _Events:
         shown = classified_as_requested(gateway, model, self._infer_request, inferred)
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
         if shown is inferred and isinstance(message, m.Responded) and not message.final:
-            self._responses.request.templates.remember(message.schema, template)
+            self._responses.request.templates.store(message.schema, template)
         arrays: list[bytes] = []
         for output in template.outputs:
             data = output_bytes(gateway, shown.outputs[output.position])

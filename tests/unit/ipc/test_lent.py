@@ -80,7 +80,7 @@ def test_memory_that_is_full_says_so(memory: LentMemory) -> None:
 def test_a_token_that_is_dropped_unsettled_is_told_of() -> None:
     readers: Readers[int] = Readers()
     readers.lend(READER, 0, Holding(lambda: None))
-    readers._lent.clear()  # the test's own doing
+    readers._blocks.clear()  # the test's own doing
     assert tokens.LOST == []
     source = compile("def drop(make): make()", tokens.OURS[0] + "somewhere.py", "exec")
     there: dict[str, object] = {}

@@ -209,8 +209,8 @@ def _named(given: Mapping[str, Any]) -> dict[str, Any]:
 def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Combine parameters that are given by two names."""
     values["top_k"] = max(values.get("top_k", 0), 0)
-    asked, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
-    if not asked:
+    requested, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
+    if not requested:
         values["logprobs"] = -1
     elif top is not None:
         values["logprobs"] = top
@@ -294,8 +294,8 @@ def _flag(name: str, value: Any) -> dict[str, Any]:
 def _logprobs(name: str, value: Any) -> dict[str, Any]:
     """Return the fields of a number of tokens or, with `top_logprobs`, of a flag."""
     if value in ("true", "false") or isinstance(value, bool):
-        wanted = value in (True, "true")
-        return {"wants_logprobs": wanted, "logprobs": 0 if wanted else -1}
+        requested = value in (True, "true")
+        return {"wants_logprobs": requested, "logprobs": 0 if requested else -1}
     return _number(name, value)
 
 

@@ -57,15 +57,15 @@ class TokenTexts:
         if byte is not None:
             return bytes([int(byte[1], 16)])
         # The decoder may strip the first of two equal tokens, but not the second.
-        first, both = self.decode([token]), self.decode([token, token])
-        return both[len(first) :].encode()
+        first, twice = self.decode([token]), self.decode([token, token])
+        return twice[len(first) :].encode()
 
     @functools.cached_property
     def _sorted(self) -> tuple[list[bytes], list[int]]:
         """Return the bytes of the tokens that are text, sorted, and the tokens in this order."""
-        known = self.tokenizer.get_vocab().values()
+        tokens = self.tokenizer.get_vocab().values()
         pairs = sorted(
-            (self.bytes_of(token), token) for token in known if token not in self.special
+            (self.bytes_of(token), token) for token in tokens if token not in self.special
         )
         return [data for data, _ in pairs], [token for _, token in pairs]
 

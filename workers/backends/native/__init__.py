@@ -97,12 +97,12 @@ class NativeBackend(Backend):
         groups = declaration.instance_groups(model)
         if groups:
             completed["instance_group"] = groups
-        seen = ModelSpec.of(completed)
-        ours = made_here(seen)
+        typed = ModelSpec.of(completed)
+        added = made_here(typed)
         completed["input"] = config.get("input") or declaration.own_inputs(
-            model, inputs, ours, self._at
+            model, inputs, added, self._at
         )
-        completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
+        completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in added]
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
@@ -112,7 +112,7 @@ class NativeBackend(Backend):
             # The scheduler queues further requests.
             most = max(1, declaration.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
-        elif completed["max_batch_size"] > 1 and not seen.has_scheduler:
+        elif completed["max_batch_size"] > 1 and not typed.has_scheduler:
             delay = declaration.whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed

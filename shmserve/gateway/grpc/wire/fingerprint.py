@@ -245,7 +245,7 @@ class PreparedRequests:
                 if identity != known.identity:
                     built.identify(identity)
                 return built
-        self._cache.forget(known.key)
+        self._cache.remove(known.key)
         return None
 
     def remember(
@@ -255,7 +255,7 @@ class PreparedRequests:
         if parts.identity.is_of(request):
             named = (parts.key, parts.identity, model, request.version)
             known = _Known(*named, self._models.revision, template)
-            self._cache.remember(parts.key, known)
+            self._cache.store(parts.key, known)
 
     def _learn(self, raw: bytes, parts: Split, known: _Known) -> None:
         sizes = _layout(raw, parts)
@@ -269,7 +269,7 @@ class PreparedRequests:
         layout = self._layouts.find(len(raw))
         if layout is None:
             layout = _Layout(struct, has_id, {})
-            self._layouts.remember(len(raw), layout)
+            self._layouts.store(len(raw), layout)
         # The first of two layouts of one size stays, since messages of both can alternate.
         if layout.struct.format == struct.format and layout.has_id == has_id:
             layout.known[struct.unpack(raw)[::2]] = known

@@ -146,7 +146,7 @@ class ResponseEncoder:
                 set_parameter(response.parameters[name], value)
             head = response.SerializeToString()
             if schema:
-                self._heads.remember(key, head)
+                self._heads.store(key, head)
         return head
 
 

@@ -152,7 +152,7 @@ def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> Buil
 
 def worth_preparing(cache: Cache, fingerprint: Fingerprint) -> bool:
     """Return whether a fingerprint has occurred before, and is short enough for the cache."""
-    return len(fingerprint.key[0]) <= _LONGEST_KEY and cache.notice(fingerprint.key)
+    return len(fingerprint.key[0]) <= _LONGEST_KEY and cache.is_repeated(fingerprint.key)
 
 
 def remember(
@@ -170,7 +170,7 @@ def remember(
     if len(known.packers) == len(inputs) == arrays and confirmed:
         for tensor in inputs:
             tensor.data = None  # later requests have other values
-        cache.remember(fingerprint.key, known)
+        cache.store(fingerprint.key, known)
 
 
 def _are_tensors(kept: bytes, arrays: int) -> bool:
