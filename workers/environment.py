@@ -165,7 +165,9 @@ def _unpacked(archive: Path, copies: Path) -> Path:
         lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         os.set_inheritable(lock, True)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        with copy.with_suffix(".turn").open("w") as turn:  # of the workers that start together
+        with copy.with_suffix(".turn").open(
+            "w"
+        ) as turn:  # one of the workers that start together unpacks
             fcntl.flock(turn, fcntl.LOCK_EX)
             if not copy.is_dir():
                 part = copy.with_suffix(".part")

@@ -314,7 +314,7 @@ class SequenceExecutor(Executor):
         config = self._config
         self._controls = read_controls(config)
         self._batched = config.max_batch_size > 0
-        self._policy.copies = True  # no second try would find out that a model needs them
+        self._policy.copies = True  # requests of sequences are not retried with copies
         self._states = States(
             read_states(config, self._context.model_dir), self._backend.read_only_inputs
         )
@@ -322,7 +322,7 @@ class SequenceExecutor(Executor):
         self._returned = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
         self._keeps_rows = sequences is not None and sequences.oldest is None
-        self._largest_part = 1 << 63  # rows stay together
+        self._largest_part = 1 << 63  # the rows of a batch run together
         self._rows: list[SequenceRow] = []
 
     def messages(self) -> MessageTable:
@@ -380,7 +380,7 @@ class SequenceExecutor(Executor):
             requests = self._with_gaps(real)
         try:
             responses = self._execute(requests)
-        except BaseException as error:  # SystemExit too: a model does not end its worker so
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             return [self._failed(each.opened, self._explain(error, each.request)) for each in real]
         by_request = {id(request): each for request, each in zip(requests, responses, strict=True)}
         with self._link.lock:
@@ -413,7 +413,7 @@ class SequenceExecutor(Executor):
             reply: Reply | None = Reply(opened.key, RESCHEDULED, "")
         else:
             reply = self._scatter(opened, request, response)
-        assert reply is not None  # which would have it run again
+        assert reply is not None  # None would mean that the request runs again
         return reply
 
 

@@ -164,7 +164,7 @@ class Mappings:
             opened = self._open(memory)
             mapping = self._mapped.setdefault(memory.id, opened)
             if mapping is not opened:
-                opened.close()  # another thread has opened the memory meanwhile
+                opened.close()  # another thread has opened the memory, too
         # The file position is unused, so lseek(2) is safe; fstat(2) takes three times as long.
         if not memory.sealed and (
             os.lseek(mapping.fd, 0, os.SEEK_END) < memory_range.offset + memory_range.byte_size

@@ -389,7 +389,8 @@ class MetricsReported:
 
 Response = Finished | Responded | Failed  # to a request
 
-# A limit on time beyond this, in microseconds, is as good as this: its deadline is a number still.
+# The maximum of a time limit in microseconds. Longer limits are reduced to it, so that the deadline
+# fits into 64 bits.
 LONGEST_TIMEOUT_US = 10**15
 
 

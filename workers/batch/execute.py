@@ -143,7 +143,7 @@ class Executor:
                 if response.error is None and not response.rescheduled:
                     self._writer.scatterer.write(request, response)
             self._writer.scatterer.finish_writes()
-        except BaseException as error:  # SystemExit too: it is the model's, not ours
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             return [self._explain(error, requests[0])]
         finally:
             self._context.output_memory.undelivered()
@@ -219,7 +219,7 @@ class Executor:
         # No second execution: the model may have begun to respond.
         try:
             self._call(self._backend.execute_decoupled, streams)
-        except BaseException as error:  # SystemExit too: a model does not end its worker so
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             explained = streams[0].explain(error)
             replies = [stream.refuse(explained) for stream in streams]
             return [reply for reply in replies if reply is not None]
@@ -243,14 +243,14 @@ class Executor:
         too_large = False
         try:
             responses = self._execute(requests)
-        except BaseException as error:  # SystemExit too: a model does not end its worker so
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             too_large = len(requests) > 1 and out_of_memory(error)
             if too_large:
                 logger.warning("%d requests are too many for the memory (%r)", len(requests), error)
             elif len(requests) > 1:
                 logger.warning("a batch failed (%r) and is run again one by one", error)
             elif not (is_models_own(error) and self._should_retry(requests[0])):
-                # In no variable: with its traceback the error would keep the model's inputs.
+                # Not assigned to a variable: the error's traceback keeps the inputs alive.
                 return [self._failed(opened[0], self._explain(error, requests[0]))]
             failed = opened
         else:
@@ -266,7 +266,7 @@ class Executor:
         if failed:
             self._link.pump()
             if too_large:
-                free_cached()  # only now: until here the error had the tensors
+                free_cached()  # the tensors were referenced by the error until now
             at_once = (len(failed) + 1) // 2 if too_large else 1
             for first in range(0, len(failed), at_once):
                 group = failed[first : first + at_once]

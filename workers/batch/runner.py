@@ -248,7 +248,7 @@ class Runner:
         context, signature = self._context, self._signature
         self._batched = signature.max_batch_size > 0
         self._copied = context.copied
-        if "torch" in sys.modules:  # now, and not in the first request
+        if "torch" in sys.modules:  # imported at load instead of in the first request
             importlib.import_module("shmserve.workers.memory.tensors")
         self._gatherer = Gatherer(
             signature, context.mappings, self._device.host_buffer, context.copied

@@ -91,7 +91,7 @@ class SupervisorLink:
             are in `inbox`.
         """
         if self.inbox:
-            timeout_s = 0.0  # a request of the model in this thread has read the message
+            timeout_s = 0.0  # a request that the model sent in this thread has read a message
         is_readable = False
         for fd, _ in self._poll.poll(timeout_s):
             if fd == self.dealer.fd:

@@ -142,7 +142,7 @@ class DeviceMemory:
     def _opened(self, memory: Memory) -> _Mapping:
         handle = memory.cuda
         assert handle is not None
-        self.collect()  # a handle is open once at a time
+        self.collect()  # a process may open a handle only once
         if self._cuda is None:
             self._cuda = self._make()
         allocation = self._allocation(self._cuda, handle)

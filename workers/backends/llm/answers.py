@@ -95,7 +95,7 @@ class SampleText:
         count = min(len(self.pending), self._sent_before - self.sent_characters)
         if count > 0:
             if self.parser is not None:
-                self.parser.take()  # responses end at tokens, so that all of it was sent
+                self.parser.take()  # the other instance has sent it: responses end at tokens
             self.pending = self.pending[count:]
             self.sent_characters += count
         if self.tokens and self.sent_tokens < self._tokens_before:

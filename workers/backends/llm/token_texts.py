@@ -174,7 +174,7 @@ class Detokenizer:
         kept = [token for token in prompt[-4 * _MOST_HELD :] if token not in self._skipped]
         kept = kept[-_MOST_HELD:]
         while kept and texts.continues(kept[0]):
-            del kept[0]  # an incomplete character would make byte-fallback decoders replace others
+            del kept[0]  # byte-fallback decoders replace characters beside an incomplete one
         self._tokens = kept  # tokens of the last text, followed by the pending ones
         self._read = texts.complete(self._tokens)  # the number of tokens of the last text
         self._before = self._decode(self._tokens[: self._read])

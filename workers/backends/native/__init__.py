@@ -222,7 +222,7 @@ class NativeBackend(Backend):
         return self._class
 
     def _at(self, name: str) -> str:
-        """Return the place of an attribute, or of the class, as the beginning of a line."""
+        """Return `MODEL/VERSION/FILE:LINE:COLUMN: ` of an attribute, for the start of a message."""
         own = (name, name.partition(".")[0], "")
         position = next((self._positions[each] for each in own if each in self._positions), "")
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"
@@ -309,7 +309,7 @@ class GeneratorStreams:
                 threading.Thread(
                     target=self._serve, args=(iter(iterator), stream), name="stream", daemon=True
                 ).start()
-        except BaseException as error:  # SystemExit too: it must not end the worker
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             stream.fail_raised(error)
             self._free_place()
 
@@ -349,7 +349,7 @@ class GeneratorStreams:
         try:
             with inference_mode(), _responding(stream):
                 self._relay(iterator, stream)
-        except BaseException as error:  # SystemExit too: it must not end the worker
+        except BaseException as error:  # SystemExit, too: a model must not end its worker
             stream.fail_raised(error)
         finally:
             self._end(stream)

@@ -76,7 +76,7 @@ def import_onnxruntime() -> Any:
     except ImportError as error:
         needed = missing_package("backend 'onnxruntime'", error, "onnx")
         raise Unavailable(f"{needed}, or onnxruntime-gpu for CUDA") from None
-    runtime.disable_telemetry_events()  # the environment is read at import at the latest
+    runtime.disable_telemetry_events()  # too late for its environment variable
     return runtime
 
 
