@@ -292,7 +292,7 @@ def _flag(name: str, value: Any) -> dict[str, Any]:
 
 
 def _logprobs(name: str, value: Any) -> dict[str, Any]:
-    """Return the fields of a number of tokens or, with `top_logprobs`, of a flag."""
+    """Return the fields of `logprobs`: a number of tokens, or a flag as in chats."""
     if value in ("true", "false") or isinstance(value, bool):
         requested = value in (True, "true")
         return {"wants_logprobs": requested, "logprobs": 0 if requested else -1}
@@ -392,7 +392,7 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
 
 
 def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
-    """Return the grammar of vLLM's object, which has one constraint and its options."""
+    """Return the grammar of `structured_outputs`: an object with one constraint and options."""
     allowed = f"an object with one of {', '.join(_CONSTRAINTS)}"
     found = _decoded(value, allowed)
     if not isinstance(found, dict):
