@@ -598,9 +598,9 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     """What torch keeps is given back before each; a request cancelled meanwhile is left out."""
     freed: list[int] = []
     seen: list[int] = []
-    for module in ("execute", "failures"):
+    for module in ("batch.execute", "context"):
         monkeypatch.setattr(
-            f"shmserve.workers.batch.{module}.free_cached", lambda: freed.append(len(seen))
+            f"shmserve.workers.{module}.free_cached", lambda: freed.append(len(seen))
         )
 
     def execute(requests: list[Request]) -> list[Response]:
