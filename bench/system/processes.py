@@ -47,7 +47,7 @@ def tree(root: int) -> list[Process]:
 
 
 def cpu_s(root: int) -> float:
-    """Seconds of CPU the tree of `root` has used so far, in steps of a clock tick a process."""
+    """Return the CPU seconds that the process tree of `root` has used so far."""
     return sum(p.cpu_s for p in tree(root))
 
 
@@ -101,7 +101,7 @@ def living(members: list[Process]) -> list[Process]:
     return [p for p in members if (now := _read(p.pid)) is not None and now.started == p.started]
 
 
-def wait_gone(members: list[Process], timeout_s: float) -> bool:
+def wait_exited(members: list[Process], timeout_s: float) -> bool:
     """Wait until all of `members` have ended; return False after the time limit."""
     deadline = time.monotonic() + timeout_s
     while living(members):

@@ -242,7 +242,7 @@ class ServerConnection(ServerState):
                     self.models.withdraw(name, version)
                     self._acknowledge(acknowledge)
                 case m.SchedulerLost(endpoint, successor):
-                    self.lose(endpoint, successor)
+                    self.on_scheduler_lost(endpoint, successor)
                 case OwnerExited(pid):
                     self.mappings.drop_process(pid)
                 case ServerEnding(acknowledge):
@@ -388,7 +388,7 @@ class ServerConnection(ServerState):
 
 def _why_not(error: Exception) -> str:
     if isinstance(error, PermissionError):
-        return "this user may not connect to the server"
+        return "this user may not connect to the server (see its flag --shm-group)"
     if isinstance(error, frames.OtherVersion):
         return f"the server cannot be used: {error},"
     if isinstance(error, ConnectionResetError | BrokenPipeError | MalformedMessage):

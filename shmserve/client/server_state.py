@@ -79,7 +79,7 @@ class ClientModels:
         self.ready = True
 
     def publish(self, message: ModelPublished) -> None:
-        """Add a version, or replace it after a change."""
+        """Register a version, or replace it after a change."""
         key = (message.name, message.version)
         old = self._models.get(key)
         model = self._models[key] = ClientModel(message, self)
@@ -187,7 +187,7 @@ class ServerState(ABC):
     def is_closed(self) -> bool:
         """Check whether the connection has ended, even if no thread has processed that yet."""
 
-    def lose(self, endpoint: str, successor: str) -> None:
+    def on_scheduler_lost(self, endpoint: str, successor: str) -> None:
         """Record that the scheduler at `endpoint` is gone."""
         self.lost.add(endpoint, successor)
         self.losses += 1

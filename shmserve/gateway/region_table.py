@@ -236,7 +236,7 @@ class RegionTable:
         self._by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
-        """Add a region under its name, or list one that only requests in flight use."""
+        """Register a region under its name, or list one that only requests in flight use."""
         region = GatewayRegion(message)
         memory_id = region.memory.id
         if message.draining:

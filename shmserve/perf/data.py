@@ -221,7 +221,9 @@ def entries(path: Path) -> list[Any]:
 def _file(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
     for number, entry in enumerate(entries(path)):
         if not isinstance(entry, dict):
-            raise InvalidArgument(f"--data: request {number} of '{path}' is no object of inputs")
+            raise InvalidArgument(
+                f"--data: request {number} of '{path}' must be a JSON object {{input: values}}"
+            )
         try:
             yield {name: maker.of_elements(name, value) for name, value in entry.items()}
         except (InvalidArgument, KeyError, ValueError, TypeError) as error:
@@ -259,9 +261,9 @@ def output_sizes(found: ModelInterface, batch: int, otherwise: int) -> dict[str,
     """Return the bytes of each output of a request; `otherwise` for variable sizes."""
     sizes = {}
     for name, (datatype, dims) in found.outputs.items():
-        known = ITEM_SIZE[datatype] and -1 not in dims
+        fixed = ITEM_SIZE[datatype] and -1 not in dims
         rows = batch if found.batches else 1
-        sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if known else otherwise
+        sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if fixed else otherwise
     return sizes
 
 

@@ -83,8 +83,8 @@ class ClientTable(dict[bytes, Client[R]]):
 
     def __missing__(self, peer: bytes) -> Client[R]:
         if len(self) >= _MOST_CLIENTS:
-            for known in [each for each in self.values() if not each.requests]:
-                del self[known.peer]
+            for idle in [each for each in self.values() if not each.requests]:
+                del self[idle.peer]
         client: Client[R] = Client(peer, self._links.to(peer))
         self[peer] = client
         return client
@@ -137,11 +137,11 @@ class Reports:
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
     def set_base(self, message: BaseCounters) -> None:
-        """Add the counts of the version that this version replaces."""
+        """Continue the counts of the version that this version replaces."""
         try:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of what was here before cannot be read")
+            logger.exception("the statistics of the previous version cannot be read")
         self.snapshot()
 
     def restore(self, snapshot: list[Any], alive: list[int]) -> None:
@@ -180,7 +180,7 @@ class OverloadLog:
     def __init__(self, model: str) -> None:
         self._model = model
         self._refused = 0
-        self._next_ns = 0  # no line is due earlier
+        self._next_ns = 0  # the earliest time of the next line in the log
         self.due_ns = NEVER
 
     def refuse(self) -> None:
@@ -189,7 +189,7 @@ class OverloadLog:
         self.due_ns = self._next_ns
 
     def tick(self, now_ns: int) -> None:
-        """Log the count, which is due."""
+        """Log the number of refused requests; called when `due_ns` has passed."""
         self._next_ns = now_ns + _EVERY_NS
         self.write()
 
@@ -233,7 +233,7 @@ class Core(Protocol[R]):
         """
 
     def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
-        """Answer a request from the cache; it has passed `check`."""
+        """Serve a request from the cache; it has passed `check`."""
 
     def cancel(self, request: R, now_ns: int, listening: bool = False) -> None:
         """Cancel a request; `listening` as in `Cancel`."""
@@ -293,7 +293,7 @@ class Front(Generic[R]):
     _wall_clock: Callable[[], int]
     _model: str
     _cache: ResponseCache | None = None
-    _dead: dict[int, None] = field(default_factory=dict)  # processes, in the order of their ends
+    _dead: dict[int, None] = field(default_factory=dict)  # exited processes in order
     _draining: bool = False
     _drained: bool = False
     stopped: bool = False
@@ -456,7 +456,7 @@ class Front(Generic[R]):
         self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
-        """Count a dropped message that makes no sense from its sender or now."""
+        """Count a dropped message that its sender may not send, or not now."""
         self._reports.unexpected += 1
 
     def _gauges(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class History:
         self._looks: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, at_s: float, rows: Mapping[str, Row]) -> None:
-        """Add the rows at a time (of the wall clock), unless the last ones are recent."""
+        """Record the rows at a time (of the wall clock), unless the last ones are recent."""
         looks = self._looks
         if looks and 0 <= at_s - looks[-1][0] < HISTORY_EVERY_S * 0.9:
             return

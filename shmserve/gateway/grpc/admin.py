@@ -284,7 +284,7 @@ def _file_of(symbol: str) -> Any:
 
 
 def _describe(response: ServerReflectionResponse, file: Any) -> None:
-    """Add a file and the files that it imports to a response."""
+    """Write a file and the files that it imports to a response."""
     waiting, sent = [file], set()
     while waiting:
         each = waiting.pop(0)

@@ -64,7 +64,7 @@ class BodyBudget:
         self._bodies: set[Arrival] = set()
 
     def take(self, body: Arrival, more: int) -> None:
-        """Account for `more` bytes of a body, until `give`.
+        """Count `more` bytes of a body, until `give`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.
@@ -164,7 +164,7 @@ class Arrival:
     # --- memory
 
     def hold(self, more: int) -> None:
-        """Account for `more` bytes outside of the arena, until `release_budget`.
+        """Count `more` bytes outside of the arena, until `release_budget`.
 
         Raises:
             Unavailable: The bodies together exceed the limit.

@@ -23,7 +23,7 @@ _NEAR_NS = 5 * _NS_PER_MS
 
 Take = Callable[[], None]
 Ready = list[tuple[int, int]]
-Handler = Callable[[Any, Any], None]  # of the sender's address and its message
+Handler = Callable[[Any, Any], None]  # arguments: the sender's address, its message
 
 
 class Waiter:
@@ -40,7 +40,7 @@ class Waiter:
         self._busy_poll = BusyPoll()
 
     def watch(self, fd: int, take: Take) -> None:
-        """Add a descriptor; it is handled after those that are watched already."""
+        """Watch a descriptor; it is handled after those that are watched already."""
         self.takers[fd] = take
         self._epoll.register(fd, select.EPOLLIN)
 

@@ -43,7 +43,7 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
-from tests.rigs.process_rig import ToldProcesses
+from tests.rigs.process_rig import RecordedProcesses
 from tests.rigs.region_rig import policy
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 from tests.support.waiting import until
@@ -64,7 +64,7 @@ class SupervisorContext:
         self.worker = worker
         self._cuda = cuda
         self._devices = devices
-        self.processes = ToldProcesses()
+        self.processes = RecordedProcesses()
         self.events: list[Any] = []
         self.looking = False  # whether a worker looks at handles
         self._ready = threading.Event()
@@ -330,8 +330,8 @@ def test_a_dead_exporter_fails_its_own_requests_only(
     host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     dead, alive = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
-    cuda.forget(exporting.allocated[dead.segment.address])
-    with pytest.raises(InvalidArgument, match="cannot be opened: its owner is gone"):
+    cuda.revoke(exporting.allocated[dead.segment.address])
+    with pytest.raises(InvalidArgument, match="cannot be opened: its owner has exited"):
         ask(host, client, dead)
     ask(host, client, alive)
 
@@ -363,7 +363,7 @@ def test_pinned_host_memory(
 # --- what is refused
 
 
-def test_what_cannot_be_allocated(
+def test_invalid_allocations_are_rejected(
     host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     for name in ("gpu:0", "cuda:x", "cuda:", "npu:0", "", None, 0, torch.device("meta")):
@@ -462,7 +462,7 @@ def test_the_same_handle_shared_again_is_another_memory() -> None:
         *("a negative device", "a device that is not there", "more than a user may have"),
     ],
 )
-def test_what_is_wrong_with_a_handle(
+def test_invalid_handles_are_rejected(
     host: SupervisorContext,
     client: Server,
     handle: bytes,

@@ -97,8 +97,8 @@ async def started(
 ) -> list[asyncio.Task[object]]:
     """Tasks that have waited for 50 ms."""
     tasks = [asyncio.create_task(way) for way in ways]
-    await clock.go_on(0)
-    await clock.go_on(0.05)
+    await clock.advance(0)
+    await clock.advance(0.05)
     return tasks
 
 
@@ -110,16 +110,16 @@ def test_only_who_has_such_memory_is_evicted(make_clock: Callable[[], Clock]) ->
         json, tensor = Client(), Client()
         tasks = await started(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
         json.content.feed_data(bytes(1000))
-        await clock.go_on(0.02)
+        await clock.advance(0.02)
         holds = resources_in(arena)
         holds.allocate([MIB])
-        await clock.go_on(0.01)
+        await clock.advance(0.01)
         assert [task.done() for task in tasks] == [False, True]
         with pytest.raises(BodyTimeout, match="too slowly"):
             await tasks[1]
         with pytest.raises(Unavailable):
             resources_in(arena).allocate([MIB])
-        await clock.go_on(0.01)
+        await clock.advance(0.01)
         assert not tasks[0].done()
         holds.release()
         tasks[0].cancel()
@@ -137,7 +137,7 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
         client.content.feed_data(bytes(100))
         with client.body.arrival.keeping(holds.release):
             await client.body.next()
-            await clock.go_on(0.1)  # as while it is decompressed
+            await clock.advance(0.1)  # as while it is decompressed
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
@@ -168,7 +168,7 @@ def test_who_is_out_of_time_anyway_is_evicted(make_clock: Callable[[], Clock]) -
 
         # Both in one turn of the loop.
         asyncio.get_running_loop().call_later(0.06, other)
-        await clock.go_on(0.1)
+        await clock.advance(0.1)
         assert others == [None]
         with pytest.raises(BodyTimeout):
             await tasks[0]
