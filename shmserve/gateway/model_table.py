@@ -135,7 +135,7 @@ class ModelTable:
         latest = sorted(self._latest.items(), reverse=True)
         self._aliases = {alias: name for name, model in latest for alias in model.aliases}
 
-    def own_name(self, name: str) -> str:
+    def resolve_alias(self, name: str) -> str:
         """Return the name of the model that has an alias; other names are returned as they are.
 
         A model's own name precedes the aliases of other models.

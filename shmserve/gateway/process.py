@@ -62,11 +62,11 @@ class Frontend(ABC):
     """The protocol server of a gateway: its listeners and connections.
 
     Attributes:
-        keeps_busy: Whether, without a successor, requests are refused although connections have
-            calls in flight.
+        refuses_while_busy: Whether a drain without a successor refuses requests on connections
+            that have calls in flight.
     """
 
-    keeps_busy: ClassVar[bool] = False
+    refuses_while_busy: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._accepting: list[asyncio.Server] = []
@@ -113,7 +113,9 @@ class Frontend(ABC):
         def disconnect() -> None:
             listeners.active = len(self._acceptors)  # Counted late: listeners may just be opening.
             for acceptor in self._acceptors:
-                acceptor.drain(listeners.decrement, refuses=self.keeps_busy and not followed)
+                acceptor.drain(
+                    listeners.decrement, refuses=self.refuses_while_busy and not followed
+                )
             listeners.when_idle(on_notified)
 
         # Connections that were accepted already are created in this turn of the loop.

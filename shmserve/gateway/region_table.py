@@ -41,12 +41,12 @@ class GatewayRegion:
         """Check whether a user may use the region."""
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
-    def memory_range(self, wanted: RegionRange) -> Range:
+    def memory_range(self, requested: RegionRange) -> Range:
         """Return a range of this region as a memory range.
 
         Raise InvalidArgument if it lies outside.
         """
-        offset, size = wanted.offset, wanted.byte_size
+        offset, size = requested.offset, requested.byte_size
         if offset >= self.byte_size:
             raise InvalidArgument(
                 f"Invalid offset for shared memory region: '{self.name}' (offset {offset}; the "
@@ -84,28 +84,28 @@ class Spans:
     suffices.
     """
 
-    __slots__ = ("regions", "taken", "warned")
+    __slots__ = ("ranges", "regions", "warned")
 
     def __init__(self) -> None:
         self.regions = 0
-        self.taken: list[tuple[int, int]] = []
+        self.ranges: list[tuple[int, int]] = []
         self.warned = False
 
     def add(self, span: tuple[int, int]) -> bool:
         """Take a range; False, and nothing taken, when a part of it is."""
-        taken = self.taken
-        at = bisect_left(taken, span)
-        for start, _ in taken[at : at + 1]:
+        ranges = self.ranges
+        at = bisect_left(ranges, span)
+        for start, _ in ranges[at : at + 1]:
             if start < span[1]:
                 return False
-        if at and taken[at - 1][1] > span[0]:
+        if at and ranges[at - 1][1] > span[0]:
             return False
-        taken.insert(at, span)
+        ranges.insert(at, span)
         return True
 
     def remove(self, span: tuple[int, int]) -> None:
         """Give back a range that was taken."""
-        del self.taken[bisect_left(self.taken, span)]
+        del self.ranges[bisect_left(self.ranges, span)]
 
 
 # An output of a request: its region, and the range in the object of the region.
@@ -123,10 +123,10 @@ class Uses:
         self._spans: list[Write] = []  # all outputs
         self._writes: list[Write] = []  # the outputs that overlap no other output
 
-    def take(self, wanted: RegionRange, *, write: bool = False) -> Range:
+    def take(self, requested: RegionRange, *, write: bool = False) -> Range:
         """Use a range; raises NotFound or InvalidArgument."""
-        region = self._table.find(wanted.region)
-        memory_range = region.memory_range(wanted)
+        region = self._table.find(requested.region)
+        memory_range = region.memory_range(requested)
         if region not in self.regions:
             self.regions.append(region)
             region.requests += 1
@@ -307,17 +307,17 @@ class RegionTable:
         Raises:
             NotFound: The name is unknown or of the other kind; the message is Triton's.
         """
-        listed = self._listed()
+        by_name_listed = self._listed()
         if not name:
-            every = [listed[each] for each in sorted(listed)]
-            return [r for r in every if r.admits(peer) and (r.memory.cuda is not None) == cuda]
-        kind, other = ("CUDA", "system") if cuda else ("system", "CUDA")
-        region = listed.get(name)
+            regions = [by_name_listed[each] for each in sorted(by_name_listed)]
+            return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == cuda]
+        kind, other_kind = ("CUDA", "system") if cuda else ("system", "CUDA")
+        region = by_name_listed.get(name)
         if region is None or not region.admits(peer):
             raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
         if (region.memory.cuda is not None) != cuda:
             raise NotFound(
-                f"The region named '{name}' is registered as {other} shared memory, "
+                f"The region named '{name}' is registered as {other_kind} shared memory, "
                 f"not {kind} shared memory"
             )
         return [region]

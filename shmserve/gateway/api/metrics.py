@@ -113,7 +113,7 @@ _LATENCIES = (
         "compute_output",
     ),
 )
-_TRITONS = _families(
+_TRITON = _families(
     ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL}"),
     (
         *("counter", "nv_inference_count", "inference_count"),
@@ -146,7 +146,7 @@ _OF_CACHE = _families(
     ("gauge", "shmserve_cache_bytes", "cache.bytes", "Bytes of responses in the cache of a model"),
     ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
 )
-_OURS = _families(
+_OWN = _families(
     *(
         ("counter", f"shmserve_{name}", name, text)
         for name, text in (
@@ -185,12 +185,12 @@ _PADDING = (
 _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
-def tritons(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
+def triton_families(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
     """Yield Triton's counters and gauges; durations only with `latencies`.
 
     The families of the response cache are included if a model has one.
     """
-    for family in _TRITONS:
+    for family in _TRITON:
         if latencies or not family.is_latency:
             yield family.metric(reports)
     failures = ExpositionFamily(
@@ -209,11 +209,11 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
             yield family.metric(cached)
 
 
-def ours(reports: Reports) -> Iterator[ExpositionFamily]:
+def own_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield histograms, counters and gauges that Triton does not have."""
     for name, text in _HISTOGRAMS:
         yield histogram(f"shmserve_{name}", name, text, reports)
-    for family in _OURS:
+    for family in _OWN:
         yield family.metric(reports)
     yield from _padding(reports)
 
@@ -387,8 +387,8 @@ class MetricsExporter:
         gateway = self._gateway
         reports = await management.collect(gateway, gateway.models.all())
         families = list(_Families(gateway, reports, self._cpu.read()).collect())
-        taken = {family.name for family in families}
-        return (_text(families) + _models_own(reports, taken)).encode()
+        server_names = {family.name for family in families}
+        return (_text(families) + _model_families(reports, server_names)).encode()
 
 
 def _text(families: Iterable[ExpositionFamily]) -> str:
@@ -400,10 +400,10 @@ def _sort_key(label: tuple[str, str]) -> tuple[bool, str]:
     return label[0] in _OF_A_DISTRIBUTION, label[0]
 
 
-def _models_own(reports: list[dict[str, Any]], taken: set[str]) -> str:
+def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
     parts = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
     families = model_metrics.added(parts)
-    free = {name: family for name, family in families.items() if name not in taken}
+    free = {name: family for name, family in families.items() if name not in server_names}
     if len(free) < len(families):
         logger.warning(
             "models have metrics with names of the server's, which are not shown: %s",
@@ -435,14 +435,14 @@ class _Families:
             ({**labels, **self._tags(labels["model"], labels["version"])}, report)
             for labels, report in self._reports
         ]
-        yield from tritons(tagged, latencies=settings.counter_latencies)
+        yield from triton_families(tagged, latencies=settings.counter_latencies)
         if settings.histogram_latencies:
             yield from first_responses(tagged)
         if settings.summary_latencies:
             yield from summaries(tagged)
         yield self._load_seconds()
         yield from self._failed_loads()
-        yield from ours(self._reports)
+        yield from own_families(self._reports)
         yield from generative(self._reports)
         yield from self._regions()
         yield from self._host()

@@ -84,7 +84,7 @@ async def lease(
     def on_registered(task: asyncio.Future[dict[str, Any]]) -> None:
         if not task.cancelled() and task.exception() is None:
             abandoned = RegionAbandoned(task.result()["memory_id"])
-            client.when_gone(partial(gateway.supervisor.post, abandoned))
+            client.call_on_disconnect(partial(gateway.supervisor.post, abandoned))
 
     task = asyncio.ensure_future(registered)
     task.add_done_callback(on_registered)

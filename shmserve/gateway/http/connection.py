@@ -58,7 +58,7 @@ class HttpConnection(Incoming):
         self._task: asyncio.Task[None] | None = None
         # A request in flight without the task, or that the task has to take over.
         self._begun: BegunRequest | None = None
-        self._resting: asyncio.Future[None] | None = None  # the task waits for it meanwhile
+        self._idle_waiter: asyncio.Future[None] | None = None  # the task waits for it meanwhile
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_S
 
@@ -85,7 +85,7 @@ class HttpConnection(Incoming):
         if begun is not None:
             begun.cancel()
             self._app.decrement()
-        self.client.gone()
+        self.client.disconnected()
 
     def _end_if_idle(self) -> None:
         since = self.idle_since
@@ -106,35 +106,35 @@ class HttpConnection(Incoming):
 
     def _begin(self, repeat: Repeat, body: bytes) -> bool:
         # The request may fail before `repeat` returns. The task then takes over the request.
-        resting = self._resting = self._waiter
+        waiter = self._idle_waiter = self._waiter
         self._waiter = None
-        begun = repeat(body, self._answer)
+        begun = repeat(body, self._write_response)
         if begun is None:
-            self._resting, self._waiter = None, resting
+            self._idle_waiter, self._waiter = None, waiter
             return False
         self._begun = begun
         self._busy = True
         self._app.active += 1
         return True
 
-    def _answer(self, body: bytes | None, headers: bytes = JSON) -> None:
-        resting, self._resting = self._resting, None
-        assert resting is not None
+    def _write_response(self, body: bytes | None, headers: bytes = JSON) -> None:
+        waiter, self._idle_waiter = self._idle_waiter, None
+        assert waiter is not None
         if body is None:
-            resting.set_result(None)  # the task takes over
+            waiter.set_result(None)  # the task takes over
             return
         self._begun = None
         self._busy = False
         self._since = self._loop.time()
         transport = self.transport
         if transport is None or transport.is_closing():
-            resting.cancel()  # the task ends with the connection
+            waiter.cancel()  # the task ends with the connection
         else:
             transport.write(_OK % (len(body), headers) + body)
             if self._messages or self.writing_paused:
-                resting.set_result(None)
+                waiter.set_result(None)
             else:
-                self._waiter = resting
+                self._waiter = waiter
         self._app.decrement()
 
     # --- requests, one after the other
@@ -184,9 +184,9 @@ class HttpConnection(Incoming):
             self._refuse(first)
             return None
         self._busy = True
-        self._dequeued(len(self._messages))
+        self._on_dequeued(len(self._messages))
         request = HttpRequest(*first, self)
-        request.closes |= self.last
+        request.closes |= self.closes_next
         if first[0].upgrade:
             # aiohttp's parser drops bytes behind an offer of another protocol. The connection is
             # kept only if these bytes can be found.
@@ -225,14 +225,14 @@ class HttpConnection(Incoming):
             return
         if content.exception() is not None:
             return
-        self._awaiting = True
+        self._awaits_body = True
         self._start_timeout(self._settings.body_timeout_s)
         try:
             await content.wait_eof()
         except (TimeoutError, MalformedBody):
             return  # The stream raises the exception again when it is read.
         finally:
-            self._awaiting = False
+            self._awaits_body = False
 
 
 async def _linger(content: StreamReader | WholeBody) -> None:

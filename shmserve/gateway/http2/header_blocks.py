@@ -34,8 +34,8 @@ Fields = Sequence[tuple[bytes, bytes]]
 # hpack's debug messages contain all headers, including secrets.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
-_MOST_KNOWN = 64
-_LONGEST_KNOWN = 512
+_MOST_CACHED = 64
+_LONGEST_CACHED = 512
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
 _LONG_UPDATE = 0x1F  # in the first byte: the integer continues
 _MOST_UPDATES = 2  # of the table's size per block
@@ -57,23 +57,23 @@ class HeaderDecoder(Generic[Read]):
     def __init__(self, read: Callable[[Fields], Read], largest: int) -> None:
         self._decoder = Decoder(largest)
         self._read = read
-        self._known: dict[bytes, Read] = {}
-        self._keeps = hasattr(self._decoder.header_table, "dynamic_entries")
+        self._heads: dict[bytes, Read] = {}
+        self._caches = hasattr(self._decoder.header_table, "dynamic_entries")
 
     def request(self, block: bytes) -> Read:
         """Return the head of a request.
 
         Raise StreamFault if it is malformed, or ConnectionFault.
         """
-        known = self._known.get(block)
-        if known is not None:
-            return known
-        fields, keeps = self._decode(block)
+        cached = self._heads.get(block)
+        if cached is not None:
+            return cached
+        fields, is_cacheable = self._decode(block)
         found = self._read(request_fields(fields))
-        if keeps and len(block) <= _LONGEST_KNOWN:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[block] = found
+        if is_cacheable and len(block) <= _LONGEST_CACHED:
+            if len(self._heads) >= _MOST_CACHED:
+                self._heads.clear()
+            self._heads[block] = found
         return found
 
     def trailers(self, block: bytes) -> None:
@@ -90,7 +90,7 @@ class HeaderDecoder(Generic[Read]):
         Raises ConnectionFault, after which no further block can be decoded.
         """
         table = self._decoder.header_table
-        entries: Sequence[object] = table.dynamic_entries if self._keeps else ()
+        entries: Sequence[object] = table.dynamic_entries if self._caches else ()
         count, newest = len(entries), entries[0] if entries else None
         is_update = bool(block) and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE
         if is_update:
@@ -102,9 +102,9 @@ class HeaderDecoder(Generic[Read]):
         except HPACKError:
             raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a broken header block") from None
         if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
-            self._known.clear()
+            self._heads.clear()
             return fields, False
-        return fields, self._keeps
+        return fields, self._caches
 
 
 def _check_updates(block: bytes) -> None:

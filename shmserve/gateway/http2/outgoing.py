@@ -93,7 +93,7 @@ class Outgoing:
         self.waiting: dict[Stream, None] = {}  # streams with unsent data, in turn
         self.frames = 0  # number of data frames
         self.bytes = 0  # number of data bytes
-        self.grown = False  # a window has grown: `resume` must be called
+        self.window_grown = False  # a window has grown: `resume` must be called
 
     # --- called by the receiver of calls
 
@@ -197,7 +197,7 @@ class Outgoing:
             self.window += more
             if self.window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
-            self.grown = True
+            self.window_grown = True
             return
         stream.send_window += more
         if stream.send_window > LARGEST_WINDOW:
@@ -214,11 +214,11 @@ class Outgoing:
             if stream.send_window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
         if more > 0:
-            self.grown = True
+            self.window_grown = True
 
     def resume(self) -> None:
         """Send what the windows permit, stream by stream."""
-        self.grown = False
+        self.window_grown = False
         sendable = list(self.waiting)
         while sendable and not self.paused:
             # A stream that cannot send because the connection's window is exhausted keeps its turn.

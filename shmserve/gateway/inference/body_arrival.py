@@ -70,12 +70,12 @@ class BodyBudget:
             Unavailable: The bodies together exceed the limit.
         """
         self._bodies.add(body)
-        body.held += more
+        body.heap_bytes += more
         self._used += more
-        if self._used > max(self._most, body.held):
+        if self._used > max(self._most, body.heap_bytes):
             for slow in self._slow(attrgetter("held")):
                 slow.evict()
-                if self._used <= max(self._most, body.held):
+                if self._used <= max(self._most, body.heap_bytes):
                     break
             else:
                 raise Unavailable(f"server memory for request bodies ({self._most} bytes) is full")
@@ -83,10 +83,10 @@ class BodyBudget:
 
     def give(self, body: Arrival) -> None:
         """Return the bytes of a body that is complete or discarded."""
-        held, body.held = body.held, 0
-        self._used -= held
+        heap_bytes, body.heap_bytes = body.heap_bytes, 0
+        self._used -= heap_bytes
         self._bodies.discard(body)
-        self._trim.soon(held)
+        self._trim.soon(heap_bytes)
 
     def keep(self, body: Arrival) -> None:
         """Register a body that has a block of the arena."""
@@ -125,7 +125,7 @@ class Arrival:
 
     Attributes:
         received: The number of received bytes.
-        held: The number of bytes outside of the arena, which count in the budget.
+        heap_bytes: The number of bytes outside of the arena, which count in the budget.
     """
 
     def __init__(self, body_timeout_s: float, budget: BodyBudget) -> None:
@@ -138,7 +138,7 @@ class Arrival:
         self._release: Callable[[], None] | None = None
         self._evicted = False
         self.received = 0
-        self.held = 0
+        self.heap_bytes = 0
 
     async def next(self, read: Awaitable[bytes]) -> bytes:
         """Return the result of `read`.
@@ -163,7 +163,7 @@ class Arrival:
 
     # --- memory
 
-    def hold(self, more: int) -> None:
+    def reserve(self, more: int) -> None:
         """Account for `more` bytes outside of the arena, until `release_budget`.
 
         Raises:
@@ -173,7 +173,7 @@ class Arrival:
         self._budget.take(self, more)
 
     def release_budget(self) -> None:
-        """Return the bytes of `hold`, since the body is complete or discarded."""
+        """Return the bytes of `reserve`, since the body is complete or discarded."""
         self._budget.give(self)
 
     def keep(self, release: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ from shmserve.errors import (
     Unavailable,
     from_code,
 )
-from shmserve.gateway.context import UNLIMITED, Gateway, TimeLimit, loaded
+from shmserve.gateway.context import UNLIMITED, Gateway, TimeLimit, resolve_model
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.links import GatewayRequest
@@ -168,12 +168,12 @@ async def reload(gateway: Gateway, built: BuiltRequest) -> None:
     """Load the model of a request again, if it was unloaded while the request arrived.
 
     Raises:
-        ShmserveError: As in `loaded`. The resources of the request are released.
+        ShmserveError: As in `resolve_model`. The resources of the request are released.
     """
     if built.model.published:
         return
     try:
-        await loaded(gateway, built.model.name, built.model.version)
+        await resolve_model(gateway, built.model.name, built.model.version)
     except BaseException:
         built.release()
         raise

@@ -48,7 +48,7 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert (first["text"], first["finish_reason"]) == ("ab", None)
     assert last["finish_reason"] == "stop"
     assert last["logprobs"]["text_offset"] == [2]
-    whole = choices.whole()
+    whole = choices.whole_response()
     (choice,) = whole["choices"]
     assert (whole["object"], choice["text"]) == ("text_completion", "abab")
     assert choice["logprobs"] == {
@@ -84,7 +84,7 @@ def test_a_chat_says_its_role_once() -> None:
         {"content": "c"},
         {},
     ]
-    messages = [each["message"] for each in choices.whole()["choices"]]
+    messages = [each["message"] for each in choices.whole_response()["choices"]]
     assert messages == [
         {"role": "assistant", "content": "ac"},
         {"role": "assistant", "content": "b"},
@@ -95,7 +95,7 @@ def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:
     choices = Choices(COMPLETION, "m", 3)
     choices.add(1, Delta(0, "x", "stop", None, USAGE))
     choices.add(0, Delta(2, "y", "stop", None, USAGE))
-    assert [each["index"] for each in choices.whole()["choices"]] == [2, 3]
+    assert [each["index"] for each in choices.whole_response()["choices"]] == [2, 3]
     assert choices.usage()["total_tokens"] == 10
 
 
@@ -142,7 +142,7 @@ def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
     signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
     model = SimpleNamespace(name="m", signature=signature)
-    models = MagicMock(on_demand=(), own_name=str)
+    models = MagicMock(on_demand=(), resolve_alias=str)
     models.__contains__.return_value = True
     models.resolve.return_value = model
     settings = GatewaySettings(max_input_size=1 << 20, arena_byte_size=1 << 20)
@@ -211,7 +211,7 @@ def test_a_chat_with_reasoning_and_calls() -> None:
         {},
     ]
     assert chunks[-1]["finish_reason"] == "tool_calls"
-    (choice,) = choices.whole()["choices"]
+    (choice,) = choices.whole_response()["choices"]
     call["function"] = {"name": "f", "arguments": "{}"}
     assert choice["message"] == {
         "role": "assistant",

@@ -158,7 +158,7 @@ def test_items_follow_one_another_and_are_remembered() -> None:
 def test_a_text_that_is_too_long_is_incomplete() -> None:
     made = ResponseObject({"model": "m"})
     made.add(0, Delta(0, "a b", "length", usage=USAGE))
-    whole = made.whole()
+    whole = made.whole_response()
     assert (whole["status"], whole["incomplete_details"]) == (
         *("incomplete",),
         {"reason": "max_output_tokens"},

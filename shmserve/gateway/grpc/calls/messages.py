@@ -107,21 +107,30 @@ class ArrivingMessage(Arrival):
 class Assembly:
     """The assembly of one call's messages: `feed` it with data, and `take` complete messages.
 
-    Clients may send `unasked` bytes of a message before the window is enlarged.
+    Clients may send `permitted` bytes of a message before the window is enlarged.
     """
 
     __slots__ = (
-        *("_at", "_compressed", "_copied", "_head", "_later", "_message", "_piece", "_prefix"),
-        *("_sinks", "_size", "_unasked", "extra", "missing", "sink"),
+        *(
+            "_position",
+            "_compressed",
+            "_copied",
+            "_head",
+            "_later",
+            "_message",
+            "_piece",
+            "_prefix",
+        ),
+        *("_sinks", "_size", "_permitted", "extra", "missing", "sink"),
     )
 
-    def __init__(self, unasked: int, head: CallHead, sinks: Sinks | None) -> None:
-        self._unasked = unasked
+    def __init__(self, permitted: int, head: CallHead, sinks: Sinks | None) -> None:
+        self._permitted = permitted
         self._head = head
         self._sinks = sinks
         self.sink: Sink | None = None
-        self._piece = _NOTHING  # received data, of which `_at` bytes are consumed
-        self._at = 0
+        self._piece = _NOTHING  # received data, of which `_position` bytes are consumed
+        self._position = 0
         self._copied = True  # out of the read buffer
         self._later = bytearray()  # data behind the piece
         self._prefix = b""
@@ -138,21 +147,21 @@ class Assembly:
 
     def next_buffer(self, most: int) -> memoryview | None:
         """Return the final memory of at most `most` of the next bytes, or None."""
-        if self.sink is None or self._at < len(self._piece) or self._later:
+        if self.sink is None or self._position < len(self._piece) or self._later:
             return None
         return self.sink.next_buffer(min(most, self.missing))
 
     def feed(self, piece: memoryview) -> None:
         """Receive bytes."""
-        if self._at == len(self._piece) and not self._later:
-            self._piece, self._at, self._copied = piece, 0, False
+        if self._position == len(self._piece) and not self._later:
+            self._piece, self._position, self._copied = piece, 0, False
         else:
             self._later += piece
 
     def keep_piece(self) -> None:
         """Copy the received data, since it is consumed later than the read buffer is reused."""
         if not self._copied:
-            self._piece, self._at = memoryview(bytes(self._piece[self._at :])), 0
+            self._piece, self._position = memoryview(bytes(self._piece[self._position :])), 0
             self._copied = True
 
     def take(self) -> Received | None:
@@ -161,18 +170,18 @@ class Assembly:
         Raises:
             BrokenMessage: The data is not a message, or the message is too large.
         """
-        while self._at < len(self._piece) or self._next_piece():
+        while self._position < len(self._piece) or self._next_piece():
             if not self.missing:
                 taken = PREFIX.size - len(self._prefix)
-                self._prefix += self._piece[self._at : self._at + taken]
-                self._at = min(self._at + taken, len(self._piece))
+                self._prefix += self._piece[self._position : self._position + taken]
+                self._position = min(self._position + taken, len(self._piece))
                 if len(self._prefix) < PREFIX.size:
                     continue
                 if not self._begin():
                     return Received(b"", self._compressed, 0)
                 continue
-            part = self._piece[self._at : self._at + self.missing]
-            self._at += len(part)
+            part = self._piece[self._position : self._position + self.missing]
+            self._position += len(part)
             self.missing -= len(part)
             if self.sink is None:
                 self._message += part
@@ -185,7 +194,7 @@ class Assembly:
         return None
 
     def _next_piece(self) -> bool:
-        self._piece, self._at, self._copied = memoryview(bytes(self._later)), 0, True
+        self._piece, self._position, self._copied = memoryview(bytes(self._later)), 0, True
         self._later.clear()
         return bool(self._piece)
 
@@ -215,7 +224,7 @@ class Assembly:
             )
         self._compressed = bool(flag)
         self._size = self.missing = size
-        self.extra = max(0, size + PREFIX.size - self._unasked)
+        self.extra = max(0, size + PREFIX.size - self._permitted)
         if size >= LARGE and not flag and self._sinks is not None:
             self.sink = self._sinks(self._head, size)
         return bool(size)
@@ -238,7 +247,7 @@ async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -
     memory = Arrival(0.0, budget)
     try:
         for piece in inflater.feed(data):
-            memory.hold(len(piece))
+            memory.reserve(len(piece))
             pieces.append(piece)
             if len(pieces) % 4 == 0:
                 await asyncio.sleep(0)

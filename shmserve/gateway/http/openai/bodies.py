@@ -15,13 +15,13 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
 from shmserve.gateway.compression import BodyTooLarge
-from shmserve.gateway.context import Gateway, loaded
+from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
-from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, carried
+from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, supported_fields
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
@@ -39,7 +39,7 @@ def generates(model: GatewayModel) -> bool:
     return PARAMETERS in signature.inputs and TEXT in signature.outputs
 
 
-async def own_name(gateway: Gateway, name: str) -> str:
+async def resolve_alias(gateway: Gateway, name: str) -> str:
     """Return the own name of the model that has a name; unknown names are returned as they are.
 
     Raises:
@@ -47,16 +47,16 @@ async def own_name(gateway: Gateway, name: str) -> str:
     """
     models = gateway.models
     served = {each: model for model, each in reversed(gateway.settings.served_names)}
-    own = name if name in models else served.get(name) or models.own_name(name)
+    own = name if name in models else served.get(name) or models.resolve_alias(name)
     if own != name or name in models:
         return own
-    asleep = await names_asleep(gateway)
+    unloaded = await unloaded_aliases(gateway)
     if name in served:
-        return _only(gateway, name, asleep)
-    return next((model for model, aliases in asleep.items() if name in aliases), name)
+        return _only_model(gateway, name, unloaded)
+    return next((model for model, aliases in unloaded.items() if name in aliases), name)
 
 
-async def names_asleep(gateway: Gateway) -> dict[str, list[str]]:
+async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     """Return the aliases of models on demand that generate text and are not loaded."""
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
@@ -65,8 +65,8 @@ async def names_asleep(gateway: Gateway) -> dict[str, list[str]]:
     return {name: found[name] for name in sorted(found) if not models.versions(name)}
 
 
-def _only(gateway: Gateway, name: str, asleep: Collection[str]) -> str:
-    only = only_one(gateway, asleep)
+def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
+    only = only_generative_model(gateway, unloaded)
     if not only:
         raise NotFound(
             f"'{name}' is a name of the only model that generates text, and there are none or "
@@ -75,26 +75,32 @@ def _only(gateway: Gateway, name: str, asleep: Collection[str]) -> str:
     return only
 
 
-def only_one(gateway: Gateway, asleep: Collection[str] = ()) -> str:
+def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> str:
     """Return the only model that generates text, or "" if there are none or several.
 
     Args:
         gateway: The gateway.
-        asleep: The models on demand that generate text and are not loaded.
+        unloaded: The models on demand that generate text and are not loaded.
     """
-    found = {model.name for model in gateway.models.all() if generates(model)}.union(asleep)
+    found = {model.name for model in gateway.models.all() if generates(model)}.union(unloaded)
     return found.pop() if len(found) == 1 else ""
 
 
-def names_of(gateway: Gateway, model: str, asleep: Collection[str] = ()) -> list[str]:
-    """Return the names of a model, without its aliases; `asleep` as for `only_one`."""
+def names_of(gateway: Gateway, model: str, unloaded: Collection[str] = ()) -> list[str]:
+    """Return the names of a model without its aliases, the name for responses first.
+
+    Args:
+        gateway: The gateway.
+        model: The name of the model's folder.
+        unloaded: The models on demand that generate text and are not loaded.
+    """
     served = gateway.settings.served_names
-    is_only = bool(served) and only_one(gateway, asleep) == model
+    is_only = bool(served) and only_generative_model(gateway, unloaded) == model
     names = (each for named, each in served if named == model or (is_only and not named))
     return list(dict.fromkeys([*names, model]))
 
 
-def shown_name(gateway: Gateway, model: str) -> str:
+def response_name(gateway: Gateway, model: str) -> str:
     """Return the name of a model in responses."""
     return names_of(gateway, model)[0] if gateway.settings.served_names else model
 
@@ -149,8 +155,8 @@ def _details(parameters: dict[str, Any]) -> tuple[str, ...]:
 
 def wants_logprobs(parameters: dict[str, Any]) -> bool:
     """Return whether the response contains the probabilities of tokens."""
-    given = parameters.get("logprobs")
-    return given is not None and given is not False
+    fields = parameters.get("logprobs")
+    return fields is not None and fields is not False
 
 
 def tensor(
@@ -158,9 +164,9 @@ def tensor(
 ) -> InferInput:
     """Return an input with these values, of one dimension unless a shape is given."""
     count = len(values)
-    made = InferInput(name, datatype, tuple(shape) or (count,), count)
-    made.data = decode(list(values), datatype, count, name)
-    return made
+    text_request = InferInput(name, datatype, tuple(shape) or (count,), count)
+    text_request.data = decode(list(values), datatype, count, name)
+    return text_request
 
 
 async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
@@ -209,7 +215,7 @@ async def model_of(gateway: Gateway, body: dict[str, Any], *, default: str = "")
     name = checked(body, "model", str, default)
     if not name:
         raise InvalidArgument("model: it is missing; the name of a model is needed")
-    return await loaded(gateway, await own_name(gateway, name), "")
+    return await resolve_model(gateway, await resolve_alias(gateway, name), "")
 
 
 def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> Any:
@@ -222,35 +228,37 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     if value is None:
         return default
     if type(value) is not kind:
-        wanted = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
-        allowed = wanted.get(kind, "a whole number")
+        nouns = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+        allowed = nouns.get(kind, "a whole number")
         raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")
     return value
 
 
 async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
-    given = carried(body, COMPLETION, gateway.settings.refuse_unknown_fields)
-    model = await generating(gateway, given)
-    prompts = _prompts(model, given.get("prompt"))
-    return _text_request(model, prompts, {**given, "echo": checked(given, "echo", bool, False)})
+    fields = supported_fields(body, COMPLETION, gateway.settings.refuse_unknown_fields)
+    model = await generating(gateway, fields)
+    prompts = _prompts(model, fields.get("prompt"))
+    return _text_request(model, prompts, {**fields, "echo": checked(fields, "echo", bool, False)})
 
 
 async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a chat."""
-    given = carried(body, CHAT, gateway.settings.refuse_unknown_fields)
-    model = await generating(gateway, given)
-    variables = {name: given.pop(name) for name in CONVERSATION & given.keys()}
-    prompt = conversation(given, variables)
-    limit = next((name for name in _LIMITS if name in given), "max_tokens")
-    others = set(_LIMITS) - {limit}
-    if given.get("top_logprobs") and not wants_logprobs(given):
+    fields = supported_fields(body, CHAT, gateway.settings.refuse_unknown_fields)
+    model = await generating(gateway, fields)
+    variables = {name: fields.pop(name) for name in CONVERSATION & fields.keys()}
+    prompt = conversation(fields, variables)
+    limit = next((name for name in _LIMITS if name in fields), "max_tokens")
+    unused_limits = set(_LIMITS) - {limit}
+    if fields.get("top_logprobs") and not wants_logprobs(fields):
         raise InvalidArgument("top_logprobs: logprobs is not true, which is needed")
-    parameters = {"add_special_tokens": False, "echo": False, limit: _UNLIMITED, **given}
-    parameters = {name: value for name, value in parameters.items() if name not in others}
-    made = _text_request(model, [prompt], parameters)
+    parameters = {"add_special_tokens": False, "echo": False, limit: _UNLIMITED, **fields}
+    parameters = {name: value for name, value in parameters.items() if name not in unused_limits}
+    text_request = _text_request(model, [prompt], parameters)
     parsed = MESSAGE in model.signature.outputs and (model.reasons or "tools" in variables)
-    return made._replace(details=(*made.details, MESSAGE)) if parsed else made
+    return (
+        text_request._replace(details=(*text_request.details, MESSAGE)) if parsed else text_request
+    )
 
 
 def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
@@ -287,27 +295,27 @@ def _text_request(
     stream = checked(parameters, "stream", bool, False)
     options = checked(parameters, "stream_options", dict, {})
     samples = checked(parameters, "n", int, 1)
-    given = {
+    fields = {
         name: value
         for name, value in parameters.items()
         if name not in ("model", "prompt", "messages", "stream_options")
     }
     usage = checked(options, "include_usage", bool, False)
-    return TextRequest(model, prompts, given, samples, stream, usage, _details(given))
+    return TextRequest(model, prompts, fields, samples, stream, usage, _details(fields))
 
 
-def _prompts(model: GatewayModel, given: Any) -> list[InferInput]:
+def _prompts(model: GatewayModel, fields: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
-    tokens = type(given) is list and given and all(type(each) is int for each in given)
-    found = [given] if tokens or type(given) is not list else given
+    tokens = type(fields) is list and fields and all(type(each) is int for each in fields)
+    found = [fields] if tokens or type(fields) is not list else fields
     if len(found) > _MOST_PROMPTS:
         raise InvalidArgument(f"prompt: {len(found)} prompts are more than {_MOST_PROMPTS}")
-    made = [_prompt(each) for each in found]
-    if not made:
+    text_request = [_prompt(each) for each in found]
+    if not text_request:
         raise InvalidArgument("prompt: the list is empty; a prompt is needed")
-    if len(made) > 1:
-        _check_capacity(model, len(made))
-    return made
+    if len(text_request) > 1:
+        _check_capacity(model, len(text_request))
+    return text_request
 
 
 def _engine_settings(model: GatewayModel) -> EngineSettings | None:
@@ -331,13 +339,13 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def _prompt(given: Any) -> InferInput:
-    if type(given) is str:
-        return tensor("text_input", "BYTES", [given])
-    if type(given) is list and given and all(type(each) is int for each in given):
-        return tensor("input_ids", "INT32", given)
+def _prompt(fields: Any) -> InferInput:
+    if type(fields) is str:
+        return tensor("text_input", "BYTES", [fields])
+    if type(fields) is list and fields and all(type(each) is int for each in fields):
+        return tensor("input_ids", "INT32", fields)
     raise InvalidArgument(
-        f"prompt: {clip(repr(given))} is neither a text, tokens, nor a list of one of them"
+        f"prompt: {clip(repr(fields))} is neither a text, tokens, nor a list of one of them"
     )
 
 

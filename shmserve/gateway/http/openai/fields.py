@@ -107,33 +107,35 @@ _STREAM_OPTIONS: Mapping[str, Allowed | None] = {
 }
 
 
-def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool) -> dict[str, Any]:
+def supported_fields(
+    body: Mapping[str, Any], supported: frozenset[str], refuse_unknown: bool
+) -> dict[str, Any]:
     """Return the fields of a body to carry out, without those that are null.
 
     Args:
         body: The body.
-        known: The fields to carry out, such as `COMPLETION`.
+        supported: The fields to carry out, such as `COMPLETION`.
         refuse_unknown: Whether fields that are not known are refused; otherwise they are logged
             once for each name.
 
     Raises:
         InvalidArgument: Fields are refused. The message names each of them.
     """
-    refused = _EMBEDDING_REFUSED if known is EMBEDDING else _REFUSED
+    refused = _EMBEDDING_REFUSED if supported is EMBEDDING else _REFUSED
     found: dict[str, Any] = {}
     problems: list[str] = []
-    strange: dict[str, frozenset[str]] = {}
+    unknown: dict[str, frozenset[str]] = {}
     for name, value in body.items():
         if value is None:
             continue
         if type(value) is float and not math.isfinite(value):
             problems.append(f"{clip(name)}: {value} is not a finite number")
-        elif name in known:
+        elif name in supported:
             found[name] = value
         elif name in refused:
             problems += _problem(name, value, refused[name])
         elif name not in _PLAIN:
-            strange[name] = known | refused.keys() | _PLAIN
+            unknown[name] = supported | refused.keys() | _PLAIN
     options = found.get("stream_options")
     if isinstance(options, dict):
         for name, value in options.items():
@@ -141,8 +143,8 @@ def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool
             if allowed is not None and value is not None:
                 problems += _problem(f"stream_options.{name}", value, allowed)
             elif name not in _STREAM_OPTIONS:
-                strange[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
-    for name, names in strange.items():
+                unknown[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
+    for name, names in unknown.items():
         if refuse_unknown:
             problems.append(f"{clip(name)}: it is not a known field{suggestion(name, names)}")
         else:
@@ -153,5 +155,5 @@ def carried(body: Mapping[str, Any], known: frozenset[str], refuse_unknown: bool
 
 
 def _problem(name: str, value: Any, allowed: Allowed) -> list[str]:
-    neutral = any(type(value) is type(each) and value == each for each in allowed.values)
-    return [] if neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.text}"]
+    is_neutral = any(type(value) is type(each) and value == each for each in allowed.values)
+    return [] if is_neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.text}"]

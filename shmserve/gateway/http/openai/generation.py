@@ -27,7 +27,7 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, shown_name
+from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, response_name
 from shmserve.gateway.inference.inference import error_of, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
@@ -60,7 +60,7 @@ class Form(NamedTuple):
     """The differences between completions and chats: prefixes of ids and names of objects."""
 
     prefix: str
-    whole: str
+    whole_response: str
     chunk: str
     chat: bool
 
@@ -140,7 +140,7 @@ class _Sample:
     finish_reason: str = ""
     logprobs: list[dict[str, Any]] | None = None
     begun: bool = False
-    only_logprobs: dict[str, Any] | None = None  # those of the only part
+    first_logprobs: dict[str, Any] | None = None  # those of the only part
     more: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -186,10 +186,10 @@ class Choices:
     model: str
     samples: int
     shows_usage: bool = False  # chunks have the member `usage`, which is null
-    _found: dict[int, _Sample] = field(default_factory=dict)
+    _samples: dict[int, _Sample] = field(default_factory=dict)
     _prompt: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
-    _thoughts: int | None = None  # tokens of reasoning
+    _reasoning_tokens: int | None = None  # tokens of reasoning
 
     def __post_init__(self) -> None:
         self._id = f"{self.form.prefix}-{secrets.token_hex(16)}"
@@ -198,7 +198,7 @@ class Choices:
     def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """Add a part of a sample of a prompt, and return the choice for a chunk."""
         index = prompt * self.samples + delta.sample
-        sample = self._found.setdefault(index, _Sample())
+        sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
         more = sample.add(delta.message) if delta.message else {}
         choice = {
@@ -207,7 +207,7 @@ class Choices:
             "logprobs": self.form.logprobs(content, len(sample.text)),
             "finish_reason": sample.reason(delta.finish_reason),
         }
-        sample.only_logprobs = None if sample.begun else choice["logprobs"]
+        sample.first_logprobs = None if sample.begun else choice["logprobs"]
         if delta.more:
             choice |= self._add_more(sample, delta.more)
         sample.begun = True
@@ -234,26 +234,26 @@ class Choices:
         self._usage["new"] += usage["completion_tokens"]
         self._usage["cached"] += usage.get("cached_tokens", 0)
         if "reasoning_tokens" in usage:
-            self._thoughts = (self._thoughts or 0) + usage["reasoning_tokens"]
+            self._reasoning_tokens = (self._reasoning_tokens or 0) + usage["reasoning_tokens"]
 
-    def whole(self) -> dict[str, Any]:
+    def whole_response(self) -> dict[str, Any]:
         """Return the response to a request that does not stream."""
         choices = [
             {
                 "index": index,
                 **self.form.content(sample.text, sample.parts()),
-                "logprobs": sample.only_logprobs or self.form.logprobs(sample.logprobs, 0),
+                "logprobs": sample.first_logprobs or self.form.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.reason(sample.finish_reason),
                 **sample.more,
             }
-            for index, sample in sorted(self._found.items())
+            for index, sample in sorted(self._samples.items())
         ]
-        head = {**self._head(self.form.whole), **self._prompt}
+        head = {**self._head(self.form.whole_response), **self._prompt}
         return {**head, "choices": choices, "usage": self.usage()}
 
-    def frames(self, taken: list[list[dict[str, Any]]]) -> list[bytes]:
+    def frames(self, parts_of_responses: list[list[dict[str, Any]]]) -> list[bytes]:
         """Return a chunk of a stream for each list of choices."""
-        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in taken]
+        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in parts_of_responses]
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
@@ -276,14 +276,14 @@ class Choices:
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
-        prompt, new, cached = self._usage.values()
-        thoughts = self._thoughts
-        details = {} if thoughts is None else {"reasoning_tokens": thoughts}
+        prompt, generated, cached = self._usage.values()
+        reasoning_tokens = self._reasoning_tokens
+        details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
         return {
             **({"completion_tokens_details": details} if details else {}),
             "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
@@ -308,7 +308,7 @@ async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:
-    name = shown_name(gateway, text_request.model.name)
+    name = response_name(gateway, text_request.model.name)
     return Choices(form, name, text_request.samples, text_request.usage)
 
 
@@ -318,10 +318,10 @@ class Rendering(Protocol):
     def add(self, prompt: int, delta: Delta) -> Any:
         """Add a part of a sample of a prompt, and return what a stream has of it."""
 
-    def whole(self) -> dict[str, Any]:
+    def whole_response(self) -> dict[str, Any]:
         """Return the whole response."""
 
-    def frames(self, taken: list[list[Any]]) -> list[bytes]:
+    def frames(self, parts_of_responses: list[list[Any]]) -> list[bytes]:
         """Return the server-sent events of what `add` has returned for each response."""
 
     def ending(self, usage: bool) -> list[bytes]:
@@ -339,7 +339,7 @@ async def respond(
     try:
         await generation.begun()
         if not text_request.stream:
-            return json_response(await generation.whole())
+            return json_response(await generation.whole_response())
     except BaseException as error:
         generation.close()
         if isinstance(error, QueueFull):
@@ -365,12 +365,12 @@ class _Generation:
         self._text_request = text_request
         self._rendering = rendering
         self._queues: list[ResponseQueue] = []
-        self._news = asyncio.Event()
+        self._response_event = asyncio.Event()
         arrived_ns = time.monotonic_ns()
         try:
             for infer_request in text_request.requests():
                 built = build(gateway, text_request.model, infer_request)
-                queue = ResponseQueue(gateway, request, built, arrived_ns, self._news)
+                queue = ResponseQueue(gateway, request, built, arrived_ns, self._response_event)
                 self._queues.append(queue)
         except BaseException:
             self.close()
@@ -395,42 +395,42 @@ class _Generation:
             log_failure(first.request.built, error)
             raise error
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole_response(self) -> dict[str, Any]:
         """Return the whole response once the last text has ended."""
-        async for _ in self._taken():
+        async for _ in self._arrived_parts():
             pass
-        return self._rendering.whole()
+        return self._rendering.whole_response()
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yield server-sent events. Texts that have arrived are written together."""
         try:
-            async for taken in self._taken():
-                if frames := self._rendering.frames(taken):
+            async for parts_of_responses in self._arrived_parts():
+                if frames := self._rendering.frames(parts_of_responses):
                     yield frames
         except ShmserveError as error:
             yield self._rendering.failure(error)
             return
         yield self._rendering.ending(self._text_request.usage)
 
-    async def _taken(self) -> AsyncGenerator[list[list[Any]], None]:
+    async def _arrived_parts(self) -> AsyncGenerator[list[list[Any]], None]:
         """Yield what a stream has of responses to all prompts, in the order of arrival.
 
         The model would otherwise wait for the credit of a prompt that is read later.
         """
-        left = dict(enumerate(self._queues))
-        while left:
-            while not any(left.values()):
-                self._news.clear()
-                await self._news.wait()
-            taken: list[list[Any]] = []
-            for prompt, queue in list(left.items()):
-                while queue and prompt in left:
+        unfinished = dict(enumerate(self._queues))
+        while unfinished:
+            while not any(unfinished.values()):
+                self._response_event.clear()
+                await self._response_event.wait()
+            parts_of_responses: list[list[Any]] = []
+            for prompt, queue in list(unfinished.items()):
+                while queue and prompt in unfinished:
                     choices, ended = self._take(prompt, queue)
                     if choices:
-                        taken.append(choices)
+                        parts_of_responses.append(choices)
                     if ended:
-                        del left[prompt]
-            yield taken
+                        del unfinished[prompt]
+            yield parts_of_responses
 
     def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
         """Remove an arrived response; return its parts and whether it was the last.
@@ -461,11 +461,11 @@ class _Generation:
         """Add what few requests want: tokens, the prompt's log probabilities, and messages."""
         tokens, prompt = found.get("token_ids"), found.get("prompt_token_ids")
         messages = found.get(bodies.MESSAGE)
-        counts = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
+        sample_tokens = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
         for index, delta in enumerate(deltas):
             more: dict[str, Any] = {}
             if tokens is not None:
-                count = counts[index] if counts else len(tokens)
+                count = sample_tokens[index] if sample_tokens else len(tokens)
                 more["token_ids"], tokens = tokens[:count], tokens[count:]
             if prompt:
                 more["prompt_token_ids"] = prompt

@@ -103,7 +103,7 @@ def test_who_leaves_is_told_of_once() -> None:
         told: list[str] = []
         scene.ask(1)
         call = scene.calls[0][1]
-        call.on_gone = lambda: told.append("gone")
+        call.on_disconnect = lambda: told.append("gone")
         call.on_ended = lambda: told.append("over")
         scene.say(frame(RESET, 0, 1, bytes(4)))
         scene.say(frame(RESET, 0, 1, bytes(4)))
@@ -119,7 +119,7 @@ def test_a_deadline_ends_a_call() -> None:
         told: list[str] = []
         scene.ask(1, b"abc", (b"grpc-timeout", b"2S"))
         call = scene.calls[0][1]
-        call.on_gone = lambda: told.append("gone")
+        call.on_disconnect = lambda: told.append("gone")
         left_s = call.time_remaining()
         assert left_s is not None and 0 < left_s <= 2
         await scene.clock.go_on(2.1)
@@ -201,7 +201,7 @@ def test_who_breaks_a_rule_is_shown_out() -> None:
     async def play(scene: Scene) -> None:
         told: list[str] = []
         scene.ask(1)
-        scene.calls[0][1].on_gone = lambda: told.append("gone")
+        scene.calls[0][1].on_disconnect = lambda: told.append("gone")
         scene.say(frame(WINDOW, 0, 0, bytes(4)))
         assert scene.transport.frames()[-1][0] == GO_AWAY
         assert told == ["gone"] and not scene.connection.open and not scene.transport.closed
@@ -448,7 +448,7 @@ def test_a_stream_that_is_ended_for_its_handler() -> None:
         scene.say(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
         await asyncio.sleep(0)
         for call in scene.begun:
-            call.late()
+            call.on_timeout()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert over == [1, 1]
@@ -484,11 +484,11 @@ def test_who_does_not_read_is_shown_out_even_if_it_is_owed_no_data(
         scene.ask(1)
         scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
         assert not scene.statuses()
-        assert scene.connection._looking is not None
-        scene.connection._look()
+        assert scene.connection._check_timer is not None
+        scene.connection._check_time_limits()
         assert not scene.transport.aborted
         now += 2 * PATIENCE_S
-        scene.connection._look()
+        scene.connection._check_time_limits()
         assert scene.transport.aborted
 
     played(play)
@@ -515,7 +515,7 @@ def test_who_leaves_while_its_response_is_deflated_has_given_nothing_up() -> Non
         told: list[str] = []
         scene.ask(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
         call = scene.calls[0][1]
-        call.on_gone = lambda: told.append("gone")
+        call.on_disconnect = lambda: told.append("gone")
         call.on_ended = lambda: told.append("over")
         call.finish(bytes(1 << 20))
         scene.say(frame(RESET, 0, 1, bytes(4)))

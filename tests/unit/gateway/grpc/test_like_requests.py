@@ -207,7 +207,7 @@ def test_an_id_is_not_taken_for_contents_nor_they_for_it(gateway: Any, first: in
             if found is None:
                 request = InferRequest(parts.identity.request_id, [], [])
                 model: Any = gateway.models.find()
-                prepared.remember(parts, request, model, known)
+                prepared.store(parts, request, model, known)
     assert built[0].contents == [[b"x"]] * 3
     assert built[1].contents == [[b"i", b"x"]] * 3
 

@@ -293,7 +293,7 @@ def test_a_message_that_others_need_the_memory_of() -> None:
     evicted: list[int] = []
     budget = BodyBudget(1000, MallocTrim())
     arriving = ArrivingMessage(10.0, budget, lambda: evicted.append(1))
-    arriving.hold(500)
+    arriving.reserve(500)
     arriving.evict()
     assert evicted == [1]
 

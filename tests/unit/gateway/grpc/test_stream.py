@@ -81,7 +81,7 @@ def test_a_refusal_that_waits_holds_nothing() -> None:
 
     with pytest.raises(RequestRefused) as caught:
         refuse(b"large")
-    refused = caught.value.bare()
+    refused = caught.value.without_traceback()
     for error in (refused, refused.error):
         assert error.__traceback__ is None and error.__context__ is None
 

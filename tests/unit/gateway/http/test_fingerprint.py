@@ -14,8 +14,8 @@ from shmserve.gateway.http.json.fingerprint import (
     Cache,
     Fingerprint,
     cut_identity,
-    remember,
     repeat,
+    store_template,
     worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
@@ -149,7 +149,7 @@ def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
             return None
         if worth_preparing(cache, fingerprint):
             template: Any = plan or Bytes()
-            remember(cache, fingerprint, wire_of(text), template)
+            store_template(cache, fingerprint, wire_of(text), template)
     return known
 
 

@@ -8,16 +8,16 @@ import pytest
 from shmserve import logs
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.openai import fields
-from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, EMBEDDING, carried
+from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, EMBEDDING, supported_fields
 
 
 def kept(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = False) -> Any:
-    return carried(body, known, refuse)
+    return supported_fields(body, known, refuse)
 
 
 def refusal(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = False) -> str:
     with pytest.raises(InvalidArgument) as raised:
-        carried(body, known, refuse)
+        supported_fields(body, known, refuse)
     return raised.value.message
 
 

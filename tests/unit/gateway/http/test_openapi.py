@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from shmserve.gateway.http import routes
-from shmserve.gateway.http.routes import ROUTES, described
+from shmserve.gateway.http.routes import ROUTES, openapi_document
 from shmserve.gateway.http.routing import Route
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
-DOCUMENT = described(ROUTES)
+DOCUMENT = openapi_document(ROUTES)
 OPERATIONS = [
     (path, method, operation)
     for path, methods in DOCUMENT["paths"].items()

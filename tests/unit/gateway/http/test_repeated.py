@@ -48,7 +48,7 @@ class Asked:
         self.connection.sendall(packed(value))
         return read_reply(self.connection)
 
-    def hold(self, value: int) -> None:
+    def reserve(self, value: int) -> None:
         """Send one more, which the scheduler has and keeps."""
         self.scheduler.held = True
         self.connection.sendall(packed(value))
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_said(asked: Asked) -> None:
     ("code", "status", "message"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
 )
 def test_a_failure_is_said(asked: Asked, code: str, status: int, message: str) -> None:
-    asked.hold(30)
+    asked.reserve(30)
     ((peer, submit),) = asked.scheduler.waiting
     asked.scheduler.waiting.clear()
     asked.scheduler.say(peer, Failed(submit.id, code, message, 0, False))
@@ -100,7 +100,7 @@ def test_a_failure_is_said(asked: Asked, code: str, status: int, message: str) -
 
 
 def test_a_malformed_answer_is_an_internal_error(asked: Asked) -> None:
-    asked.hold(32)
+    asked.reserve(32)
     ((peer, submit),) = asked.scheduler.waiting
     asked.scheduler.waiting.clear()
     asked.scheduler.say(peer, Finished(submit.id, b"garbage", [b"garbage"]))
@@ -145,7 +145,7 @@ def test_numbers_that_json_has_no_form_for_are_refused_as_ever(asked: Asked) -> 
 
 
 def test_who_leaves_cancels_it(asked: Asked) -> None:
-    asked.hold(60)
+    asked.reserve(60)
     ((_, submit),) = asked.scheduler.waiting
     asked.connection.close()
     until("it is cancelled", lambda: Cancel(submit.id) in asked.scheduler.others)
@@ -156,7 +156,7 @@ def test_who_leaves_cancels_it(asked: Asked) -> None:
 
 def test_what_comes_behind_it_is_answered_behind_it(asked: Asked) -> None:
     """Whether it is like it or not, and whole or not."""
-    asked.hold(61)
+    asked.reserve(61)
     other = b"GET /v2/models/simple HTTP/1.1\r\nHost: localhost\r\n\r\n"
     asked.connection.sendall(packed(62) + other + packed(63)[:50])
     asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
@@ -180,7 +180,7 @@ def _next_json(stream: BinaryIO) -> Any:
 
 
 def test_a_lost_scheduler_costs_no_answer(asked: Asked) -> None:
-    asked.hold(64)
+    asked.reserve(64)
     asked.scheduler.close()
     successor = asked.gateway.scheduler(add_sub)
     asked.gateway.tell(SchedulerLost(asked.scheduler.endpoint, successor.endpoint))
@@ -224,7 +224,7 @@ def test_a_later_version_is_the_latest(asked: Asked) -> None:
 
 
 def test_who_is_answered_while_the_gateway_drains_is_told_to_go(asked: Asked) -> None:
-    asked.hold(70)
+    asked.reserve(70)
     with raw_connection(asked.gateway.port) as idle:
         asked.gateway.http.get("/v2/health/live").ok()  # that is accepted
         asked.gateway.tell(Drain())

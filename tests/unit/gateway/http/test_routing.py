@@ -110,9 +110,9 @@ def test_an_error_has_the_form_of_its_route(
     responses = [handled(request) for request in requests]
     assert [response.status for response in responses] == [status, status]
     assert all(header in response.headers for response in responses)
-    other, tritons = (json.loads(b"".join(response.pieces)) for response in responses)
+    other, triton_families = (json.loads(b"".join(response.pieces)) for response in responses)
     assert other["error"]["message"] == message and "type" in other["error"]
-    assert tritons == {"error": message}
+    assert triton_families == {"error": message}
     assert [request.asked for request in requests] == [["inference"]] * 2
 
 

@@ -129,15 +129,15 @@ def test_a_bounded_number_is_kept() -> None:
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     for number in range(1000):
         decoder.request(REQUEST + encode(((b"a", b"%d" % number),)))
-        assert len(decoder._known) <= 64
+        assert len(decoder._heads) <= 64
     long = REQUEST + encode(((b"a", b"x" * 1000),))
     decoder.request(long)
-    assert long not in decoder._known
+    assert long not in decoder._heads
 
 
 def test_without_a_look_at_the_table_nothing_is_kept() -> None:
     decoder = HeaderDecoder(RequestFields, _LARGEST)
-    decoder._keeps = False
+    decoder._caches = False
     assert decoder.request(REQUEST) is not decoder.request(REQUEST)
 
 

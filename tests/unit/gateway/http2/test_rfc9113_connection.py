@@ -214,12 +214,12 @@ def test_goaway_names_the_last_stream() -> None:
 def test_a_drain_tells_twice_and_never_more_than_before() -> None:
     """6.8: the last stream of a GOAWAY is never higher than that of the one before."""
     engine = Engine().take(OPENED + BEGUN)
-    engine.http2.refuse_more(finally_=False)
+    engine.http2.send_goaway(final=False)
     engine.take(frame(HEADERS, END_HEADERS, 3, GET))
     assert 3 in engine.requests
-    engine.http2.refuse_more(finally_=True)
+    engine.http2.send_goaway(final=True)
     engine.take(frame(HEADERS, END_HEADERS, 5, GET))
-    engine.http2.refuse_more(finally_=True)
+    engine.http2.send_goaway(final=True)
     assert 5 not in engine.requests
     engine.take(frame(PING, 0, 0))
     named = [struct.unpack_from(">I", it.payload)[0] for it in engine.sent if it.kind == GO_AWAY]
